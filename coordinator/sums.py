@@ -72,7 +72,7 @@ class Phase(str, Enum):
 _TIMED = (Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
 
 
-class _Record(BaseModel):
+class SumRecord(BaseModel):
     """All that the sum knows; bytes in hex.
 
     Attributes:
@@ -103,48 +103,33 @@ class SumBoard:
         at: of the attempt.
         participants: those who were invited.
         content: of the same attempt's board before a restart.
+
+    Attributes:
+        record: all that it knows.
     """
 
     def __init__(self, at: SumRound, participants: Iterable[str], content: str | None = None) -> None:
         self.at = at
-        self._kept = _Record(awaited=set(participants)) if content is None else _Record.model_validate_json(content)
+        self.record = (
+            SumRecord(awaited=set(participants)) if content is None else SumRecord.model_validate_json(content)
+        )
         self._until: float | None = None
         self._repeat_at = 0.0
 
     @property
-    def phase(self) -> Phase:
-        """What it waits for."""
-        return self._kept.phase
-
-    @property
-    def reason(self) -> str:
-        """Why there is no sum, once it is off."""
-        return self._kept.reason
-
-    @property
-    def ended(self) -> Phase | None:
-        """What it waited for when it went off."""
-        return self._kept.ended
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Whose shares were dealt out."""
-        return self._kept.peers
-
-    @property
     def weights(self) -> dict[str, int]:
         """Of the survivors, as each announced its own."""
-        return {device: self._kept.members.announced[device].weight for device in self._kept.survivors}
+        return {device: self.record.members.announced[device].weight for device in self.record.survivors}
 
     @property
     def waits(self) -> bool:
         """Whether it goes on by itself as time does."""
-        return self._kept.phase in (Phase.KEYS, *_TIMED)
+        return self.record.phase in (Phase.KEYS, *_TIMED)
 
     @property
     def content(self) -> str:
         """For the same board after a restart."""
-        return self._kept.model_dump_json()
+        return self.record.model_dump_json()
 
     def check(self, device: str, step: FromDevice, key: VerifyKey, weight_cap: int | None) -> None:
         """Check what the other devices will check, so that one device can't cost all of them the sum.
@@ -158,26 +143,26 @@ class SumBoard:
         Raises:
             SumError, SignatureError, MalformedError: with the device's name.
         """
-        if device not in self._kept.awaited:
+        if device not in self.record.awaited:
             return
-        if isinstance(step, SumKeys) and self._kept.phase is Phase.KEYS:
+        if isinstance(step, SumKeys) and self.record.phase is Phase.KEYS:
             announcement_of(device, step).check(self.at, key)
             if weight_cap is not None and step.weight > weight_cap:
                 raise SumError(f"{device}: its weight {step.weight} is above the plan's weight_cap, {weight_cap}")
-        if isinstance(step, SumSigned) and self._kept.phase is Phase.SIGNATURES:
-            label = survivors_label(self.at, self._kept.peers, self._kept.survivors)
+        if isinstance(step, SumSigned) and self.record.phase is Phase.SIGNATURES:
+            label = survivors_label(self.at, self.record.peers, self.record.survivors)
             if not key.verifies(bytes.fromhex(step.signature), label):
                 raise SignatureError(f"{device}: its signature is not of the list of survivors")
 
     def leave_out(self, device: str, now: float) -> Sends:
         """Wait for a device no longer whose step is not as it must be."""
-        self._kept.awaited.discard(device)
-        is_last = self.waits and not self._kept.awaited
+        self.record.awaited.discard(device)
+        is_last = self.waits and not self.record.awaited
         return [(device, SumOff()), *(self._next(now) if is_last else [])]
 
     def receive(self, device: str, step: FromDevice, now: float) -> Sends:
         """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
-        kept = self._kept
+        kept = self.record
         if isinstance(step, SumKeys) and kept.phase is not Phase.KEYS:
             return self._again(device, step)
         if device not in kept.awaited:
@@ -206,7 +191,7 @@ class SumBoard:
             there: who may still take part in the attempt; in its first two steps nobody else is waited for.
             now: seconds, of any clock.
         """
-        kept = self._kept
+        kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
             kept.awaited &= set(there)
         if self._until is None and self.waits and kept.keys:  # the first keys, or a restart
@@ -228,7 +213,7 @@ class SumBoard:
 
         The list stays what it was, whatever is called later.
         """
-        kept = self._kept
+        kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
             return self._off(f"the attempt was closed while it waited for {kept.phase.value}")
         if kept.phase is not Phase.NUMBERS:
@@ -244,7 +229,7 @@ class SumBoard:
         Raises:
             SumError: it is not opened, or shares do not fit what was announced; names the device.
         """
-        kept = self._kept
+        kept = self.record
         if kept.phase is not Phase.OPENED:
             raise SumError(f"the sum waits for {kept.phase.value}")
         survivors = Survivors(kept.peers, kept.survivors, from_hex(kept.signatures))
@@ -253,7 +238,7 @@ class SumBoard:
 
     @property
     def _threshold(self) -> int:
-        return threshold_of(len(self._kept.members.announced))
+        return threshold_of(len(self.record.members.announced))
 
     @property
     def _needed(self) -> int:
@@ -262,7 +247,7 @@ class SumBoard:
     @property
     def _asked(self) -> ToDevice:
         """What the devices that are waited for were sent last."""
-        kept = self._kept
+        kept = self.record
         if kept.phase is Phase.SHARES:
             return kept.members
         if kept.phase is Phase.SIGNATURES:
@@ -270,7 +255,7 @@ class SumBoard:
         return SumOpening(names=kept.survivors, signatures=kept.signatures)
 
     def _next(self, now: float) -> Sends:
-        kept = self._kept
+        kept = self.record
         if kept.phase is Phase.KEYS:
             return self._begin(now)
         if kept.phase is Phase.SHARES:
@@ -286,7 +271,7 @@ class SumBoard:
         return []
 
     def _begin(self, now: float) -> Sends:
-        kept = self._kept
+        kept = self.record
         chosen = sorted(kept.keys)[:MAX_SUM_DEVICES]
         if len(chosen) < MIN_DEVICES:
             return self._off(f"{len(chosen)} of {MIN_DEVICES} devices announced keys")
@@ -295,7 +280,7 @@ class SumBoard:
         return [*self._ask(Phase.SHARES, chosen, now), *left]
 
     def _deal(self) -> Sends:
-        kept = self._kept
+        kept = self.record
         kept.peers = tuple(sorted(kept.sealed))
         if len(kept.peers) < self._needed:
             return self._off(f"{len(kept.peers)} of {self._needed} devices dealt out shares")
@@ -304,21 +289,21 @@ class SumBoard:
         return [*((device, self._dealt_to(device)) for device in kept.peers), *others]
 
     def _dealt_to(self, device: str) -> SumDealt:
-        return SumDealt(sealed={peer: self._kept.sealed[peer][device] for peer in self._kept.peers})
+        return SumDealt(sealed={peer: self.record.sealed[peer][device] for peer in self.record.peers})
 
     def _ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
-        self._kept.phase, self._kept.awaited = phase, set(devices)
+        self.record.phase, self.record.awaited = phase, set(devices)
         self._until, self._repeat_at = now + WAIT_S, now + REPEAT_S
         return [(device, self._asked) for device in devices]
 
     def _off(self, reason: str) -> Sends:
-        kept = self._kept
+        kept = self.record
         kept.phase, kept.reason, kept.ended, kept.awaited = Phase.OFF, reason, kept.phase, set()
         return [(device, SumOff()) for device in sorted(kept.keys)]
 
     def _again(self, device: str, keys: SumKeys) -> Sends:
         """What a device missed that announces its keys once more, or too late."""
-        kept = self._kept
+        kept = self.record
         if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys:
             return [(device, SumOff())]
         if kept.phase is Phase.SHARES:
@@ -430,13 +415,13 @@ class MaskedSums:
             self._stored = content
         for device, step in sends:
             self._publisher.sum_step(device, self._at, step)
-        if board.phase in (Phase.OPENED, Phase.OFF) and self._merge is not None:
+        if board.record.phase in (Phase.OPENED, Phase.OFF) and self._merge is not None:
             merge, self._merge = self._merge, None
             merge(self._opened(board))
 
     def _opened(self, board: SumBoard) -> OpenedSum:
-        reason = board.reason
-        if board.phase is Phase.OPENED:
+        reason = board.record.reason
+        if board.record.phase is Phase.OPENED:
             try:
                 size = sum(numbers_size(self._spec.layouts[part]) for part in self._spec.summed)
                 correction = board.correction(size)
@@ -446,6 +431,6 @@ class MaskedSums:
                 self.failure = None
                 self._events.write("sum_opened", **self._about, clients=sorted(board.weights))
                 return OpenedSum(tuple(sorted(board.weights.items())), correction.astype("<u4").tobytes())
-        self.failure = SumFailure(self._at.round, reason, board.ended)
+        self.failure = SumFailure(self._at.round, reason, board.record.ended)
         self._events.write("sum_off", **self._about, reason=reason)
         return OpenedSum()

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from coordinator.broker.broker_folder import QueueLimits
 from coordinator.operations import create_federation
 from fedcg.find_mosquitto import find_mosquitto
-from tests.support.broker.brokers import DEVICES, Pki, RunningMosquitto
+from tests.support.broker.brokers import DEVICES, Pki, QueueLimits, RunningMosquitto
 from tests.support.postgres import WHY_MISSING, Cluster, programs, running_cluster
 
 # Under CI the examples are the same in every run; elsewhere each run looks at new ones. Timings are never asserted.

@@ -6,8 +6,8 @@ Brings lists of devices to the broker: over a connection of its own, which lasts
 import hashlib
 import json
 import logging
+import queue
 import tempfile
-import threading
 import time
 from collections.abc import Collection
 from contextlib import closing
@@ -55,45 +55,39 @@ def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> Non
             assumed_max_packet=MAX_INBOUND,
             connection=connection_name(LISTS, home.secret()),
         )
-        _Exchange(config, lists.model_dump_json().encode()).run(timeout_s)
+        _exchange(config, lists.model_dump_json().encode(), timeout_s)
 
 
-class _Exchange:
-    """One message and its answer."""
+def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:
+    """Publish one message, and wait for its answer."""
+    transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
+    digest = hashlib.sha256(payload).hexdigest()
+    answers: queue.SimpleQueue[Applied] = queue.SimpleQueue()
 
-    def __init__(self, config: MqttConfig, payload: bytes) -> None:
-        self._transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
-        self._address = config.address
-        self._payload = payload
-        self._digest = hashlib.sha256(payload).hexdigest()
-        self._answered = threading.Event()
-        self._answer: Applied | None = None
-
-    def run(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        self._transport.subscribe(LISTS_APPLIED)
-        self._transport.start(self._delivered, lambda _up: None)
-        try:
-            self._transport.wait_linked(timeout_s)
-            self._transport.publish(LISTS, self._payload, retain=True)
-            if not self._answered.wait(max(0.0, deadline - time.monotonic())):
-                raise BrokerError(
-                    f"the broker at {self._address} has the lists, and nothing there has applied them: start Mosquitto by "
-                    "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`; if it runs so, its log has the reason"
-                )
-        finally:
-            self._transport.close()
-        if self._answer is not None and self._answer.problem:
-            raise BrokerError(f"the broker at {self._address} did not apply the lists: {self._answer.problem}")
-
-    def _delivered(self, delivery: Delivery) -> None:
+    def delivered(delivery: Delivery) -> None:
         try:
             answer = Applied.model_validate_json(delivery.payload)
         except ValidationError:
             return  # by another version; the time runs out
-        if answer.lists == self._digest:
-            self._answer = answer
-            self._answered.set()
+        if answer.lists == digest:
+            answers.put(answer)
+
+    deadline = time.monotonic() + timeout_s
+    transport.subscribe(LISTS_APPLIED)
+    transport.start(delivered, lambda _up: None)
+    try:
+        transport.wait_linked(timeout_s)
+        transport.publish(LISTS, payload, retain=True)
+        answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise BrokerError(
+            f"the broker at {config.address} has the lists, and nothing there has applied them: start Mosquitto by "
+            "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`; if it runs so, its log has the reason"
+        ) from None
+    finally:
+        transport.close()
+    if answer.problem:
+        raise BrokerError(f"the broker at {config.address} did not apply the lists: {answer.problem}")
 
 
 NOT_APPLIED = (

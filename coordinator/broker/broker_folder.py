@@ -8,8 +8,6 @@ Knows no database: a broker's own machine has not its packages.
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
@@ -59,8 +57,9 @@ class Lists(_Message):
     revoked: Annotated[tuple[Name, ...], Field(max_length=25_000)] = ()
 
     def access_list(self) -> str:
-        """Mosquitto's access list."""
-        return access_list(self.federations, self.devices, self.observers, self.revoked)
+        """Mosquitto's access list: one `user` section per identity, nothing for anybody else."""
+        identities = sorted(self.devices), sorted(self.observers), sorted(self.revoked)
+        return "\n".join([lists_acl(), *(Topics(each).mosquitto_acl(*identities) for each in self.federations)])
 
 
 class Applied(_Message):
@@ -73,14 +72,6 @@ class Applied(_Message):
 
     lists: Digest
     problem: Annotated[str, Field(max_length=500)] = ""
-
-
-def access_list(
-    federations: Sequence[str], devices: Iterable[str], observers: Iterable[str], revoked: Iterable[str] = ()
-) -> str:
-    """Mosquitto's access list: one `user` section per identity, nothing for anybody else."""
-    identities = sorted(devices), sorted(observers), sorted(revoked)
-    return "\n".join([lists_acl(), *(Topics(federation).mosquitto_acl(*identities) for federation in federations)])
 
 
 def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
@@ -196,31 +187,6 @@ def check_dates(folder: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    """The broker's limits per session; `fedcg.wire.transfer.windows` stays well inside.
-
-    Attributes:
-        packet_bytes: largest packet.
-        in_flight: QoS 1 messages sent and not acknowledged.
-        messages, bytes: queued for a session that is slow or away; further messages are dropped.
-    """
-
-    packet_bytes: int = 2_000_000
-    in_flight: int = 20
-    messages: int = 1000
-    bytes: int = 64_000_000
-
-    def lines(self) -> list[str]:
-        """The limits as lines of mosquitto.conf."""
-        return [
-            f"max_packet_size {self.packet_bytes}",
-            f"max_inflight_messages {self.in_flight}",
-            f"max_queued_messages {self.messages}",
-            f"max_queued_bytes {self.bytes}",
-        ]
-
-
 def write_config(folder: Path) -> Path:
     """Write mosquitto.conf into a broker's folder, with the paths that it has now, and create the folder for Mosquitto's data in it.
 
@@ -242,7 +208,6 @@ def write_config(folder: Path) -> Path:
         acl=folder / ACL_NAME,
         crl=folder / CRL_NAME,
         persistence=folder / DATA_NAME,
-        limits="\n".join(QueueLimits().lines()),
         extra="user root" if os.geteuid() == 0 else "",  # a user of its own could not read the folder
     )
     replace_durably(folder / CONFIG_NAME, text, READABLE)

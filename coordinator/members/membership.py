@@ -25,7 +25,6 @@ from coordinator.pki.authority import CA_NAME, certify, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.locks import changing_members
-from coordinator.storage.register import Admitted
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import TransportError
@@ -142,7 +141,7 @@ class Admission:
             raise RefusedError(problem)
         record = self._certify(device, key, now)
         earlier = self.store.device(device)
-        self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
+        self.store.register.admit(token, purpose, request.signing_key, record, now)
         reloaded = self.publish()
         if not reloaded:
             log.warning("%s is enrolled. %s", device, NOT_APPLIED)

@@ -6,7 +6,6 @@ Invites are repeated, because one may be lost with the link. Devices that left t
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,8 +34,6 @@ from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, RoundAttempt
 
-PRUNE_EVERY_S = 86_400.0
-PRUNE_EVERY = 100  # changes of one device: one that comes and goes all the time must not fill the database
 MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind chunks, which count as well
 
 
@@ -59,23 +56,22 @@ class PresenceLog:
     store: Store
     federation: str
     clock: Callable[[], float] = time.time
-    noted: Counter[str] = field(default_factory=Counter)
-    """Changes of each device since the start."""
 
     def note(self, device: str, reason: str = "", *, online: bool, unseen_s: float = 0.0) -> None:
-        """Store that a device came or went now, and that it was last seen so many seconds ago; nothing of one that was never enrolled."""
+        """Store that a device came or went now, and that it was last seen so many seconds ago; nothing of one that was never enrolled.
+
+        Its earlier changes are pruned: a device that comes and goes all the time must not fill the database.
+        """
         if self.store.device(device) is None:
             return
         now = self.clock()
         self.store.presence.note(PresenceRecord(self.federation, device, now, online, reason))
         self.store.saw_device(device, now - unseen_s)
-        self.noted[device] += 1
-        if self.noted[device] % PRUNE_EVERY == 0:
-            self.store.presence.prune(self.federation, self.clock() - KEEP_S, device)
+        self.store.presence.prune(self.federation, now - KEEP_S, device)
 
     def begin(self) -> None:
         """The coordinator starts: devices that counted as online when it was killed are not observed until they come again."""
-        self.prune()
+        self.store.presence.prune(self.federation, self.clock() - KEEP_S)
         self._lose_sight("the coordinator was started again")
 
     def end(self) -> None:
@@ -89,11 +85,8 @@ class PresenceLog:
             *(PresenceRecord(self.federation, device, now, online=False, reason=reason) for device in online)
         )
 
-    def prune(self) -> None:
-        """Delete what is older than `KEEP_S`, or more than is kept of one device."""
-        self.store.presence.prune(self.federation, self.clock() - KEEP_S)
 
-
+@dataclass(eq=False)
 class Liveness:
     """Keeps the round engine's list of devices that are online. Times are monotonic seconds.
 
@@ -104,39 +97,37 @@ class Liveness:
         presence: stores every change.
     """
 
-    def __init__(self, round_driver: RoundDriver, receiver: Receiver, events: EventLog, presence: PresenceLog) -> None:
-        self._round_driver = round_driver
-        self._receiver = receiver
-        self._events = events
-        self._presence = presence
-        self._pruned_at = time.monotonic()
-        self._promises: dict[str, _Promise] = {}
+    round_driver: RoundDriver
+    receiver: Receiver
+    events: EventLog
+    presence: PresenceLog
+    _promises: dict[str, _Promise] = field(default_factory=dict, init=False)
 
     def is_online(self, device: str) -> bool:
         """Whether a device counts as online."""
-        return device in self._round_driver.state.online
+        return device in self.round_driver.state.online
 
     def mark_online(self, device: str) -> None:
         """A device is online, and may be invited."""
         if not self.is_online(device):
-            self._events.write("online", client=device)
-            self._presence.note(device, online=True)
-        self._round_driver.apply(CameOnline(device))
+            self.events.write("online", client=device)
+            self.presence.note(device, online=True)
+        self.round_driver.apply(CameOnline(device))
 
     def mark_offline(self, device: str, reason: str, now: float) -> None:
         """A device is offline, if it was online."""
         if self.is_online(device):
-            self._events.write("offline", client=device, reason=reason)
+            self.events.write("offline", client=device, reason=reason)
             self.note_gone(device, reason, now)
-            self._round_driver.apply(WentOffline(device))
+            self.round_driver.apply(WentOffline(device))
 
     def note_gone(self, device: str, reason: str, now: float) -> None:
         """Store that a device goes, if it was online, and when its last message or chunk came."""
         if self.is_online(device):
-            self.mark_seen(device, self._receiver.last_seen_at(device))
+            self.mark_seen(device, self.receiver.last_seen_at(device))
             promise = self._promises.get(device)
             unseen_s = 0.0 if promise is None else now - promise.last_seen_at
-            self._presence.note(device, reason, online=False, unseen_s=unseen_s)
+            self.presence.note(device, reason, online=False, unseen_s=unseen_s)
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
         """Expect a heartbeat of a device every `every_s` seconds; None for a device that promised none."""
@@ -158,11 +149,8 @@ class Liveness:
 
     def miss_silent(self, now: float) -> None:
         """Count devices as offline that died without a will: together with their broker, for example."""
-        if now - self._pruned_at >= PRUNE_EVERY_S:
-            self._pruned_at = now
-            self._presence.prune()
-        for device in sorted(self._round_driver.state.online & self._promises.keys()):
-            self.mark_seen(device, self._receiver.last_seen_at(device))
+        for device in sorted(self.round_driver.state.online & self._promises.keys()):
+            self.mark_seen(device, self.receiver.last_seen_at(device))
             promise = self._promises[device]
             if now - promise.last_seen_at > MISSED * promise.every_s:
                 self.mark_offline(device, "it missed its heartbeats", now)
@@ -171,6 +159,7 @@ class Liveness:
 REMIND_S = 5.0
 
 
+@dataclass(eq=False)
 class Invitations:
     """Keeps the answers of devices to their invitations.
 
@@ -181,16 +170,14 @@ class Invitations:
         receiver: has the updates under way.
     """
 
-    def __init__(
-        self, context: ServiceContext, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver
-    ) -> None:
-        self._context = context
-        self._round_driver = round_driver
-        self._publisher = publisher
-        self._receiver = receiver
-        self._accepted: dict[str, RoundAttempt] = {}  # the last attempt that each device accepted in its session
-        self._waits: dict[str, tuple[RoundAttempt, DeclineReason]] = {}
-        self._reminded_at = 0.0
+    context: ServiceContext
+    round_driver: RoundDriver
+    publisher: Publisher
+    receiver: Receiver
+    _accepted: dict[str, RoundAttempt] = field(default_factory=dict, init=False)
+    """The last attempt that each device accepted in its session."""
+    _waits: dict[str, tuple[RoundAttempt, DeclineReason]] = field(default_factory=dict, init=False)
+    _reminded_at: float = field(default=0.0, init=False)
 
     def forget(self, device: str) -> None:
         """Forget what a device accepted: it begins a new session and is invited again."""
@@ -198,7 +185,7 @@ class Invitations:
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
         """Take a device's answer, once."""
-        state = self._round_driver.state
+        state = self.round_driver.state
         if not state.is_open(answer.at) or device not in state.outstanding:
             return
         if self._accepted.get(device) == answer.at and isinstance(answer, Accept):
@@ -209,11 +196,11 @@ class Invitations:
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
-        about = (self._context.federation.id, answer.at, device)
+        about = (self.context.federation.id, answer.at, device)
         predicted_s = answer.predicted_s if isinstance(answer, Accept) else None
-        accepted_at = None if declined else self._context.clock()
-        self._context.store.answer(*about, participant, reason, accepted_at=accepted_at, predicted_s=predicted_s)
-        self._context.events.write(
+        accepted_at = None if declined else self.context.clock()
+        self.context.store.answer(*about, participant, reason, accepted_at=accepted_at, predicted_s=predicted_s)
+        self.context.events.write(
             participant.value,
             client=device,
             round=answer.round,
@@ -222,15 +209,15 @@ class Invitations:
             predicted_s=predicted_s,
         )
         if declined:
-            self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
+            self.round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted[device] = answer.at
             self._waits.pop(device, None)
-            self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
+            self.round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
     def _may_come(self, device: str, reason: DeclineReason) -> bool:
         """Whether a device that declines keeps its place; once it has accepted, its owner's approval was there."""
-        state = self._round_driver.state
+        state = self.round_driver.state
         if reason.needs_owner:
             return device not in state.accepted
         return reason.passes and not state.can_spare(device)
@@ -240,9 +227,9 @@ class Invitations:
         self._accepted.pop(device, None)
         needs_owner = answer.reason.needs_owner
         if needs_owner:
-            about = (self._context.federation.id, answer.at, device)
-            self._context.store.answer(*about, ParticipantState.INVITED, answer.reason.value)
-        self._round_driver.apply(Approval(answer.round, answer.attempt, device, given=not needs_owner))
+            about = (self.context.federation.id, answer.at, device)
+            self.context.store.answer(*about, ParticipantState.INVITED, answer.reason.value)
+        self.round_driver.apply(Approval(answer.round, answer.attempt, device, given=not needs_owner))
         before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
         if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:
             return  # the answer to a reminder
@@ -251,12 +238,12 @@ class Invitations:
         if needs_owner:
             detail = "it takes part as soon as its owner approves the spec; this costs no attempt"
         where = {"round": answer.round, "attempt": answer.attempt}
-        self._context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
+        self.context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
 
     @property
     def waits(self) -> dict[str, str]:
         """Why devices can't take part yet that the open attempt waits for; from any thread."""
-        state, waits = self._round_driver.state, dict(self._waits)
+        state, waits = self.round_driver.state, dict(self._waits)
         return {
             device: reason.value
             for device, (at, reason) in waits.items()
@@ -266,23 +253,23 @@ class Invitations:
     @property
     def unanswered(self) -> list[str]:
         """Devices that are online and have not answered their invitation to the open attempt."""
-        state = self._round_driver.state
+        state = self.round_driver.state
         return [
             device
             for device in sorted(state.outstanding & state.online)
-            if self._accepted.get(device) != state.at and not self._receiver.is_busy(device)
+            if self._accepted.get(device) != state.at and not self.receiver.is_busy(device)
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
         """Invite the devices again that have not answered, unless that was done less than `every_s` ago."""
-        now, state = time.monotonic(), self._round_driver.state
+        now, state = time.monotonic(), self.round_driver.state
         if now - self._reminded_at < every_s:
             return
         self._reminded_at = now
         if state.phase is not Phase.COLLECTING:
             return
         for device in self.unanswered:
-            self._round_driver.invite(device)
+            self.round_driver.invite(device)
 
 
 REFRESH_S = 2.0
@@ -293,6 +280,7 @@ RunInBackground = Callable[[Callable[[], object]], None]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MemberRefresh:
     """Keeps the service's view of its devices.
 
@@ -307,28 +295,17 @@ class MemberRefresh:
         run_in_background: does work that waits for the lock of the members or for the broker, in order.
     """
 
-    def __init__(
-        self,
-        context: ServiceContext,
-        message_checks: MessageChecks,
-        receiver: Receiver,
-        round_driver: RoundDriver,
-        publisher: Publisher,
-        cohorts: Cohorts,
-        liveness: Liveness,
-        run_in_background: RunInBackground,
-    ) -> None:
-        self._context = context
-        self._message_checks = message_checks
-        self._receiver = receiver
-        self._round_driver = round_driver
-        self._publisher = publisher
-        self._run_in_background = run_in_background
-        self._cohorts = cohorts
-        self._liveness = liveness
-        self._silenced: frozenset[str] = frozenset()
-        self._read_at = 0.0
-        self._shut_out_at: float | None = None
+    context: ServiceContext
+    message_checks: MessageChecks
+    receiver: Receiver
+    round_driver: RoundDriver
+    publisher: Publisher
+    cohorts: Cohorts
+    liveness: Liveness
+    run_in_background: RunInBackground
+    _silenced: frozenset[str] = field(default=frozenset(), init=False)
+    _read_at: float = field(default=0.0, init=False)
+    _shut_out_at: float | None = field(default=None, init=False)
 
     def is_older_than(self, age_s: float) -> bool:
         """Whether the register was read longer ago than this."""
@@ -337,50 +314,50 @@ class MemberRefresh:
     def refresh(self) -> None:
         """Read the current members; rounds stop waiting for a device that is no longer one."""
         self._read_at = time.monotonic()
-        members = self._context.store.members()
-        self._round_driver.apply(Expected(frozenset(member.id for member in members)))
+        members = self.context.store.members()
+        self.round_driver.apply(Expected(frozenset(member.id for member in members)))
         barred = {
             member.id: f"disabled by an operator: {member.disabled_because}".removesuffix(": ")
             for member in members
             if member.disabled_at is not None
         }
-        if self._round_driver.requires_cohort_secret:
-            barred |= self._cohorts.outsiders()
-        if barred != self._round_driver.state.barred:
-            self._context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
-            self._round_driver.apply(Barred(barred))
-        departed = self._message_checks.learn_keys((member.id, member.public_key) for member in members)
+        if self.round_driver.requires_cohort_secret:
+            barred |= self.cohorts.outsiders()
+        if barred != self.round_driver.state.barred:
+            self.context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
+            self.round_driver.apply(Barred(barred))
+        departed = self.message_checks.learn_keys((member.id, member.public_key) for member in members)
         for device in sorted(departed):
-            self._context.events.write("departed", client=device)
-            self._cohorts.forget(device)
+            self.context.events.write("departed", client=device)
+            self.cohorts.forget(device)
             self._departed(device)
         if departed:
             self.tell_revoked()
 
     def tell_revoked(self) -> None:
         """Tell revoked devices so: one whose session at the broker outlives its membership would go on asking for ever."""
-        for device, key in self._context.store.register.revoked_devices(self._context.clock()).items():
-            self._publisher.revoked(device, key)
+        for device, key in self.context.store.register.revoked_devices(self.context.clock()).items():
+            self.publisher.revoked(device, key)
 
     def drop_strangers(self) -> None:
         """After a restart: devices that departed while the coordinator was down hold up no round."""
-        for device in sorted(self._round_driver.state.outstanding):
-            if not self._message_checks.knows(device):
+        for device in sorted(self.round_driver.state.outstanding):
+            if not self.message_checks.knows(device):
                 self._departed(device)
 
     def leaves(self, device: str) -> None:
         """End the membership of a device that leaves: durable first, then confirmed; its access at the broker ends a little later."""
-        ended = partial(self._context.store.register.end_membership, device, DeviceState.LEFT, "it left")
-        if ended(self._context.clock()):
-            self._context.events.write("left", client=device)
+        ended = partial(self.context.store.register.end_membership, device, DeviceState.LEFT, "it left")
+        if ended(self.context.clock()):
+            self.context.events.write("left", client=device)
             self._shut_out_at = time.monotonic() + FAREWELL_S
-        self._publisher.left(device)
+        self.publisher.left(device)
 
     def tick(self, silenced: frozenset[str]) -> None:
         """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
-            if self._context.are_lists_pending():
+            if self.context.are_lists_pending():
                 self.publish_lists()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
             self._shut_out_at = None
@@ -390,18 +367,18 @@ class MemberRefresh:
 
     def publish_lists(self) -> None:
         """Bring the lists of devices to the broker, in the background: whatever it missed while there was no link."""
-        self._run_in_background(self._publish)
+        self.run_in_background(self._publish)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
         """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
         before, self._silenced = self._silenced, silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
         for device in sorted(before - silenced):
-            self._context.events.write("silence_ended", client=device)
+            self.context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
-            self._context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
+            self.context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
             self._departed(device, "the device is silenced: " + reason)
-        self._run_in_background(partial(self._apply_silence, before ^ silenced))
+        self.run_in_background(partial(self._apply_silence, before ^ silenced))
 
     def _apply_silence(self, changed: frozenset[str]) -> None:
         """Update the broker's access list, and discard the messages of a new flood that wait at the broker."""
@@ -414,19 +391,19 @@ class MemberRefresh:
             if not is_applied:
                 log.warning("%s: %s", names, NOT_APPLIED)
         if changed & self._silenced:
-            self._publisher.connect_anew()
+            self.publisher.connect_anew()
 
     def _publish(self) -> bool:
         """Make the broker apply the current access list; waits for the lock of the members."""
-        return self._context.publish_access(self._silenced)
+        return self.context.publish_access(self._silenced)
 
     def _departed(self, device: str, reason: str = "") -> None:
-        is_replaced = self._message_checks.knows(device)
+        is_replaced = self.message_checks.knows(device)
         reason = reason or ("another box replaces it" if is_replaced else "the device is no member any more")
-        state = self._round_driver.state
-        self._receiver.forget(device)
-        self._liveness.note_gone(device, reason, time.monotonic())
+        state = self.round_driver.state
+        self.receiver.forget(device)
+        self.liveness.note_gone(device, reason, time.monotonic())
         if state.phase is Phase.COLLECTING and device in state.outstanding:
-            about = (self._context.federation.id, state.at, device)
-            self._context.store.answer(*about, ParticipantState.DECLINED, reason)
-        self._round_driver.apply(Departed(device))
+            about = (self.context.federation.id, state.at, device)
+            self.context.store.answer(*about, ParticipantState.DECLINED, reason)
+        self.round_driver.apply(Departed(device))

@@ -21,12 +21,10 @@ from coordinator.service.devices import REFRESH_S, REMIND_S, Invitations, Livene
 from coordinator.service.reports import ConditionBoard, DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
-from coordinator.storage.store import Store
 from coordinator.sums import MaskedSums
 from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
-from fedcg.event_log import EventLog
 from fedcg.wire.errors import CapacityError, Refusals, VersionError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.schemas import (
@@ -61,6 +59,7 @@ class Service:
     """Serves one federation: `start` and `run` on one thread, then `close`.
 
     Attributes:
+        context: the dependencies that it was made of.
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
         receiver: takes updates; `invitations` keeps the answers of devices.
@@ -77,7 +76,7 @@ class Service:
         self.epoch = context.store.next_epoch()
         self.finished_and_left = threading.Event()
         self._stopping = threading.Event()
-        self._context = context
+        self.context = context
         self._events = context.events
         self._queue: EventQueue[_Item] = EventQueue()
         self._sessions = Sessions()
@@ -138,16 +137,6 @@ class Service:
         return self.round_driver.state
 
     @property
-    def store(self) -> Store:
-        """The database."""
-        return self._context.store
-
-    @property
-    def events(self) -> EventLog:
-        """The event log."""
-        return self._events
-
-    @property
     def is_connected(self) -> bool:
         """Whether the link to the broker stands."""
         return self._has_link
@@ -155,7 +144,7 @@ class Service:
     @property
     def store_problem(self) -> str:
         """Why rounds wait for the store of artifacts; empty while it can be used."""
-        return self._context.artifacts.problem
+        return self.context.artifacts.problem
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -209,7 +198,7 @@ class Service:
 
     def stop(self) -> None:
         """Make `run` return. From any thread."""
-        self._context.artifacts.stop_waiting()
+        self.context.artifacts.stop_waiting()
         self._queue.put(self._stopping.set)
 
     def close(self) -> None:
@@ -298,9 +287,9 @@ class Service:
             self.invitations.answered(device, message)
         elif isinstance(message, Heartbeat):
             if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
-                self._board.note(device, message, self._context.clock())
+                self._board.note(device, message, self.context.clock())
         elif isinstance(message, SelfReport):
-            self.conditions.note(device, message, self._context.clock(), is_delayed=self.receiver.is_busy(device))
+            self.conditions.note(device, message, self.context.clock(), is_delayed=self.receiver.is_busy(device))
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
         elif isinstance(message, Need):
@@ -316,13 +305,13 @@ class Service:
             self._publisher.refuse_hello(device, hello)
             return
         if hello.check:
-            self._publisher.welcome(device, hello.nonce, secrets.token_hex(16), self._context.clock(), version)
+            self._publisher.welcome(device, hello.nonce, secrets.token_hex(16), self.context.clock(), version)
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
         self.conditions.remembered[device] = hello.epoch, hello.round, self._publisher.has_key(hello.key)
-        now = self._context.clock()
-        self._context.store.saw_device(device, now, hello.agent)
+        now = self.context.clock()
+        self.context.store.saw_device(device, now, hello.agent)
         if unlike := self.cohorts.note(device, hello.cohort):
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
             if self.round_driver.requires_cohort_secret:
@@ -393,7 +382,7 @@ class Service:
 
     def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""
-        identity = self._context.signing_identity()
+        identity = self.context.signing_identity()
         if self._publisher.use(identity):
             self._events.write("key_rotated", serial=identity.links[-1].serial, key=identity.key.public.hex)
 

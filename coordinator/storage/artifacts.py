@@ -11,9 +11,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from coordinator.errors import StoreError
 from coordinator.paths import Home
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 PIECE_BYTES = 1 << 20
-ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +115,9 @@ class ObjectStore:
             for piece in obstore.get(self._store, artifact).stream(min_chunk_size=PIECE_BYTES):
                 target.write(piece)
 
-    def _until_answered(self, what: str, work: Callable[[], ResultT]) -> ResultT:
+    def _until_answered(self, what: str, work: Callable[[], object]) -> None:
         pause_s = FIRST_PAUSE_S
-        while True:
-            result, reason = self._attempt(work)
-            if reason is None:
-                if self.problem:
-                    log.warning("the artifact store %s can be used again", self._url)
-                self.problem = ""
-                return cast("ResultT", result)
+        while reason := self._problem_of(work):
             if not self.problem:
                 log.error(
                     "%s: %s. Rounds wait; check [storage] artifacts, the network and the credentials", what, reason
@@ -132,19 +126,23 @@ class ObjectStore:
             if self._stopped.wait(pause_s):
                 raise StoreError(f"{what}: {reason}")
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        if self.problem:
+            log.warning("the artifact store %s can be used again", self._url)
+        self.problem = ""
 
-    def _attempt(self, work: Callable[[], ResultT]) -> tuple[ResultT | None, str | None]:
-        """The result, or why there is none; FileNotFoundError is raised where the store answers that it has no such object."""
+    def _problem_of(self, work: Callable[[], object]) -> str:
+        """Why the store does not do this; "" when it is done. FileNotFoundError is raised where it has no such object."""
         import obstore
 
         try:
-            return work(), None
+            work()
         except (obstore.exceptions.BaseError, FileNotFoundError) as error:
             if "NoSuchBucket" in str(error):
-                return None, f"there is no bucket for the artifact store {self._url}"
+                return f"there is no bucket for the artifact store {self._url}"
             if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
                 raise FileNotFoundError(_first_line(error)) from error
-            return None, f"the artifact store {self._url} can't be used: {_first_line(error)}"
+            return f"the artifact store {self._url} can't be used: {_first_line(error)}"
+        return ""
 
 
 def _open(url: str) -> S3Store:
@@ -169,6 +167,7 @@ UNKNOWN_S = 3600.0
 """A file that no record names is deleted at this age: other processes store artifacts before they store their record."""
 
 
+@dataclass(eq=False)
 class Pruner:
     """Prunes one federation.
 
@@ -180,20 +179,12 @@ class Pruner:
         forget: called with every artifact before it is deleted.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        artifacts: ArtifactStore,
-        federation: str,
-        keep_rounds: int,
-        forget: Callable[[str], None],
-    ) -> None:
-        self._store = store
-        self._artifacts = artifacts
-        self._federation = federation
-        self._keep_rounds = keep_rounds
-        self._forget = forget
-        self._done = 0  # rounds below this one were pruned by this process
+    store: Store
+    artifacts: ArtifactStore
+    federation: str
+    keep_rounds: int
+    forget: Callable[[str], None]
+    _done: int = field(default=0, init=False)  # rounds below this one were pruned by this process
 
     def prune(self, closed: int) -> tuple[int, int]:
         """Delete what rounds before the kept ones left. Repeats harmlessly what an interrupted call did not get to.
@@ -204,15 +195,15 @@ class Pruner:
         Returns:
             How many files were deleted, and their bytes.
         """
-        first_kept = closed - self._keep_rounds + 1
+        first_kept = closed - self.keep_rounds + 1
         if first_kept <= self._done:
             return 0, 0
-        old = self._store.artifacts_of_rounds(self._federation, self._done, first_kept)
-        kept = self._store.artifacts_of_rounds(self._federation, first_kept, None)
-        gone = sorted(old - kept - {self._store.federation(self._federation).spec} - self._known(but=self._federation))
+        old = self.store.artifacts_of_rounds(self.federation, self._done, first_kept)
+        kept = self.store.artifacts_of_rounds(self.federation, first_kept, None)
+        gone = sorted(old - kept - {self.store.federation(self.federation).spec} - self._known(but=self.federation))
         for artifact in gone:
-            self._forget(artifact)
-        pruned = self._artifacts.delete_all(gone)
+            self.forget(artifact)
+        pruned = self.artifacts.delete_all(gone)
         self._done = first_kept
         return pruned
 
@@ -225,17 +216,17 @@ class Pruner:
         Returns:
             How many files were deleted, and their bytes.
         """
-        files = list(self._artifacts.ids())  # before the records are read: what is stored meanwhile stays
+        files = list(self.artifacts.ids())  # before the records are read: what is stored meanwhile stays
         known = self._known()
         unknown = [file for file in files if file not in known]
-        return self._artifacts.delete_all(
-            file for file in unknown if self._artifacts.path(file).stat().st_mtime < now - UNKNOWN_S
+        return self.artifacts.delete_all(
+            file for file in unknown if self.artifacts.path(file).stat().st_mtime < now - UNKNOWN_S
         )
 
     def _known(self, but: str = "") -> set[str]:
         """The artifacts that the records of all federations (but one) name: equal server states are one file."""
         known: set[str] = set()
-        for federation in self._store.federations():
+        for federation in self.store.federations():
             if federation.id != but:
-                known |= {federation.spec} | self._store.artifacts_of_rounds(federation.id, 0, None)
+                known |= {federation.spec} | self.store.artifacts_of_rounds(federation.id, 0, None)
         return known

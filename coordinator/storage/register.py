@@ -3,7 +3,7 @@
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from sqlalchemy import Update, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -11,25 +11,6 @@ from sqlalchemy.exc import IntegrityError
 from coordinator.errors import EnrolmentError
 from coordinator.rounds.records import ApiTokenRecord, CertificateRecord, DeviceState, TokenRecord
 from coordinator.storage import schema
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """A device that has shown a valid token.
-
-    Attributes:
-        token: id of the token.
-        used_for: digest of its request.
-        public_key: its message key, in hex.
-        certificate: its first certificate.
-        replaces: whether it takes the place of the device of that id.
-    """
-
-    token: str
-    used_for: str
-    public_key: str
-    certificate: CertificateRecord
-    replaces: bool
 
 
 class Register(schema.Queries):
@@ -87,30 +68,39 @@ class Register(schema.Queries):
 
     # Memberships
 
-    def admit(self, admitted: Admitted, now: float) -> None:
+    def admit(
+        self, token: TokenRecord, used_for: str, public_key: str, certificate: CertificateRecord, now: float
+    ) -> None:
         """Use up a token and enrol its device; a replaced one loses its keys and certificates in the same transaction.
+
+        Args:
+            token: the valid token that was shown.
+            used_for: digest of the device's request.
+            public_key: its message key, in hex.
+            certificate: its first certificate.
+            now: unix time.
 
         Raises:
             EnrolmentError: the token was used or revoked meanwhile, or the id is taken; nothing was changed.
         """
-        device, serial = admitted.certificate.device, admitted.certificate.serial
+        device, serial = certificate.device, certificate.serial
         tokens, devices = schema.tokens, schema.devices
         fresh = {"last_seen_at": None, "agent": None, "state": DeviceState.ENROLLED.value, "ended_at": None}
-        values = {"public_key": admitted.public_key, "enrolled_at": now, "ended_because": "", **fresh}
+        values = {"public_key": public_key, "enrolled_at": now, "ended_because": "", **fresh}
         with self._counted() as connection:
-            open_token = update(tokens).filter_by(id=admitted.token, used_at=None, revoked_at=None)
-            used = open_token.values(used_at=now, used_by=device, used_for=admitted.used_for, serial=serial)
+            open_token = update(tokens).filter_by(id=token.id, used_at=None, revoked_at=None)
+            used = open_token.values(used_at=now, used_by=device, used_for=used_for, serial=serial)
             if connection.execute(used).rowcount != 1:
                 raise EnrolmentError("the token was used already")
             known = connection.execute(select(devices.c.id).filter_by(id=device)).first()
             if known is None:
                 connection.execute(insert(devices).values(id=device, **values))
-            elif admitted.replaces:
+            elif token.replaces:
                 connection.execute(_revocation(device, now))
                 connection.execute(update(devices).filter_by(id=device).values(**values))
             else:
                 raise EnrolmentError(f"there is a device {device!r} already")
-            connection.execute(insert(schema.certificates).values(**asdict(admitted.certificate)))
+            connection.execute(insert(schema.certificates).values(**asdict(certificate)))
 
     def end_membership(self, device: str, state: DeviceState, reason: str, now: float) -> bool:
         """Revoke a device with all its certificates, or note that it left; False when it was no member any more."""

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import JSON, ColumnElement, Table, and_, cast, delete, func, insert, select, tuple_, type_coerce
 from sqlalchemy.exc import IntegrityError
 
-from coordinator.rounds.records import AttemptState, ConditionRecord, PresenceRecord
+from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord
 from coordinator.storage import schema
 from fedcg.wire.messages.schemas import Outcome
 
@@ -50,23 +50,13 @@ class Delivery:
         return self.report.get("shadow")
 
 
-@dataclass(frozen=True)
-class Validity:
-    """From when until when the newest certificate of a device is valid."""
-
-    issued_at: float
-    expires_at: float
-
-
 class Overview(schema.Queries):
     """Reads what views show of many devices and rounds."""
 
-    def certificates(self) -> dict[str, Validity]:
+    def certificates(self) -> dict[str, CertificateRecord]:
         """The certificate of each device that ends last, of those that are not revoked."""
-        table = schema.certificates
-        query = select(table.c.device, table.c.issued_at, table.c.expires_at).filter_by(revoked_at=None)
-        rows = self._rows(query.order_by(table.c.expires_at))
-        return {device: Validity(issued_at, expires_at) for device, issued_at, expires_at in rows}
+        query = select(schema.certificates).filter_by(revoked_at=None).order_by(schema.certificates.c.expires_at)
+        return {each.device: each for each in self._all(CertificateRecord, query)}
 
     def round_times(self, federation: str, since_round: int) -> dict[str, float]:
         """How long all local steps of a round take each client that said so from a round on, in seconds, by its last word."""

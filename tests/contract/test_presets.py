@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.broker.broker_folder import QueueLimits
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from fedcg.wire.transfer.windows import PRESETS, limits_for
 from tests.conftest import StartMosquitto
-from tests.support.broker.brokers import RunningMosquitto, acl_for
+from tests.support.broker.brokers import QueueLimits, RunningMosquitto, acl_for
 from tests.support.broker.throttle import Throttle, Weather
 from tests.support.waiting import wait_until
 from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan

@@ -13,7 +13,6 @@ from typing import Any
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from coordinator.broker.broker_folder import QueueLimits
 from coordinator.pki.authority import create_ca, credential_of, issue, write_revocations
 from fedcg.find_mosquitto import Mosquitto
 from fedcg.wire.messages.topics import Topics
@@ -26,6 +25,31 @@ from tests.support.waiting import free_port, wait_until
 HOST = "127.0.0.1"
 DEVICES = ("a", "b", "c")
 DEADLINE_S = 15.0
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """A broker's limits per session; without arguments, those of the generated configuration.
+
+    Attributes:
+        packet_bytes: largest packet.
+        in_flight: QoS 1 messages sent and not acknowledged.
+        messages, bytes: queued for a session that is slow or away; further messages are dropped.
+    """
+
+    packet_bytes: int = 2_000_000
+    in_flight: int = 20
+    messages: int = 1000
+    bytes: int = 64_000_000
+
+    def lines(self) -> list[str]:
+        """The limits as lines of mosquitto.conf."""
+        return [
+            f"max_packet_size {self.packet_bytes}",
+            f"max_inflight_messages {self.in_flight}",
+            f"max_queued_messages {self.messages}",
+            f"max_queued_bytes {self.bytes}",
+        ]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ async def carrying(
     pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
-    application = create_carrier_app(hosting(service, service._context.artifacts), clock)
+    application = create_carrier_app(hosting(service), clock)
     tls = server_context(pki, credential_of(pki, "carrier"), ssl.CERT_REQUIRED)
     with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
         assert listener is not None

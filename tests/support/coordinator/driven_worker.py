@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 from typing_extensions import Self
@@ -34,6 +35,10 @@ from fedcg.log_output import LogSettings
 from fedcg.worker_process import requests_of
 
 DEADLINE_S = 60.0
+
+
+def worker_settings(folder: Path) -> WorkerSettings:
+    return WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill")
 
 
 class DrivenWorker:

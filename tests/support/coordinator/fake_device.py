@@ -139,10 +139,7 @@ class FakeDevice:
             self.transport.publish(self.topics.up_control(self.name), seal(self.session.stamp(message), self.key))
 
     def send_update(self, round_number: int, attempt: int, data: bytes) -> Manifest:
-        self.pending = (
-            Manifest(**self.addressed(round_number, attempt), artifact=make_ref(data, 1024)),
-            data,
-        )
+        self.pending = (Manifest(**self.addressed(round_number, attempt), artifact=make_ref(data, 1024)), data)
         self.sent_at = time.monotonic()
         self.tell(self.pending[0])
         return self.pending[0]

@@ -12,25 +12,23 @@ from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.coordinator import Coordinator, _Running
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.schemas import COORDINATOR, CoordinatorStatus
-from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import aggregate_bytes
-from tests.support.coordinator.world import World
+from tests.support.coordinator.world import World, rules_of
 
 
-def hosting(service: Service, artifacts: ArtifactStore) -> Coordinator:
+def hosting(service: Service) -> Coordinator:
     """A coordinator whose one service runs already."""
 
     def no_context(record: FederationRecord) -> ServiceContext:
         raise AssertionError(f"{record.id} was not to be started")
 
-    made = Coordinator(service.store, artifacts, service.events, no_context)
-    federation = service.store.federations()[0].id
-    made._running[federation] = _Running(service, ThreadPoolExecutor(1), Future())
+    context = service.context
+    made = Coordinator(context.store, context.artifacts, context.events, no_context)
+    made._running[context.federation.id] = _Running(service, ThreadPoolExecutor(1), Future())
     return made
 
 
@@ -73,23 +71,11 @@ class Federations:
     def _add(self, name: str) -> None:
         world = self.world
         spec = world.spec.model_copy(update={"federation": name})
-        topics, broker = (
-            Topics(name),
-            MemoryBroker(
-                lambda identity, action, topic: (
-                    topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
-                )
-            ),
-        )
+        broker = MemoryBroker(rules_of(name))
         base = aggregate_bytes(spec, 0, 0, seed=1)
         first = world.store.federation(world.spec.federation)
-        record = replace(
-            first,
-            id=name,
-            spec=world.artifacts.put(spec.canonical()),
-            created_at=2.0,
-            policy=first.policy.model_copy(update={"min_cohort": 1}),
-        )
+        policy, artifact = first.policy.model_copy(update={"min_cohort": 1}), world.artifacts.put(spec.canonical())
+        record = replace(first, id=name, spec=artifact, created_at=2.0, policy=policy)
         initial = AggregateRecord(name, 0, 0, world.artifacts.put(base), len(base), world.artifacts.put(b"state"), 2.0)
         world.store.add_federation(record, initial)
         self._brokers[name], self._specs[name] = broker, spec

@@ -1,15 +1,18 @@
 """A coordinator's directory with a federation in it, and one way to call commands."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import URL, Engine
+
 from coordinator.members.enrolment import enrol
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.database import make_engine
 from coordinator.storage.store import Store
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -50,3 +53,11 @@ def call(*words: object) -> tuple[int, str]:
     """Run a `fedcg` command in this process; returns its exit code and output."""
     done = run_fedcg(*words)
     return done.exit_code, done.output
+
+
+@contextmanager
+def closing_engine(database: Path | URL) -> Iterator[Engine]:
+    """Connections of another process to a database."""
+    engine = make_engine(database)
+    yield engine
+    engine.dispose()

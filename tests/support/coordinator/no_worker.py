@@ -18,10 +18,11 @@ from coordinator.aggregation.jobs import (
     WorkerSettings,
 )
 from coordinator.updates.robustness import Distances, Figures
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.parts import Part, ReportField, TensorLayout
+from tests.support.coordinator.toy_artifacts import tiny_spec
 
 
 @dataclass
@@ -62,19 +63,9 @@ class NoWorker:
 
 def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
     """A federation that shares one tensor of `size` bytes."""
-    return FederationSpec(
-        federation=federation,
-        classes=("x", "y"),
-        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
-        network=NetworkChoice(),
-        method="fedcg",
-        params={},
-        rounds=rounds,
-        seed=1,
-        upload=(Part.CLASSIFIER,),
-        report=(ReportField.EXAMPLES,),
-        layouts={Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(size // 4,)),)},
-    )
+    layouts = {Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(size // 4,)),)}
+    only = {"classes": ("x", "y"), "params": {}, "upload": (Part.CLASSIFIER,), "report": (ReportField.EXAMPLES,)}
+    return tiny_spec(rounds).model_copy(update={"federation": federation, "layouts": layouts, **only})
 
 
 def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:

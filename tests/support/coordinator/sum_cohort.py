@@ -49,7 +49,7 @@ class Cohort:
 
     def late(self, board: SumBoard) -> Sends:
         """What the board does without those that have not answered."""
-        return board.tick(self.names, self.now) if board.phase is Phase.OFF else self._late(board)
+        return board.tick(self.names, self.now) if board.record.phase is Phase.OFF else self._late(board)
 
     def _late(self, board: SumBoard) -> Sends:
         board.tick(self.names, self.now)

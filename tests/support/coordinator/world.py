@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -42,8 +42,22 @@ ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)
 MakeWorld = Callable[..., "World"]
 
 
+def rules_of(federation: str) -> Callable[[str, str, str], bool]:
+    """Who may publish and read which topic of a federation."""
+    topics = Topics(federation)
+    return lambda identity, action, topic: (
+        topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+    )
+
+
 class PlainWorker(NoWorker):
-    """Merges without torch and at once: the aggregate depends on the round only. Remembers what it was asked."""
+    """Merges without torch and at once: the aggregate depends on the round only. Remembers what it was asked.
+
+    Attributes:
+        result: fields of the merge's result that differ.
+    """
+
+    result: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: WorkerSettings, notify: Callable[[Any], None]) -> None:
         super().__init__(settings, notify)
@@ -64,7 +78,8 @@ class PlainWorker(NoWorker):
         self.asked.append(("finish", updates))
         store = ArtifactStore(self.settings.artifacts)
         merged = self.merge(FederationSpec.parse(store.get(self.job.spec)), self.job.round, self.job.attempt)
-        self._reply(JobDone(self.job.round, self.job.attempt, store.put(merged), len(merged), store.put(b"state")))
+        done = JobDone(self.job.round, self.job.attempt, store.put(merged), len(merged), store.put(b"state"))
+        self._reply(replace(done, **self.result))
 
     def merge(self, spec: FederationSpec, round_number: int, attempt: int) -> bytes:
         return aggregate_bytes(spec, round_number, attempt, seed=100 + round_number)
@@ -93,7 +108,7 @@ class World:
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
 
     def __post_init__(self) -> None:
-        self.broker = MemoryBroker(self._rules)
+        self.broker = MemoryBroker(rules_of(self.spec.federation))
         self.key = SigningKey.generate()
         self.signing_identity = SigningIdentity(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
@@ -158,6 +173,12 @@ class World:
         for device in self.devices.values():
             device.start()
 
+    def run(self, until: str = "finished") -> dict[str, Any]:
+        """Run the service with all devices until an event, and return that."""
+        with RunningService(self):
+            self.start_devices()
+            return self.wait_event(until)
+
     def close(self) -> None:
         for device in self.devices.values():
             if hasattr(device, "transport"):
@@ -178,10 +199,6 @@ class World:
         for device in self.devices.values():
             wait_until(partial(device.artifacts.__contains__, final), f"{device.name} has the final aggregate")
         return final
-
-    def _rules(self, identity: str, action: str, topic: str) -> bool:
-        topics = Topics(self.spec.federation)
-        return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
 
 
 Beside = Callable[[Service], AbstractAsyncContextManager[None]]

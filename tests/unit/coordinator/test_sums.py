@@ -1,9 +1,10 @@
 """Masked sums against real keepers of devices: exact whoever is lost, off where too few are left; a device that lies is left out."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -65,30 +66,37 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
     lose("before shares")
     sends = cohort.answer(board, sends, deaf)
     board = restarted()
-    if board.phase is Phase.NUMBERS:
+    if board.record.phase is Phase.NUMBERS:
         cohort.answer(board, sends, deaf)  # what was dealt arrives
         lose("before numbers")
         sends = board.close([name for name in cohort.names if name not in deaf], cohort.now)
     board = restarted()
-    if board.phase is Phase.SIGNATURES:
+    if board.record.phase is Phase.SIGNATURES:
         lose("before signatures")
         sends = cohort.answer(board, sends, deaf)
     board = restarted()
-    if board.phase is Phase.OPENING:
+    if board.record.phase is Phase.OPENING:
         lose("before the opening")
         cohort.answer(board, sends, deaf)
     board = restarted()
-    if board.phase is Phase.OPENED:
+    if board.record.phase is Phase.OPENED:
         survivors = tuple(board.weights)
         expected = added([cohort.numbers[name] for name in survivors])
         assert np.array_equal(opened(cohort, board, survivors), expected)
-        assert len(survivors) >= max(4, threshold_of(len(board.peers)))
+        assert len(survivors) >= max(4, threshold_of(len(board.record.peers)))
     else:
-        assert board.phase is Phase.OFF
-        assert board.reason
+        assert board.record.phase is Phase.OFF
+        assert board.record.reason
         assert deaf
         with pytest.raises(SumError):
             board.correction(SIZE)
+
+
+def begun(count: int) -> tuple[Cohort, SumBoard, Sends]:
+    """A sum to which all devices announced keys."""
+    cohort = Cohort(count)
+    board = SumBoard(AT, cohort.names)
+    return cohort, board, cohort.announce(board, set())
 
 
 def whole(cohort: Cohort, at: SumRound = AT) -> SumBoard:
@@ -104,21 +112,19 @@ def whole(cohort: Cohort, at: SumRound = AT) -> SumBoard:
 
 def test_a_device_is_in_one_sum_a_round_and_takes_part_again_in_the_next() -> None:
     cohort = Cohort(4)
-    assert whole(cohort).phase is Phase.OPENED
+    assert whole(cohort).record.phase is Phase.OPENED
     again = SumBoard(SumRound("shapes", 3, 2), cohort.names)
     assert cohort.announce(again, set(), again.at) == []
     again.close(cohort.names, cohort.now)
-    assert (again.phase, again.reason) == (Phase.OFF, "the attempt was closed while it waited for keys")
-    assert whole(cohort, SumRound("shapes", 4, 1)).phase is Phase.OPENED
+    assert (again.record.phase, again.record.reason) == (Phase.OFF, "the attempt was closed while it waited for keys")
+    assert whole(cohort, SumRound("shapes", 4, 1)).record.phase is Phase.OPENED
 
 
 def test_a_coordinator_that_goes_back_gets_no_second_sum_of_a_round_either() -> None:
     cohort = Cohort(4)
     keeper = partial(cohort.keeper, "box-00")
-    assert whole(cohort, SumRound("shapes", 5, 1)).phase is Phase.OPENED
-    assert (
-        keeper().announce(SumRound("shapes", 6, 1), 5) is not None
-    )  # and the coordinator is set up from a backup then
+    assert whole(cohort, SumRound("shapes", 5, 1)).record.phase is Phase.OPENED
+    assert keeper().announce(SumRound("shapes", 6, 1), 5) is not None  # then the coordinator is restored
     for number, attempt in ((5, 1), (5, 2), (4, 1)):
         assert keeper().announce(SumRound("shapes", number, attempt), 5) is None
     assert keeper().announce(SumRound("shapes", 6, 2), 5) is not None
@@ -126,9 +132,7 @@ def test_a_coordinator_that_goes_back_gets_no_second_sum_of_a_round_either() -> 
 
 
 def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
-    cohort = Cohort(4)
-    board = SumBoard(AT, cohort.names)
-    sends = cohort.announce(board, set())
+    cohort, board, sends = begun(4)
     name = cohort.names[0]
     members = dict(sends)[name]
     assert isinstance(members, SumMembers)
@@ -148,9 +152,7 @@ def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
 
 
 def test_a_coordinator_that_changes_its_mind_is_refused() -> None:
-    cohort = Cohort(5)
-    board = SumBoard(AT, cohort.names)
-    sends = cohort.announce(board, set())
+    cohort, board, sends = begun(5)
     name = cohort.names[0]
     members = dict(sends)[name]
     assert isinstance(members, SumMembers)
@@ -178,11 +180,10 @@ def test_a_coordinator_that_changes_its_mind_is_refused() -> None:
 
 
 def test_a_device_without_shares_takes_part_in_the_round_without_a_sum() -> None:
-    cohort = Cohort(6)
-    board = SumBoard(AT, cohort.names)
-    sends = cohort.answer(board, cohort.announce(board, set()), {"box-05"})
+    cohort, board, sends = begun(6)
+    sends = cohort.answer(board, sends, {"box-05"})
     assert dict(sends)["box-05"] == SumOff()
-    assert board.peers == tuple(cohort.names[:5])
+    assert board.record.peers == tuple(cohort.names[:5])
 
 
 HERE = RoundAttempt(3, 1)
@@ -216,15 +217,8 @@ class Attempt:
         self.merged: list[OpenedSum] = []
         self.now = 0.0
         self.lies: dict[str, Any] = {}
-        self.header = {
-            "federation": self.spec.federation,
-            "recipient": COORDINATOR,
-            "epoch": 1,
-            "round": HERE.round,
-            "attempt": HERE.attempt,
-            "session": "0" * 64,
-            "counter": 1,
-        }
+        about = {"federation": self.spec.federation, "round": HERE.round, "attempt": HERE.attempt}
+        self.header = {**about, "recipient": COORDINATOR, "epoch": 1, "session": "0" * 64, "counter": 1}
         self.sums = self.started()
 
     def started(self) -> MaskedSums:
@@ -390,10 +384,7 @@ def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt
 class LosesTheSum(PlainWorker):
     """Merges an aggregate without the sum that was opened for it."""
 
-    def finish(self, updates: Any, limits: Any, opened: OpenedSum = OpenedSum()) -> None:
-        reply, self._reply = self._reply, lambda done: reply(replace(done, sum_lost="the sum has clients: b"))
-        super().finish(updates, limits, opened)
-        self._reply = reply
+    result: ClassVar[Mapping[str, Any]] = {"sum_lost": "the sum has clients: b"}
 
 
 def test_a_sum_that_is_in_no_aggregate_is_a_problem_too(make_world: MakeWorld) -> None:

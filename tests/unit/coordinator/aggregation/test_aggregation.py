@@ -31,7 +31,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.messages.schemas import Outcome
-from tests.support.coordinator.driven_worker import DrivenWorker
+from tests.support.coordinator.driven_worker import DrivenWorker, worker_settings
 from tests.support.coordinator.toy_artifacts import shared_layouts
 from tests.support.coordinator.world import RunningService, World
 
@@ -56,10 +56,6 @@ epochs = 1
 """
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 FEDCG = "server_iterations = 400\nserver_batch = 8"
-
-
-def driven(folder: Path) -> DrivenWorker:
-    return DrivenWorker(WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill"))
 
 
 def plan_file(folder: Path, method: str = "fedcg", rounds: int = 2, params: str = FEDCG) -> Path:
@@ -114,7 +110,7 @@ def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) ->
 
 
 def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_path: Path) -> None:
-    with driven(tmp_path) as worker:
+    with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
         assert "FileNotFoundError" in worker.until(JobFailed).reason
     assert not any(isinstance(event, WorkerDied) for event in worker.events)
@@ -124,7 +120,7 @@ def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_pat
 def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _die_at_once)
     monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
-    with driven(tmp_path) as worker:
+    with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
         worker.until(JobFailed)
     deaths = [event.deaths for event in worker.events if isinstance(event, WorkerDied)]
@@ -133,7 +129,7 @@ def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch:
 
 def test_a_job_that_is_over_is_gone_when_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _count_runners)
-    with driven(tmp_path) as worker:
+    with DrivenWorker(worker_settings(tmp_path)) as worker:
         for number in (1, 2, 3):
             worker.worker.open(replace(JOB, round=number))
             worker.until(Progressed)
@@ -165,7 +161,7 @@ def _die_at_once(*_: object) -> None:
 
 def test_a_busy_worker_that_reads_late_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
-    with driven(tmp_path) as worker:
+    with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
         for number in range(MANY):
             worker.worker.add(f"device-{number}", "3" * 64)
@@ -190,30 +186,32 @@ def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> N
 def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() -> None:
     sent: list[Any] = []
     now = [0.0]
-    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: now[0])
+    throttle = Throttle(JOB, sent.append, lambda: now[0])
     for phase in ("teacher", "distil"):
         for step in range(1, 101):
             now[0] += 0.01
             throttle(phase, step, 100)
     steps = [(event.phase, event.step) for event in sent if isinstance(event, Progressed)]
-    assert steps[0] == ("teacher", 1)
-    assert ("teacher", 100) in steps
-    assert ("distil", 1) in steps
-    assert steps[-1] == ("distil", 100)
-    assert len(steps) < 20
+    assert {("teacher", 1), ("teacher", 100), ("distil", 1), ("distil", 100)} <= set(steps)
+    assert (steps[0], steps[-1], len(steps) < 20) == (("teacher", 1), ("distil", 100), True)
 
 
 def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() -> None:
     sent: list[Any] = []
-    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: 0.0)
+    throttle = Throttle(JOB, sent.append, lambda: 0.0)
     for step, loss in ((1, 0.75), (4, 0.5), (6, math.inf), (8, 0.25)):
         throttle.watch_loss(loss)
         throttle("distil", step, 9)
         throttle("distil", step + 1, 9)  # within a fifth of a second; the last one is reported all the same
     throttle("teacher", 1, 1)
-    distilled = [(event.step, event.loss) for event in sent[:-1]]
-    assert distilled == [(1, 0.75), (4, 0.5), (6, None), (8, 0.25), (9, 0.25)]
-    assert (sent[-1].phase, sent[-1].loss) == ("teacher", None)
+    assert [(event.step, event.loss) for event in sent] == [
+        (1, 0.75),
+        (4, 0.5),
+        (6, None),
+        (8, 0.25),
+        (9, 0.25),
+        (1, None),
+    ]
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:
@@ -223,7 +221,7 @@ def test_the_coordinators_own_process_loads_no_torch() -> None:
 
 @pytest.mark.slow
 def test_a_stopped_worker_stays_stopped_until_it_is_started_again(tmp_path: Path) -> None:
-    with driven(tmp_path) as worker:
+    with DrivenWorker(worker_settings(tmp_path)) as worker:
         first = worker.until(WorkerReady).pid
         worker.worker.stop()
         assert not Path(f"/proc/{first}").exists()

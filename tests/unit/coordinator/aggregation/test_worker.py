@@ -26,7 +26,6 @@ from coordinator.aggregation.jobs import (
 )
 from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS
-from coordinator.config import RoundSettings
 from coordinator.operations.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances, Figures
 from coordinator.updates.validation import base_in, unpack_update
@@ -38,14 +37,10 @@ from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, Report
 from tests.support.coordinator import driven_worker
-from tests.support.coordinator.driven_worker import DrivenWorker
+from tests.support.coordinator.driven_worker import DrivenWorker, worker_settings
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.toy_artifacts import (
-    random_parts,
-    shared_layouts,
-    update_header,
-)
-from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService
+from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
+from tests.support.coordinator.world import ALL_FIRST, MakeWorld, PlainWorker, RunningService
 from tests.support.waiting import wait_until
 from tests.unit.coordinator.aggregation.test_aggregation import founded, real_world
 
@@ -78,6 +73,14 @@ def huge(parts: Parts) -> None:
         array *= np.float32(9e4 / norm)
 
 
+def scaled(factor: float) -> Callable[[Parts], None]:
+    def scale(parts: Parts) -> None:
+        for array in parts[Part.CLASSIFIER].values():
+            array *= array.dtype.type(factor)
+
+    return scale
+
+
 # ------------------------------------------------------------------ whole federations
 
 
@@ -91,8 +94,7 @@ def test_devices_with_a_negative_variance_or_a_norm_of_9e4_are_left_out_of_all_r
     tmp_path: Path, first: tuple[InitialArtifacts, ArtifactStore]
 ) -> None:
     honest = ("a", "b", "c")
-    all_first = RoundSettings(gather_s=600.0, retry_s=0.0)  # the first round waits for all five
-    world = real_world(tmp_path, *first, clients=honest, min_clients=3, max_attempts=1, pacing=all_first)
+    world = real_world(tmp_path, *first, clients=honest, min_clients=3, max_attempts=1, pacing=ALL_FIRST)
     spec = world.spec
     for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
         world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
@@ -155,9 +157,7 @@ def test_an_update_whose_merge_fails_is_rejected_for_good_and_the_others_close_t
 
 def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(make_world: MakeWorld) -> None:
     world = make_world(5, clients=("a", "b", "c"), make_worker=RejectingWorker, min_clients=3, max_attempts=2)
-    with RunningService(world):
-        world.start_devices()
-        stalled = world.wait_event("stalled")
+    stalled = world.run("stalled")
     assert "the update of b was rejected (its logits are not finite); 2 updates are left, and 3 are needed" in str(
         stalled["reason"]
     )
@@ -169,7 +169,7 @@ def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(mak
 def handle(folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., None]) -> DrivenWorker:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", child)
     monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
-    return DrivenWorker(WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill"))
+    return DrivenWorker(worker_settings(folder))
 
 
 @pytest.mark.slow
@@ -279,11 +279,7 @@ def test_an_update_whose_teacher_pass_fails_is_reported_and_leaves_no_trace_in_t
 def test_a_merge_that_diverges_is_tried_again_without_the_farthest_update_and_only_once(benches: Benches) -> None:
     chosen = [(client, benches.update(client), 10) for client in "ac"]
 
-    def far(parts: Parts) -> None:
-        for array in parts[Part.CLASSIFIER].values():
-            array *= np.float32(1e7)
-
-    bad = ("b", benches.update("b", far), 10)
+    bad = ("b", benches.update("b", scaled(1e7)), 10)
     bench, said = benches.open("with")
     bench.serve(FinishJob((chosen[0], bad, chosen[1])))
     failed = said[-1]
@@ -319,35 +315,19 @@ def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival(benches:
     assert aggregate("late", {}, narrow) == aggregate("early", narrow, narrow) != free
 
 
-@pytest.fixture(scope="module")
-def initial(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
-    return founded(tmp_path_factory.mktemp("founded"), "fedcg", 3, "server_iterations = 2\nserver_batch = 4")
-
-
-@pytest.fixture
-def work(tmp_path: Path, initial: tuple[InitialArtifacts, ArtifactStore]) -> Benches:
-    torch.set_num_threads(1)
-    return Benches(tmp_path, *initial)
-
-
-def far(parts: Parts) -> None:
-    for array in parts[Part.CLASSIFIER].values():
-        array *= array.dtype.type(20)
-
-
 def figures(said: list[Reply]) -> dict[str, Figures]:
     (found,) = (reply.figures for reply in said if isinstance(reply, Assessed))
     return found
 
 
 @pytest.mark.slow
-def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(work: Benches) -> None:
-    updates = [(client, work.update(client, far if client == "d" else lambda parts: None)) for client in "abcd"]
-    runner, said = work.open("first")
+def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(benches: Benches) -> None:
+    updates = [(client, benches.update(client, scaled(20.0 if client == "d" else 1.0))) for client in "abcd"]
+    runner, said = benches.open("first")
     for client, artifact in reversed(updates):
         runner.serve(AddUpdate(client, artifact))
     runner.serve(AssessJob(tuple(updates)))
-    again, said_again = work.open("second")  # after SIGKILL: nothing but the stored updates is left
+    again, said_again = benches.open("second")  # after SIGKILL: nothing but the stored updates is left
     again.serve(AssessJob(tuple(updates)))
     assert figures(said) == figures(said_again)
     odd = figures(said)["d"]
@@ -357,9 +337,9 @@ def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(work
         assert each.direction is not None
 
 
-def test_a_teacher_pass_without_memory_takes_smaller_batches(work: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = [(client, work.update(client), 10) for client in "abc"]
-    small = merged(*work.open("small", ease=1), *chosen)
+def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [(client, benches.update(client), 10) for client in "abc"]
+    small = merged(*benches.open("small", ease=1), *chosen)
     real = distillation.teacher_logits
 
     def hungry(teacher: Any, bank: Any, ctx: Any, watch: Any = None) -> torch.Tensor:
@@ -368,7 +348,7 @@ def test_a_teacher_pass_without_memory_takes_smaller_batches(work: Benches, monk
         return real(teacher, bank, ctx, watch)
 
     monkeypatch.setattr(distillation, "teacher_logits", hungry)
-    runner, said = work.open("hungry")
+    runner, said = benches.open("hungry")
     runner.serve(AddUpdate(*chosen[0][:2]))
     assert merged(runner, said, *chosen) == small
     eased = [reply for reply in said if isinstance(reply, JobEased)]
@@ -378,23 +358,25 @@ def test_a_teacher_pass_without_memory_takes_smaller_batches(work: Benches, monk
     assert said[-1].ease == 1
 
 
-def test_a_distillation_without_memory_becomes_an_average(work: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distillation_without_memory_becomes_an_average(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
     def hungry(*_: Any, **__: Any) -> None:
         raise MemoryError("3 GiB")
 
     monkeypatch.setattr(distillation, "train_student", hungry)
-    artifacts = {client: work.update(client) for client in "ab"}
-    runner, said = work.open("average")
+    artifacts = {client: benches.update(client) for client in "ab"}
+    runner, said = benches.open("average")
     runner.serve(FinishJob((("a", artifacts["a"], 10), ("b", artifacts["b"], 30))))
     done = said[-1]
     assert isinstance(done, JobDone)
     assert [reply.ease for reply in said if isinstance(reply, JobEased)] == [1, 2]
-    base = base_in(work.artifacts.get(work.base), work.spec, work.base)
+    base = base_in(benches.artifacts.get(benches.base), benches.spec, benches.base)
     parts = [
-        unpack_update(work.artifacts.get(artifact), work.spec, base).parts[Part.CLASSIFIER]
+        unpack_update(benches.artifacts.get(artifact), benches.spec, base).parts[Part.CLASSIFIER]
         for artifact in artifacts.values()
     ]
-    mean = unpack(work.artifacts.get(done.aggregate), shared_layouts(work.spec), codecs=None).parts[Part.CLASSIFIER]
+    mean = unpack(benches.artifacts.get(done.aggregate), shared_layouts(benches.spec), codecs=None).parts[
+        Part.CLASSIFIER
+    ]
     for name, array in mean.items():
         expected = (10 * parts[0][name] + 30 * parts[1][name]) / 40
         np.testing.assert_allclose(array, expected, rtol=1e-2, atol=1e-3)  # the aggregate's codec

@@ -1,41 +1,44 @@
-"""What the coordinator generates: certificates, homes, bundles, broker configuration; and its commands."""
+"""What the coordinator generates: certificates, homes, bundles, broker configuration; and the lists of devices that a broker applies or refuses."""
 
+import json
 import os
 import random
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from coordinator.broker.access_lists import NOT_APPLIED, refresh_access
-from coordinator.broker.broker_folder import QueueLimits, access_list, write_config
+from coordinator.broker.access_lists import NOT_APPLIED, end_silences, publish_lists, refresh_access
+from coordinator.broker.broker_folder import MAX_BYTES, Lists, parse_lists, write_config, write_folder
 from coordinator.cli.opening import create_home
-from coordinator.config import (
-    BrokerSettings,
-    CoordinatorConfig,
-    EnrolmentSettings,
-    load_config,
-)
-from coordinator.errors import HomeError
+from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings, load_config
+from coordinator.errors import BrokerError, HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
-from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
+from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue, observers_of, write_revocations
 from coordinator.rounds.records import FederationStatus
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.errors import BAD_INPUT, EXISTS
+from fedcg.find_mosquitto import find_mosquitto
+from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from tests.support.broker.brokers import QueueLimits
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec
+from tests.support.waiting import free_port, wait_until
 
 AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
 
@@ -189,11 +192,12 @@ def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_
 
 
 def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
-    text = access_list(["casting"], ["b", "a"], ["observer"])
+    some = Lists(federations=("casting",), devices=("b", "a"), observers=("observer",), revocations="")
+    text = some.access_list()
     lists = ["lists-writer", "lists-reader"]
     users = [line.removeprefix("user ") for line in text.splitlines() if line.startswith("user")]
     assert users == [*lists, "coordinator", "observer", "a", "b"]
-    alone = access_list([], ["a"], []).splitlines()
+    alone = Lists(federations=(), devices=("a",), observers=(), revocations="").access_list().splitlines()
     assert [line.removeprefix("user ") for line in alone if line.startswith("user")] == lists
     assert all("fedcg/lists/" in line for line in alone if line.startswith("topic"))
 
@@ -247,27 +251,18 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
         assert path.is_file()
 
 
-@pytest.mark.parametrize(
-    ("ids", "why"),
-    [
-        (["Line4"], "lower-case"),
-        (["coordinator"], "reserved"),
-        (["observer-2"], "reserved"),
-        (["lists-writer"], "reserved"),
-        (["lists-reader"], "reserved"),
-        (["x", "x"], "twice"),
-        (["taken"], "already"),
-        (["../up"], "lower-case"),
-    ],
-)
-def test_impossible_ids_are_refused_and_nothing_is_written(
-    home: Home, tmp_path: Path, ids: list[str], why: str
-) -> None:
+RESERVED = ("coordinator", "observer-2", "lists-writer", "lists-reader")
+IMPOSSIBLE = {"Line4": "lower-case", "../up": "lower-case", "x x": "twice", "taken": "already"}
+IMPOSSIBLE |= dict.fromkeys(RESERVED, "reserved")
+
+
+@pytest.mark.parametrize("ids", IMPOSSIBLE)
+def test_impossible_ids_are_refused_and_nothing_is_written(home: Home, tmp_path: Path, ids: str) -> None:
     with_federation(home)
     call("device", "add", "taken", "--dir", home.root, "--out", tmp_path / "first")
-    code, output = call("device", "add", "good", *ids, "--dir", home.root, "--out", tmp_path / "out")
-    assert code == (EXISTS if ids == ["taken"] else BAD_INPUT)
-    assert why in output
+    code, output = call("device", "add", "good", *ids.split(), "--dir", home.root, "--out", tmp_path / "out")
+    assert code == (EXISTS if ids == "taken" else BAD_INPUT)
+    assert IMPOSSIBLE[ids] in output
     assert not (tmp_path / "out").exists()
 
 
@@ -371,3 +366,105 @@ def test_a_device_may_have_the_name_of_a_server_and_no_broker_may_run(home: Home
     code, output = call("device", "add", "broker", "--dir", home.root, "--out", tmp_path / "out")
     assert (code, NOT_APPLIED in output) == (0, True)
     assert credential_of(home.pki, "broker").certificate.read_bytes() == before
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Home:
+    made = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
+    Store(made.database).close()
+    return made
+
+
+def authority(listed: Home) -> bytes:
+    return credential_of(listed.pki, CA_NAME).certificate.read_bytes()
+
+
+def test_the_latest_lists_are_taken_and_taken_again(listed: Home) -> None:
+    lists = refresh_access(listed)
+    payload = lists.model_dump_json().encode()
+    for _ in range(2):  # the retained message comes again after every reconnect
+        assert parse_lists(payload, authority(listed), lists.revocations.encode()) == lists
+
+
+def test_earlier_lists_than_those_in_use_are_refused(listed: Home) -> None:
+    """A broker that lost its last minutes in a crash delivers an earlier message."""
+    earlier, later = refresh_access(listed), refresh_access(listed)
+    with pytest.raises(BrokerError, match="older than those in use"):
+        parse_lists(earlier.model_dump_json().encode(), authority(listed), later.revocations.encode())
+
+
+def test_a_revocation_list_of_another_authority_is_refused(listed: Home, tmp_path: Path) -> None:
+    lists = refresh_access(listed)
+    create_ca(tmp_path / "other")
+    foreign = write_revocations(tmp_path / "other", [(7, datetime.now(timezone.utc))]).read_text()
+    payload = lists.model_copy(update={"revocations": foreign}).model_dump_json().encode()
+    with pytest.raises(BrokerError, match=r"not signed by this broker's authority.*deploy mosquitto"):
+        parse_lists(payload, authority(listed), lists.revocations.encode())
+
+
+BROKEN: dict[str, Change] = {
+    "version": lambda fields: fields.update(version=2),
+    "device": lambda fields: fields.update(device=["a"]),
+    "devices.0": lambda fields: fields.update(devices=["a\nuser mallory\ntopic readwrite #"]),
+    "observers.0": lambda fields: fields.update(observers=["observer-\nuser mallory"]),
+    "observer 'a'": lambda fields: fields.update(observers=["a"]),
+    "reserved": lambda fields: fields.update(devices=["coordinator"]),
+    "federations.0": lambda fields: fields.update(federations=["+"]),
+    "revocations": lambda fields: fields.pop("revocations"),
+    "PEM": lambda fields: fields.update(revocations="none"),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_anything_else_is_refused_by_name(listed: Home, why: str) -> None:
+    lists = refresh_access(listed)
+    fields = {**json.loads(lists.model_dump_json()), "federations": ["casting"]}
+    BROKEN[why](fields)
+    with pytest.raises(BrokerError, match="not lists of devices") as refused:
+        parse_lists(json.dumps(fields).encode(), authority(listed), lists.revocations.encode())
+    assert why in str(refused.value)
+
+
+def test_lists_over_the_limit_are_refused_unread(listed: Home) -> None:
+    with pytest.raises(BrokerError, match=str(MAX_BYTES)):
+        parse_lists(b"[" * (MAX_BYTES + 1), authority(listed), b"")
+
+
+def test_a_thousand_devices_and_revocations_fit_many_times(listed: Home) -> None:
+    names = tuple(f"{number:04}" + "x" * 59 for number in range(1000))
+    serials = [(2**158 + number, datetime.now(timezone.utc)) for number in range(1000)]
+    revocations = write_revocations(listed.pki, serials).read_text()
+    lists = Lists(federations=("casting",), devices=names, observers=(), revocations=revocations)
+    assert len(lists.model_dump_json()) < MAX_BYTES / 10
+
+
+def test_no_broker_is_reported_at_once(listed: Home) -> None:
+    with pytest.raises(TransportError, match="nobody listens there"):
+        publish_lists(listed, refresh_access(listed), timeout_s=60.0)
+    assert not list(listed.root.glob("lists-*"))
+
+
+@pytest.mark.broker
+def test_a_mosquitto_without_the_program_beside_it_is_reported_with_the_remedy(listed: Home) -> None:
+    mosquitto = find_mosquitto()
+    assert mosquitto is not None
+    end_silences(listed)
+    write_folder(listed, listed.broker, refresh_access(listed))
+    command = [str(mosquitto.binary), "-c", str(write_config(listed.broker))]
+    process = subprocess.Popen(command, env=mosquitto.environment(), stderr=subprocess.DEVNULL)
+
+    def is_refused_with_the_remedy() -> bool:
+        with pytest.raises((BrokerError, TransportError)) as refused:
+            publish_lists(listed, refresh_access(listed), timeout_s=1.0)
+        return "`fedcg broker run`" in str(refused.value)
+
+    try:
+        began = time.monotonic()
+        wait_until(is_refused_with_the_remedy, "it is up, and applies nothing")
+        assert time.monotonic() - began < 60
+    finally:
+        process.kill()
+        process.wait()

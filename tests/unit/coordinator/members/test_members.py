@@ -13,7 +13,6 @@ from coordinator.facts.problems import open_problems
 from coordinator.pki.authority import create_ca, issue, write_revocations
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
-from coordinator.storage.register import Admitted
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -72,9 +71,7 @@ def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_di
     with RunningService(world) as running:
         waiting_for_c(world, running)
         world.store.register.add_token(token)
-        world.store.register.admit(
-            Admitted("t", "", SigningKey.generate().public.hex, certificate, replaces=True), time.time()
-        )
+        world.store.register.admit(token, "", SigningKey.generate().public.hex, certificate, time.time())
         world.wait_event("departed")
         world.wait_event("finished")
     world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")

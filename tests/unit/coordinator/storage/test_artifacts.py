@@ -16,13 +16,12 @@ from fastapi import Response
 from coordinator.errors import StoreError
 from coordinator.facts.known import known_of
 from coordinator.http.operator_api import readyz
-from coordinator.rounds.engine import Phase
 from coordinator.storage.artifacts import ObjectStore, Pruner
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.federations import hosting
-from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.object_store import Moto, running_moto
 from tests.support.waiting import wait_until
@@ -94,11 +93,8 @@ def test_a_bucket_that_does_not_exist_is_named(moto: Moto, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto: Moto, tmp_path: Path) -> None:
-    spec = tiny_spec(rounds=2)
-    world = World(
-        tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), deadline_s=4.0, remote=ObjectStore(moto.url)
-    )
+def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto: Moto, make_world: MakeWorld) -> None:
+    world = make_world(deadline_s=4.0, remote=ObjectStore(moto.url))
     world.devices["b"].silent = True
     with RunningService(world) as running:
         world.start_devices()
@@ -109,7 +105,7 @@ def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto
         wait_until(lambda: running.service.store_problem != "", "the problem is seen")
         world.wait_event("artifact_store")
         answer = Response()
-        health = asyncio.run(readyz(known_of(hosting(running.service, world.artifacts), world.root), answer))
+        health = asyncio.run(readyz(known_of(hosting(running.service), world.root), answer))
         assert (answer.status_code, moto.url in health.status) == (503, True)
         deadline_at = running.service.state.deadline_at
         wait_until(lambda: time.time() > deadline_at + 0.5, "the deadline has passed")
@@ -120,12 +116,10 @@ def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto
     assert world.events("distilling")[0]["clients"] == ["a", "b"]
     final = world.events("finished")[0]["aggregate"]
     assert final in moto.objects()
-    world.close()
 
 
-def test_a_coordinator_that_is_stopped_while_its_store_is_away_rejects_no_update(moto: Moto, tmp_path: Path) -> None:
-    spec = tiny_spec(rounds=1)
-    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), remote=ObjectStore(moto.url))
+def test_a_coordinator_stopped_while_its_store_is_away_rejects_no_update(moto: Moto, make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, remote=ObjectStore(moto.url))
     world.devices["b"].silent = True
     with RunningService(world) as running:
         world.start_devices()
@@ -143,19 +137,11 @@ def test_a_coordinator_that_is_stopped_while_its_store_is_away_rejects_no_update
         world.wait_event("finished")
     assert world.events("update_refused") == []
     assert world.events("distilling")[-1]["clients"] == ["a", "b"]
-    world.close()
-
-
-def run_whole(world: World) -> None:
-    with RunningService(world) as running:
-        world.start_devices()
-        world.wait_event("finished")
-        assert running.service.state.phase is Phase.FINISHED
 
 
 def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: MakeWorld) -> None:
     world = make_world(6, keep_rounds=2)
-    run_whole(world)
+    world.run()
     aggregates = {record.round: record for record in world.store.aggregates(FEDERATION)}
     kept = {number for number, record in aggregates.items() if world.artifacts.has(record.artifact)}
     assert kept == {4, 5, 6}  # 4: the updates of round 5 are coded to it
@@ -193,7 +179,7 @@ def test_a_restart_after_pruning_goes_on_and_answers_an_old_manifest(make_world:
 
 def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_world: MakeWorld) -> None:
     world = make_world(5, keep_rounds=100)
-    run_whole(world)
+    world.run()
     forgotten: list[str] = []
     first = world.store.updates(FEDERATION, RoundAttempt(1, 1))[0].artifact
     world.artifacts.delete(first)  # an earlier run got as far as this
@@ -214,7 +200,7 @@ def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path
 
 def test_a_start_deletes_old_files_that_no_federation_knows(make_world: MakeWorld) -> None:
     world = make_world(2, keep_rounds=100)
-    run_whole(world)
+    world.run()
     known, old = set(world.artifacts.ids()), world.root / "artifacts"
     orphan, young = world.artifacts.put(b"its coordinator was killed"), world.artifacts.put(b"of a new federation")
     for artifact in known | {orphan}:

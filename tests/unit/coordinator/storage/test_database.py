@@ -1,12 +1,16 @@
-"""A database that lost commits is noticed, and one of an earlier version is brought to this one with all that it holds."""
+"""A database that lost commits is noticed, one of an earlier version is brought to this one, and one coordinator at a time writes it."""
 
 import hashlib
 import random
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -14,11 +18,12 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Column, MetaData, String, inspect, text
+from sqlalchemy import URL, Column, MetaData, String, create_engine, inspect, text
 
+from coordinator.broker.access_lists import refresh_access
 from coordinator.cli.opening import create_home
-from coordinator.config import CoordinatorConfig
-from coordinator.errors import StoreError
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, StorageSettings
+from coordinator.errors import HomeError, StoreError
 from coordinator.paths import Home
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import (
@@ -30,18 +35,22 @@ from coordinator.rounds.records import (
     UpdateRecord,
 )
 from coordinator.storage import database as database_module
-from coordinator.storage import migrations
+from coordinator.storage import locks, migrations
 from coordinator.storage.backup import read_backup, write_backup
 from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_engine, open_database
+from coordinator.storage.locks import changing_members, sole_writer
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
 from fedcg import sealing
 from fedcg.config_file import set_values
+from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
-from tests.support.coordinator.homes import add_federation, call
-from tests.support.postgres import PASSWORD, Cluster
+from tests.support.coordinator.homes import add_federation, call, closing_engine
+from tests.support.machines import ADDRESS, needs_machines, second_machine
+from tests.support.postgres import PASSWORD, Cluster, running_cluster
+from tests.support.waiting import free_port, wait_until
 
 RNG = random.Random(5)
 
@@ -225,12 +234,10 @@ def test_commits_lost_in_postgresql_are_noticed(home: Home, postgres: Cluster, m
 KEY = ("casting", RoundAttempt(1, 1))
 
 
-def columns(path: Path) -> set[str]:
+def columns(database: Path | URL) -> set[str]:
     """Of the table of devices."""
-    engine = make_engine(path)
-    found = {column["name"] for column in inspect(engine).get_columns("devices")}
-    engine.dispose()
-    return found
+    with closing_engine(database) as engine:
+        return {column["name"] for column in inspect(engine).get_columns("devices")}
 
 
 def differences(database: Path | URL) -> list[object]:
@@ -261,19 +268,15 @@ def test_there_is_a_revision_for_each_version() -> None:
     assert found == [str(number) for number in range(1, SCHEMA_VERSION + 1)]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_a_new_database_has_the_tables_that_are_used(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    is_file = kind == "sqlite"
-    database = tmp_path / "new.sqlite" if is_file else request.getfixturevalue("postgres").make_database()
+def test_a_new_database_has_the_tables_that_are_used(database: Path | URL) -> None:
     for _ in range(2):  # made, then opened
         assert differences(database) == []
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Path:
+def filled(database: Path | URL) -> Path | URL:
     """A database of this version: an open round 2 after a closed round 1, and a device that was revoked."""
-    path = tmp_path / "database.sqlite"
-    with closing(Store(path)) as store:
+    with closing(Store(database)) as store:
         store.next_epoch()
         federation = FederationRecord("casting", "fedcg", "5" * 64, policy_of(3, 2), 1.0)
         store.add_federation(federation, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
@@ -290,11 +293,11 @@ def filled(tmp_path: Path) -> Path:
         store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
         store.open_attempt("casting", RoundAttempt(2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
         store.masked_sums.keep("casting", RoundAttempt(2, 1), '{"phase":"keys"}')
-    return path
+    return database
 
 
 @pytest.fixture
-def next_version(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def next_version(filled: Path | URL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of a made-up next version, which gives devices an owner."""
     scripts, made_up = tmp_path / "migrations", SCHEMA_VERSION + 1
     shutil.copytree(migrations.SCRIPTS, scripts)
@@ -304,11 +307,10 @@ def next_version(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(migrations, "SCRIPTS", scripts)
     monkeypatch.setattr(database_module, "SCHEMA_VERSION", made_up)
-    return made_up
 
 
-def check_content(path: Path) -> None:
-    with closing(Store(path)) as store:
+def check_content(database: Path | URL) -> None:
+    with closing(Store(database)) as store:
         assert (store.epoch(), store.federation("casting").policy.rounds) == (1, 3)
         assert [device.state for device in store.devices()] == [DeviceState.ENROLLED, DeviceState.REVOKED]
         assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == 1
@@ -321,76 +323,212 @@ def check_content(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("next_version")
-def test_a_database_of_an_earlier_version_is_brought_up_with_all_that_it_holds(filled: Path) -> None:
+def test_a_database_of_an_earlier_version_is_brought_up_with_all_that_it_holds(filled: Path | URL) -> None:
     for _ in range(2):  # brought up, then as it is
         check_content(filled)
     assert "owner" in columns(filled)
 
 
 @pytest.mark.usefixtures("next_version")
-def test_a_migration_that_fails_leaves_the_database_as_it_was(filled: Path) -> None:
-    connection = sqlite3.connect(filled)
-    connection.execute("ALTER TABLE devices ADD COLUMN owner")  # the step meets a column that should not be there
-    connection.commit()
-    connection.close()
-    before = filled.read_bytes()
-    with pytest.raises(StoreError, match=r"database\.sqlite could not be brought from version 1 to"):
+def test_a_migration_that_fails_leaves_the_database_as_it_was(
+    filled: Path | URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing_engine(filled) as engine, engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE devices ADD COLUMN owner VARCHAR")  # the step meets a column
+    before = filled.read_bytes() if isinstance(filled, Path) else b""
+    with pytest.raises(StoreError, match=r"(database\.sqlite|test_\w+) could not be brought from version 1 to"):
         Store(filled)
-    assert filled.read_bytes() == before
+    assert before == (filled.read_bytes() if isinstance(filled, Path) else b"")
+    monkeypatch.undo()
+    check_content(filled)  # by the program of its version
 
 
-def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "database.sqlite"
-    connection = sqlite3.connect(path)
-    connection.execute(f"CREATE TABLE alembic_version AS SELECT '{SCHEMA_VERSION + 1}' AS version_num")
-    connection.commit()
-    connection.close()
-    with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}"):
-        Store(path)
-
-
-def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "database.sqlite"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE alembic_version AS SELECT '1b2c3d' AS version_num")
-    connection.commit()
-    connection.close()
-    with pytest.raises(StoreError, match="of another program"):
-        Store(path)
-
-
-def test_a_postgresql_of_an_earlier_version_is_brought_up_whole(postgres: Cluster, next_version: int) -> None:
-    database = postgres.make_database()
-    engine = make_engine(database)
-    with engine.begin() as connection:
-        migrations.upgrade(connection, next_version - 1)
-        connection.execute(text("INSERT INTO leases VALUES (1, 7)"))
-    store = Store(database)
-    assert store.epoch() == 7
-    store.close()
-    assert "owner" in {column["name"] for column in inspect(engine).get_columns("devices")}
-    engine.dispose()
-
-
-def test_a_migration_that_fails_leaves_postgresql_as_it_was(postgres: Cluster) -> None:
-    database = postgres.make_database()
-    engine = make_engine(database)
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE api_tokens (x INTEGER)"))
-    with pytest.raises(StoreError, match=r"test_\w+ could not be brought from version 0 to"):
-        open_database(database)
-    with engine.connect() as connection:
-        assert inspect(connection).get_table_names() == ["api_tokens"]
-    engine.dispose()
-
-
-def test_a_postgresql_of_a_newer_program_is_refused_without_its_password(postgres: Cluster) -> None:
-    database = postgres.make_database()
+@pytest.mark.parametrize(
+    ("version", "why"), [(str(SCHEMA_VERSION + 1), f"up to version {SCHEMA_VERSION}"), ("1b2c3d", "of another program")]
+)
+def test_a_database_of_a_newer_or_another_program_is_refused(database: Path | URL, version: str, why: str) -> None:
     open_database(database).dispose()
-    engine = make_engine(database)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = :newer"), {"newer": str(SCHEMA_VERSION + 1)})
-    engine.dispose()
-    with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}") as refused:
+    with closing_engine(database) as engine, engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :version"), {"version": version})
+    with pytest.raises(StoreError, match=why) as refused:
         open_database(database)
     assert PASSWORD not in str(refused.value)
+
+
+HOLD = """
+import pathlib, sys
+from coordinator.paths import Home
+from coordinator.storage import locks
+with getattr(locks, sys.argv[2])(Home(pathlib.Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+HOLD_ROW = """
+import pathlib, sys
+from sqlalchemy import select
+from coordinator.paths import Home
+from coordinator.storage import schema
+from coordinator.storage.database import database_of, open_database
+with open_database(database_of(Home(pathlib.Path(sys.argv[1])))).begin() as connection:
+    connection.execute(select(schema.leases).with_for_update()).one()
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def home_on(database: URL, root: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    storage = StorageSettings(database=database.set(password=None).render_as_string())
+    broker, api = BrokerSettings(port=free_port()), ApiSettings(port=free_port())
+    return create_home(root, CoordinatorConfig(broker=broker, api=api, storage=storage))
+
+
+@pytest.fixture
+def homes(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Home, Home]:
+    """The directories of two machines on one database."""
+    database = postgres.make_database()
+    return home_on(database, tmp_path / "first", monkeypatch), home_on(database, tmp_path / "second", monkeypatch)
+
+
+@contextmanager
+def holding(
+    home: Home, lock: str = "sole_writer", script: str = HOLD, where: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a lock until its input ends; killed at the end of the block."""
+    words, pipe = [*where, sys.executable, "-c", script, str(home.root), lock], subprocess.PIPE
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_second_coordinator_is_refused_until_the_first_is_killed(homes: tuple[Home, Home]) -> None:
+    first, second = homes
+    with holding(first):
+        words = (sys.executable, "-m", "fedcg", "coordinator", "run", "--dir", second.root)
+        refused = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert refused.returncode == ALREADY_RUNNING
+        assert "is using postgresql+psycopg://postgres:***@127.0.0.1" in " ".join(refused.stderr.split())
+        assert PASSWORD not in refused.stdout + refused.stderr
+    with sole_writer(second):
+        pass
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_hangs_loses_its_lock_and_ends_when_it_wakes(homes: tuple[Home, Home]) -> None:
+    first, second = homes
+    with holding(first) as process:
+        process.send_signal(signal.SIGSTOP)
+        with sole_writer(second):
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(20) == 1
+
+
+@needs_machines
+@pytest.mark.slow
+def test_locks_of_a_vanished_machine_are_free_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with second_machine() as machine, running_cluster(ADDRESS) as cluster:
+        database = cluster.make_database()
+        first, second = (home_on(database, tmp_path / name, monkeypatch) for name in ("first", "second"))
+        with closing(Store.of(second)) as store:
+            assert store.next_epoch() == 1
+            with (
+                holding(first, where=machine.enter),
+                holding(first, "changing_members", where=machine.enter),
+                holding(first, script=HOLD_ROW, where=machine.enter),
+            ):
+                machine.vanish()
+                with sole_writer(second), changing_members(second):
+                    assert store.next_epoch() == 2
+
+
+@pytest.mark.slow
+def test_machines_change_members_in_turn(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = postgres.make_database()
+    first = home_on(database, tmp_path / "first", monkeypatch)
+    add_federation(first, "alpha")
+    second = Home(tmp_path / "second")
+    shutil.copytree(first.root, second.root)
+    words = (sys.executable, "-m", "fedcg", "device", "add", "box", "--out", tmp_path, "--dir", second.root)
+    with holding(first, "changing_members") as process:
+        adding = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wait_until(lambda: waiting_at(database) == 1, "the command on the other machine waits for the lock")
+        with closing(Store.of(first)) as store:
+            assert store.members() == []
+        process.communicate("")
+    output, _ = adding.communicate(timeout=60)
+    assert adding.returncode == 0, output
+    assert refresh_access(first).devices == ("box",)
+
+
+def waiting_at(database: URL) -> int:
+    engine = create_engine(database)
+    with engine.connect() as connection:
+        count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = "
+        here = "(SELECT oid FROM pg_database WHERE datname = current_database())"
+        waiting = connection.execute(text(count + here)).scalar_one()
+    engine.dispose()
+    return int(waiting)
+
+
+def test_a_hanging_change_of_members_is_named(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = homes
+    monkeypatch.setattr(locks, "MEMBERS_WAIT_S", 1)
+    with holding(first, "changing_members"):
+        code, output = call("token", "create", "--dir", second.root)
+    assert code == ALREADY_RUNNING
+    assert "(from 127.0.0.1, since 20" in output
+    assert "is changing the devices or federations of" in output
+
+
+def test_a_coordinator_without_a_lock_ends(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = postgres.make_database()
+    with holding(home_on(database, tmp_path / "home", monkeypatch)) as process:
+        postgres.end_sessions(database)
+        assert process.wait(20) == 1
+        _, errors = process.communicate()
+        assert "is lost, and the coordinator ends" in errors
+
+
+def test_another_database_is_not_locked(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = home_on(postgres.make_database(), tmp_path / "one", monkeypatch)
+    other = home_on(postgres.make_database(), tmp_path / "other", monkeypatch)
+    lost = threading.Event()
+    for _ in range(2):
+        with sole_writer(one, lost.set), sole_writer(other, lost.set):
+            pass
+    assert not lost.is_set()
+
+
+def test_a_wrong_password_is_never_shown(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = home_on(postgres.make_database(), tmp_path / "home", monkeypatch)
+    monkeypatch.setenv(PASSWORD_VARIABLE, "a-wrong-one")
+    code, output = call("federation", "show", "--dir", home.root)
+    assert code == 1
+    assert "password authentication failed" in output
+    assert "a-wrong-one" not in output
+
+
+def test_the_password_may_be_in_a_file(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = home_on(postgres.make_database(), tmp_path / "home", monkeypatch)
+    config = home.config()
+    monkeypatch.delenv(PASSWORD_VARIABLE)
+    (home.root / "database.password").write_text(f"{PASSWORD}\n")
+    text = home.config_file.read_text().replace(
+        "[storage]\n", '[storage]\ndatabase_password_file = "database.password"\n'
+    )
+    home.config_file.write_text(text)
+    assert home.config().storage == config.storage.model_copy(update={"database_password_file": "database.password"})
+    code, output = call("device", "list", "--dir", home.root)
+    assert code == 0, output
+
+
+def test_a_directory_of_sqlite_has_one_coordinator(tmp_path: Path) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig())
+    with holding(home) as process, pytest.raises(HomeError, match=f"process {process.pid}"), sole_writer(home):
+        pass

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, Engine
+from sqlalchemy import URL
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
@@ -24,26 +24,17 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.signals import CameOnline, OpenAttempt, Tick
 from coordinator.storage import event_store, schema
-from coordinator.storage.database import make_engine
 from coordinator.storage.event_store import EventFilter, coordinator_log
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
 from fedcg.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
-from tests.support.postgres import Cluster
+from tests.support.coordinator.homes import closing_engine
 from tests.support.waiting import wait_until
 
 FEDERATION = FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
 KEY = ("f", RoundAttempt(1, 1))
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Path | URL:
-    if request.param == "sqlite":
-        return tmp_path / "database.sqlite"
-    cluster: Cluster = request.getfixturevalue("postgres")
-    return cluster.make_database()
 
 
 @pytest.fixture
@@ -62,14 +53,6 @@ def update(client: str, outcome: Outcome = Outcome.ACCEPTED, artifact: str = "1"
 
 def open_attempt(store: Store, attempt: int = 1) -> None:
     store.open_attempt("f", RoundAttempt(1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
-
-
-@contextmanager
-def closing_engine(database: Path | URL) -> Iterator[Engine]:
-    """Connections of another process to the database."""
-    engine = make_engine(database)
-    yield engine
-    engine.dispose()
 
 
 @pytest.mark.usefixtures("store")

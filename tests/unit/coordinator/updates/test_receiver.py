@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transfer.windows import Ranges, Window
 from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
@@ -322,9 +320,7 @@ def test_an_offer_that_finds_the_queue_full_is_published_later(world: World, mon
         publish(self, topic, payload, qos=qos, retain=retain)
 
     monkeypatch.setattr(MemoryTransport, "publish", full_at_first)
-    with RunningService(world):
-        world.start_devices()
-        world.wait_event("finished")
+    world.run()
     assert len(offers) >= 3  # refused, repeated, and the end of the federation
 
 
@@ -443,13 +439,10 @@ class CountingSha256:
 
 @pytest.mark.parametrize(("carrier", "passes"), [(Carrier.MQTT, 1), (Carrier.HTTPS, 2)])
 def test_an_update_is_decoded_and_hashed_once_and_over_https_each_chunk_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carrier: Carrier, passes: int
+    receiving: Receiving, monkeypatch: pytest.MonkeyPatch, carrier: Carrier, passes: int
 ) -> None:
-    spec = tiny_spec(rounds=1)
-    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
-    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset("ab"), 0.0, 600.0)
-    published = Published(carrier)
-    decoded: list[int] = []
+    world, receiver, decoded = receiving.world, receiving.receiver, list[int]()
+    receiving.published.used_carrier = carrier
 
     def counted_unpack(data: bytes, *args: Any, **options: Any) -> Any:
         decoded.append(len(data))
@@ -457,8 +450,6 @@ def test_an_update_is_decoded_and_hashed_once_and_over_https_each_chunk_too(
 
     monkeypatch.setattr(validation, "unpack", counted_unpack)
     monkeypatch.setattr(hashlib, "sha256", CountingSha256)
-    receiver = receiver_of(world, published, lambda event: None)
-    receiver.start()
     for count, name in enumerate("ba", 1):  # the base is read and decoded with the first one
         data = world.devices[name].make_update(1, 1, world.base_id)
         manifest = Manifest(**world.devices[name].addressed(1, 1), artifact=make_ref(data, 1024))
@@ -473,12 +464,6 @@ def test_an_update_is_decoded_and_hashed_once_and_over_https_each_chunk_too(
                 assert receiver.frame(name, frame)
             else:
                 receiver.chunk(name, chunk).result(30)
-        wait_until(partial(has_receipts, published, count), "a receipt")
-    receiver.close()
-    world.close()
+        wait_until(lambda: receiving.outcomes == [Outcome.ACCEPTED] * count, "a receipt")  # noqa: B023
     assert 0 <= CountingSha256.hashed - passes * len(data) <= HEAD_BYTES * len(frames)
     assert decoded == [len(data)]
-
-
-def has_receipts(published: Published, count: int) -> bool:
-    return [outcome for _, outcome in published.receipts] == [Outcome.ACCEPTED] * count

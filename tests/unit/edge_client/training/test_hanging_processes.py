@@ -22,7 +22,7 @@ from fedcg.learning.training.device_errors import BROKEN_EXIT
 from fedcg.log_output import LogSettings
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator import driven_worker
-from tests.support.coordinator.driven_worker import STALL_S, DrivenWorker
+from tests.support.coordinator.driven_worker import STALL_S, DrivenWorker, worker_settings
 from tests.support.edge.world import make_config
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
@@ -48,7 +48,7 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
         process.stop()
 
 
-def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent]:
+def merged_despite(settings: WorkerSettings) -> list[WorkerEvent]:
     settings.artifacts.mkdir()
     with DrivenWorker(settings) as driven:
         driven.worker.open(JOB)
@@ -63,8 +63,7 @@ def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", driven_worker.hang_once)
-    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
-    said = merged_despite(tmp_path, replace(settings, stall_s=STALL_S))
+    said = merged_despite(replace(worker_settings(tmp_path), stall_s=STALL_S))
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [(event.deaths, event.reason) for event in died] == [(1, "no progress for 1 s")]
     ready = [event.pid for event in said if isinstance(event, WorkerReady)]
@@ -77,7 +76,7 @@ def test_a_worker_whose_card_broke_ends_and_another_process_does_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", driven_worker.break_the_card_once)
-    said = merged_despite(tmp_path, WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill"))
+    said = merged_despite(worker_settings(tmp_path))
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [event.reason for event in died] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
     assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2

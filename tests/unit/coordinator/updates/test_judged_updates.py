@@ -1,16 +1,20 @@
-"""Weights, distances, figures and medians of updates by hand; what a policy makes of them; and that converged devices all stay in."""
+"""Updates judged: coded as the spec says, their weights, distances, figures and medians by hand, and what a policy makes of them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
+from coordinator.aggregation.server_state import unpack_aggregate
 from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
@@ -36,13 +40,34 @@ from coordinator.updates.robustness import (
     verdict_of,
 )
 from coordinator.updates.screening import LEFT_OUT_ROUNDS, Screening, left_out, plateau_reason, typical_distances
+from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.event_log import EventLog, read_events
-from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.artifacts.artifacts import Base
-from fedcg.wire.artifacts.payload import Array, PartArrays
+from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import spec_root
+from fedcg.learning.spec import FederationSpec, RoundPolicy
+from fedcg.wire.artifacts.artifacts import (
+    Base,
+    artifact_id,
+    decompress_payload,
+    join_artifact,
+    pack,
+    read_header,
+    split_artifact,
+)
+from fedcg.wire.artifacts.payload import MIN_CHANNEL, Array, PartArrays
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, UpdateCodec
 from tests.support.coordinator.engine import policy_of
+from tests.support.coordinator.toy_artifacts import (
+    aggregate_bytes,
+    random_parts,
+    shared_layouts,
+    tiny_spec,
+    update_header,
+)
+from tests.support.coordinator.world import RunningService, World
+from tests.unit.coordinator.aggregation.test_aggregation import founded
 
 # ------------------------------------------------------------------ weights
 
@@ -91,10 +116,7 @@ def test_no_weight_grows_and_none_vanishes(reported: dict[str, int], share: floa
 
 def parts_of(*numbers: float, counter: int = 0) -> dict[Part, dict[str, Array]]:
     return {
-        Part.CLASSIFIER: {
-            "weight": np.array(numbers, np.float32),
-            "num_batches_tracked": np.array(counter, np.int64),
-        }
+        Part.CLASSIFIER: {"weight": np.array(numbers, np.float32), "num_batches_tracked": np.array(counter, np.int64)}
     }
 
 
@@ -150,31 +172,33 @@ def test_the_outlier_is_the_farthest_in_medians_of_its_part() -> None:
 class Past:
     """A federation's database with rounds of updates."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(folder / "database.sqlite")
-        record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, 1), 1.0)
+    def __init__(self, folder: Path, devices: Sequence[str] = "abcd", needed: int = 1) -> None:
+        self.store, self.devices = Store(folder / "database.sqlite"), devices
+        record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, needed), 1.0)
         self.store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-        for device in "abcd":
+        for device in devices:
             self.store.add_device(device, device * 64, 1.0)
 
-    def round(
+    def collect(
         self,
         number: int,
-        rejected: str = "",
-        accepted: str = "",
+        rejected: Sequence[str] = (),
+        accepted: Sequence[str] = (),
         distances: str = "{}",
         reports: Sequence[str | None] = (None,) * 4,
     ) -> None:
-        key = ("f", RoundAttempt(number, 1))
-        self.store.open_attempt(*key, "0" * 64, frozenset("abcd"), 1.0, 2.0)
-        for client, report in zip(rejected + accepted, reports, strict=False):
-            outcome = Outcome.REJECTED if client in rejected else Outcome.ACCEPTED
-            record = UpdateRecord(
-                "f", number, 1, client, client * 64, 1, outcome, f"because of {number}", report, 1.0, 2.0, distances
-            )
-            self.store.end_update(record)
-        self.store.start_distilling(*key, 3.0)
-        self.store.weigh(*key, dict.fromkeys(accepted, 10))
+        """An attempt that has these updates."""
+        self.store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset(self.devices), 1.0, 2.0)
+        for client, report in zip([*rejected, *accepted], reports, strict=False):
+            outcome, reason = Outcome.REJECTED if client in rejected else Outcome.ACCEPTED, f"because of {number}"
+            ended = ("f", number, 1, client, client * 64, 1, outcome, reason, report, 1.0, 2.0, distances)
+            self.store.end_update(UpdateRecord(*ended))
+
+    def round(self, number: int, accepted: Sequence[str] = (), **updates: Any) -> None:
+        """A closed round."""
+        self.collect(number, accepted=accepted, **updates)
+        self.store.start_distilling("f", RoundAttempt(number, 1), 3.0)
+        self.store.weigh("f", RoundAttempt(number, 1), dict.fromkeys(accepted, 10))
         self.store.close_attempt(AggregateRecord("f", number, 1, f"{number}" * 64, 1, "e" * 64, 4.0))
 
 
@@ -395,16 +419,9 @@ def converged_rounds(
 
 def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
     """The screening of an attempt with an accepted update of each device, all of which the round needs."""
-    folder.mkdir(exist_ok=True)
-    store, names = Store(folder / "database.sqlite"), [f"d{number}" for number in range(devices)]
-    record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, devices), 1.0)
-    store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    for name in names:
-        store.add_device(name, name * 32, 1.0)
-    store.open_attempt("f", RoundAttempt(1, 1), "0" * 64, frozenset(names), 1.0, 2.0)
-    for name in names:
-        store.end_update(UpdateRecord("f", 1, 1, name, name, 1, Outcome.ACCEPTED, "", '{"examples": 50}', 1.0, 2.0))
-    return store, Screening(store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
+    past = Past(folder, [f"d{number}" for number in range(devices)], devices)
+    past.collect(1, accepted=past.devices, reports=['{"examples": 50}'] * devices)
+    return past.store, Screening(past.store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
 
 
 def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
@@ -436,3 +453,94 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
 )
 def test_no_honest_device_is_odd_in_200_rounds_after_convergence(tmp_path: Path, devices: int, spread: float) -> None:
     assert odd_ones(tmp_path, devices, 1, spread) == []
+
+
+SPEC = tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
+AGGREGATE = aggregate_bytes(SPEC, 0, 0, seed=1)
+BASE_ID = artifact_id(AGGREGATE)
+EXPECTED = Expected(SPEC.federation, 1, 1, "a", BASE_ID)
+PARTS = random_parts(shared_layouts(SPEC), seed=2)
+
+
+def base() -> Base:
+    return base_in(AGGREGATE, SPEC, BASE_ID)
+
+
+def packed(codec: UpdateCodec = "i8-delta") -> bytes:
+    whole = base()
+    known = Base(whole.id, {Part.CLASSIFIER: whole.parts[Part.CLASSIFIER]})
+    return pack(update_header(SPEC, 1, 1, "a", BASE_ID), PARTS, codec, known)
+
+
+def with_scales(change: Callable[[npt.NDArray[np.float32]], None]) -> bytes:
+    head, frame = split_artifact(packed())
+    pieces: dict[str, Any] = {key: array.copy() for key, array in load(decompress_payload(frame, 1 << 20)).items()}
+    change(pieces["classifier/weight:scale"])
+    return join_artifact(head, save(pieces))
+
+
+def test_a_difference_is_decoded_against_the_aggregate_of_the_round() -> None:
+    artifact = validate_update(packed(), SPEC, EXPECTED, base())
+    assert artifact.header.codecs["classifier/weight"] == "i8-delta"
+    np.testing.assert_allclose(artifact.parts[Part.CLASSIFIER]["weight"], PARTS[Part.CLASSIFIER]["weight"], atol=0.005)
+    assert np.array_equal(artifact.parts[Part.GENERATOR]["weight"], PARTS[Part.GENERATOR]["weight"])
+
+
+def test_a_difference_without_its_aggregate_is_rejected_with_the_digest() -> None:
+    for other in (None, Base("0" * 64, base().parts)):
+        with pytest.raises(ValidationError, match=BASE_ID):
+            validate_update(packed(), SPEC, EXPECTED, other)
+
+
+@pytest.mark.parametrize("codec", ["f32", "f16", "i8", "f16-delta"])
+def test_an_update_coded_otherwise_than_the_spec_says_is_rejected(codec: UpdateCodec) -> None:
+    with pytest.raises(ValidationError, match="not coded as they must be"):
+        validate_update(packed(codec), SPEC, EXPECTED, base())
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+def test_a_scale_that_is_no_scale_is_rejected_with_its_reason(scale: float) -> None:
+    def spoil(scales: npt.NDArray[np.float32]) -> None:
+        scales[1] = scale
+
+    with pytest.raises(ValidationError, match="classifier/weight: the scale of channel 1"):
+        validate_update(with_scales(spoil), SPEC, EXPECTED, base())
+
+
+def test_the_distance_is_that_of_the_decoded_numbers() -> None:
+    def enlarge(scales: npt.NDArray[np.float32]) -> None:
+        scales[:] = 1e30
+
+    yardstick = Yardstick(base(), {})
+    parts = validate_update(with_scales(enlarge), SPEC, EXPECTED, yardstick.base).parts
+    with pytest.raises(ValidationError, match=r"its classifier is .*e\+33 away from the round's base"):
+        yardstick.check("a", yardstick.distances(parts))
+
+
+def test_no_more_bytes_are_taken_than_the_codec_needs() -> None:
+    assert len(packed()) <= max_update_bytes(SPEC) < max_update_bytes(SPEC.model_copy(update={"codec": "f32"}))
+
+
+def test_a_federation_of_differences_runs_to_its_end(tmp_path: Path) -> None:
+    with closing(World(tmp_path, SPEC, AGGREGATE)) as world, RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+    stored = [event["artifact"] for event in world.events("update_stored")]
+    assert len(stored) == 4
+    for artifact in stored:
+        assert read_header(world.artifacts.get(artifact)).codecs["classifier/weight"] == "i8-delta"
+
+
+def test_the_first_aggregate_is_the_decoded_one_for_both_sides(tmp_path: Path) -> None:
+    ids, store = founded(tmp_path)
+    spec = FederationSpec.parse(store.get(ids.spec))
+    assert (spec.codec, spec.aggregate_codec) == ("i8-delta", "f16")
+    method = get_method(spec.method)
+    decoded = unpack_aggregate(store.get(ids.aggregate), spec, method).parts
+    exact = method.init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate.parts
+    box = base_in(store.get(ids.aggregate), spec, ids.aggregate).parts
+    for part, weights in exact.items():
+        for name, tensor in weights.items():
+            large = tensor.ndim > 1 and tensor[0].numel() >= MIN_CHANNEL
+            assert decoded[part][name].equal(tensor.half().float() if large else tensor)
+            assert np.array_equal(box[part][name], decoded[part][name].numpy())
