@@ -75,21 +75,13 @@ class FakeDevice:
 
     def start(self) -> Self:
         will = Will(self.topics.status(self.name), seal(self._status(online=False), self.key))
-        self.transport = self.make_transport(will)
-        for topic in (
-            self.topics.offer,
-            self.topics.coordinator,
-            self.topics.aggregate,
-            self.topics.down_control(self.name),
-            self.topics.down_chunk(self.name),
-        ):
+        self.transport = MemoryTransport(self.broker, self.name, will)
+        own = (self.topics.down_control(self.name), self.topics.down_chunk(self.name))
+        for topic in (self.topics.offer, self.topics.coordinator, self.topics.aggregate, *own):
             self.transport.subscribe(topic)
         self.transport.start(self._delivered, self._link)
         threading.Thread(target=self._repeat, daemon=True).start()
         return self
-
-    def make_transport(self, will: Will) -> MemoryTransport:
-        return MemoryTransport(self.broker, self.name, will)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -123,14 +115,8 @@ class FakeDevice:
             self.nonces += 1
             self.nonce = f"{self.nonces:032x}"
             self.session = None
-            hello = Hello(
-                **{**self.addressed(), **self.remembers},
-                nonce=self.nonce,
-                versions=SPOKEN,
-                agent="fake-1",
-                carrier=self.carrier,
-                heartbeat_s=self.heartbeat_s,
-            )
+            fields = {**self.addressed(), "nonce": self.nonce, "carrier": self.carrier, "heartbeat_s": self.heartbeat_s}
+            hello = Hello(**{**fields, **self.remembers}, versions=SPOKEN, agent="fake-1")
             self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:
@@ -158,22 +144,16 @@ class FakeDevice:
         return Base(artifact, {part: decoded[part] for part in self.spec.with_base})
 
     def addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
-        return {
-            "federation": self.spec.federation,
-            "sender": self.name,
-            "recipient": COORDINATOR,
-            "round": round_number,
-            "attempt": attempt,
-        }
+        at = {"round": round_number, "attempt": attempt}
+        return {"federation": self.spec.federation, "sender": self.name, "recipient": COORDINATOR, **at}
 
     def _status(self, *, online: bool) -> DeviceStatus:
         return DeviceStatus(**self.addressed(), online=online)
 
     def _link(self, up: bool) -> None:
         if up:
-            self.transport.publish(
-                self.topics.status(self.name), seal(self._status(online=True), self.key), retain=True
-            )
+            online = seal(self._status(online=True), self.key)
+            self.transport.publish(self.topics.status(self.name), online, retain=True)
             self.hello()
 
     def _delivered(self, delivery: Delivery) -> None:
@@ -185,9 +165,7 @@ class FakeDevice:
         if delivery.topic in (self.topics.aggregate, self.topics.down_chunk(self.name)):
             self._chunk(delivery.payload)
             return
-        message = open_envelope(
-            delivery.payload, lambda sender: self.coordinator.public if sender == COORDINATOR else None
-        )
+        message = open_envelope(delivery.payload, {COORDINATOR: self.coordinator.public}.get)
         self.received.append(message)
         if isinstance(message, Welcome):
             if self.session is None and message.device_nonce == self.nonce:
@@ -212,12 +190,9 @@ class FakeDevice:
                 self._train()
         elif isinstance(message, Need) and self.pending is not None:
             self.asked_for += message.ranges
-            for frame in (
-                ()
-                if self.carrier is Carrier.HTTPS
-                else frames_for(self.pending[1], self.pending[0].artifact, message.ranges)
-            ):
-                self.transport.publish(self.topics.up_chunk(self.name), frame)
+            if self.carrier is not Carrier.HTTPS:
+                for frame in frames_for(self.pending[1], self.pending[0].artifact, message.ranges):
+                    self.transport.publish(self.topics.up_chunk(self.name), frame)
         elif isinstance(message, Receipt) and self.pending and message.artifact == self.pending[0].artifact.id:
             self.pending = None  # a late answer to an earlier update ends nothing
 

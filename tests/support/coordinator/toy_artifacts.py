@@ -74,12 +74,11 @@ def update_header(
 
 
 def aggregate_bytes(spec: FederationSpec, round_number: int, attempt: int, seed: int) -> bytes:
-    header = ArtifactHeader(
-        kind="aggregate",
-        method=spec.method,
-        federation=spec.federation,
-        round=round_number,
-        attempt=attempt,
-        client=COORDINATOR,
-    )
+    about: dict[str, Any] = {
+        "federation": spec.federation,
+        "round": round_number,
+        "attempt": attempt,
+        "client": COORDINATOR,
+    }
+    header = ArtifactHeader(kind="aggregate", method=spec.method, **about)
     return pack(header, random_parts(shared_layouts(spec), seed))

@@ -44,55 +44,49 @@ def report(device: str = "a", condition: DeviceCondition = NOTHING, **fields: An
     return SelfReport(**{**about, "condition": condition, **fields})
 
 
+SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
+    ("/f/tiny/models", 'id="m-a"', "</tr>"): (
+        "0003, round 2",
+        ">int8<",
+        "50.0 %",
+        "+25.0",
+        "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms",
+    ),
+    ("/devices/a", 'id="readings"', "</section>"): (
+        "81.4 °C, hot from 95.0 °C",
+        "7.3 W, on battery, charged to 40 %",
+        ">hardware<",
+        "unavailable",
+    ),
+    ("/devices/a", 'id="privacy-tiny"', "</section>"): (
+        "What the device&#39;s own audit found",
+        "label distribution, L1 distance",
+        "+0.0421",
+        "\N{MINUS SIGN}0.01",
+        "epsilon 3.2 of 8 at delta 1e-05",
+    ),
+    ("/devices/a", "<h1>", "</html>"): ("1 min, 415 J",),
+    ("/devices/a", "Accuracy by class in tiny", "</section>"): ("12.5 %",),
+    ("/f/tiny/worth", ">x</td>", "</tr>"): ("75.0 %", "25.0 %", "12.5 %", "\N{MINUS SIGN}50.0", "/devices/a"),
+    ("/f/tiny/worth", 'id="w-a" class="loses"', "</tr>"): ("40.0 %",),
+    ("/f/tiny/sent", 'id="s-a"', "</tr>"): ("model", "telemetry"),
+}
+"""By page, where a part of it begins and where that ends: what it shows."""
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[ServedPage]:
-    made = make(tmp_path)
-    with served(made) as running:
-        for device in made.devices["tiny"]:
-            device.silent = True  # no report waits behind an update
-        start(running)
-        for device in made.devices["tiny"]:
-            wait_until(lambda device=device: device.session is not None, "a session")  # type: ignore[misc]
+    with served(make(tmp_path)) as running:
         yield running
-    made.world.store.close()
-
-
-SHOWN = (
-    (
-        "/f/tiny/models",
-        'id="m-a"',
-        "</tr>",
-        ("0003, round 2", ">int8<", "50.0 %", "+25.0", "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms"),
-    ),
-    (
-        "/devices/a",
-        'id="readings"',
-        "</section>",
-        ("81.4 °C, hot from 95.0 °C", "7.3 W, on battery, charged to 40 %", ">hardware<", "unavailable"),
-    ),
-    (
-        "/devices/a",
-        'id="privacy-tiny"',
-        "</section>",
-        (
-            "What the device&#39;s own audit found",
-            "label distribution, L1 distance",
-            "+0.0421",
-            "\N{MINUS SIGN}0.01",
-            "epsilon 3.2 of 8 at delta 1e-05",
-        ),
-    ),
-    ("/devices/a", "Accuracy by class in tiny", "</section>", ("12.5 %",)),
-    ("/devices/a", "<h1>", "</html>", ("1 min, 415 J",)),
-    ("/f/tiny/worth", ">x</td>", "</tr>", ("75.0 %", "25.0 %", "12.5 %", "\N{MINUS SIGN}50.0", "/devices/a")),
-    ("/f/tiny/worth", 'id="w-a" class="loses"', "</tr>", ("40.0 %",)),
-    ("/f/tiny/sent", 'id="s-a"', "</tr>", ("model", "telemetry")),
-)
-"""Page, where a part of it begins, where that ends, what it shows."""
+    running.made.world.store.close()
 
 
 def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the_interface(page: ServedPage) -> None:
     device, reader = page.made.devices["tiny"][0], page.reader()
+    for each in page.made.devices["tiny"]:
+        each.silent = True  # no report waits behind an update
+    start(page)
+    wait_until(lambda: device.session is not None, "a session")
     read = Readings(temperature_c=81.4, limit_c=95.0, watts=7.3, battery=0.4, on_mains=False, slowed_by=("hardware",))
     told = Report(
         examples=9,
@@ -111,7 +105,7 @@ def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the
     device.act()
     wait_until(lambda: bool(device.receipts()), "the update is judged")
     wait_until(lambda: 'id="readings"' in reader.get("/devices/a")[1], "the readings are shown")
-    for path, begins, ends, texts in SHOWN:
+    for (path, begins, ends), texts in SHOWN.items():
         shown = reader.get(path)[1].partition(begins)[2].partition(ends)[0]
         assert [text for text in texts if text not in shown] == [], (path, begins, shown)
     page_of_a = reader.get("/devices/a")[1]
