@@ -55,7 +55,7 @@ def is_stored(event: dict[str, object]) -> bool:
     return event["event"] == "update_stored"
 
 
-@pytest.mark.slow  # in short: test_object_store, test_locks
+@pytest.mark.slow  # in short: test_artifacts, test_database
 def test_a_coordinator_killed_and_started_from_configuration_and_keys_alone_goes_on_with_the_round(
     stack: Stack,
 ) -> None:
