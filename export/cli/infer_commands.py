@@ -181,15 +181,31 @@ def serve_command(
     """
     gc.disable()  # imported modules stay: collecting garbage during the imports takes an eighth of the start-up
     try:
-        from export.serving.server import Settings, serve
+        from export.serving.app import Metrics, Service
+        from export.serving.batcher import Batcher
+        from export.serving.live_model import ServedModel
+        from export.serving.request_bodies import Limits
+        from export.serving.server import serve
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    bounds = (threads, max_batch, seconds_of(max_wait, "--max-wait", "1s") * 1000, queue, max_bytes, max_pixels, watch)
-    stage = _stage(shadow, shadow_share, shadow_for)
-    names = tuple(allow_host or ())
-    settings = Settings(model, host, port, *bounds, stage, names=names, accept=_accept(signed_by))
-    raise typer.Exit(serve(settings, lambda line: print_data({"message": line}) if as_json else typer.echo(line)))
+    metrics, wait_s = Metrics(), seconds_of(max_wait, "--max-wait", "1s")
+    batcher = Batcher(max_batch=max_batch, max_wait_s=wait_s, capacity=queue, observe=metrics.batches.observe)
+    models = ServedModel(
+        model,
+        threads=threads,
+        warm_up=(1, max_batch),
+        observe=lambda outcome: metrics.loads.labels(outcome).inc(),
+        accept=_accept(signed_by),
+        stage=_stage(shadow, shadow_share, shadow_for),
+        watch=watch,
+    )
+    service = Service(models, batcher, Limits(max_bytes, max_pixels, min(max_batch, queue)), metrics)
+
+    def announce(line: str) -> None:
+        print_data({"message": line}) if as_json else typer.echo(line)
+
+    raise typer.Exit(serve(service, host, port, allow_host or (), queue, announce))
 
 
 @infer_app.command("serve-mqtt")

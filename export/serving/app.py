@@ -32,7 +32,7 @@ from export.model.image_files import Classified
 from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict
 from export.serving.live_model import ServedModel
-from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
+from export.serving.request_bodies import Bodies, Limits, NamedImage, check_type, read_images
 from fedcg.text_output import wrong_value
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -120,7 +120,7 @@ class Service:
 
     def __init__(self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics) -> None:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
-        self._bodies = Bodies(limits.max_bytes, limits.body_s)
+        self._bodies = Bodies(limits)
         self.in_flight = 0
         self.is_draining = False
 
@@ -170,10 +170,10 @@ class Service:
         """
         served = self.served()
         content_type = request.headers.get("content-type", "")
-        check_type(Body(b"", content_type).media_type)
+        check_type(content_type)
         async with self._bodies.read(request.stream(), _declared(request)) as content:
             with self.batcher.place() as predict:
-                work = self._answer(predict, served, Body(content, content_type))
+                work = self._answer(predict, served, content, content_type)
                 images, rows = await _unless_gone(request, work)
         # Not before the answer is on its way.
         asyncio.get_running_loop().call_soon(self.models.answered, served, [pixels for _, pixels in images], rows)
@@ -182,9 +182,10 @@ class Service:
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
-    async def _answer(self, predict: Predict, served: Model, body: Body) -> tuple[list[NamedImage], Floats]:
-        form = served.manifest.image
-        decode = partial(read_images, body, form, self.limits)
+    async def _answer(
+        self, predict: Predict, served: Model, content: bytes, content_type: str
+    ) -> tuple[list[NamedImage], Floats]:
+        decode = partial(read_images, content, content_type, served.manifest.image, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
             return images, await predict(served, [pixels for _, pixels in images])

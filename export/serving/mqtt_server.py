@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.image_files import Classified
 from export.serving.live_model import ServedModel
-from export.serving.request_bodies import JSON_TYPE, Body, Limits, read_images
+from export.serving.request_bodies import JSON_TYPE, Limits, read_images
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
@@ -177,7 +177,7 @@ class MqttServer:
         if not payload:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
-        images = read_images(Body(payload, kind), served.manifest.image, self._limits)
+        images = read_images(payload, kind, served.manifest.image, self._limits)
         pixels = [one for _, one in images]
         try:
             rows = served.predict(pixels)

@@ -48,29 +48,15 @@ class Limits:
     body_s: float = 20.0
 
 
-@dataclass(frozen=True)
-class Body:
-    """A body as it was received, and its media type."""
-
-    content: bytes
-    content_type: str
-
-    @property
-    def media_type(self) -> str:
-        """The type without its parameters, in lower case."""
-        return self.content_type.partition(";")[0].strip().lower()
-
-
 class Bodies:
     """Reads bodies, and counts the bytes of all that are in memory.
 
     Args:
-        max_bytes: most bytes of one body.
-        seconds: longest time that one may take to arrive.
+        limits: of one request.
     """
 
-    def __init__(self, max_bytes: int, seconds: float) -> None:
-        self._max_bytes, self._seconds = max_bytes, seconds
+    def __init__(self, limits: Limits) -> None:
+        self._max_bytes, self._seconds = limits.max_bytes, limits.body_s
         self._held = 0
 
     @asynccontextmanager
@@ -119,12 +105,18 @@ class Bodies:
         return RefusedError(413, "body_too_large", message)
 
 
-def check_type(media_type: str) -> None:
+def media_type_of(content_type: str) -> str:
+    """The type that a Content-Type header names, without its parameters, in lower case."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def check_type(content_type: str) -> None:
     """Refuse a body of an unknown kind before it is read.
 
     Raises:
         RefusedError: neither an image, multipart nor JSON.
     """
+    media_type = media_type_of(content_type)
     if media_type.startswith("image/") or media_type in (JSON_TYPE, MULTIPART_TYPE, *IMAGE_TYPES):
         return
     known = ", ".join((*IMAGE_TYPES, MULTIPART_TYPE, JSON_TYPE))
@@ -133,18 +125,19 @@ def check_type(media_type: str) -> None:
     )
 
 
-def read_images(body: Body, form: ImageForm, limits: Limits) -> list[NamedImage]:
+def read_images(content: bytes, content_type: str, form: ImageForm, limits: Limits) -> list[NamedImage]:
     """Decode a request's images. Blocks for as long as that takes.
 
     Raises:
         RefusedError: names the image and what is wrong with it; one bad image refuses the whole request.
     """
-    if body.media_type == JSON_TYPE:
-        return _from_json(body.content, form, limits)
-    if body.media_type != MULTIPART_TYPE:
-        return [_decode("image", body.content, form, limits)]
-    files = parse_multipart(body, limits.max_images)
-    return [_decode(name, content, form, limits) for name, content in files]
+    media_type = media_type_of(content_type)
+    if media_type == JSON_TYPE:
+        return _from_json(content, form, limits)
+    if media_type != MULTIPART_TYPE:
+        return [_decode("image", content, form, limits)]
+    files = parse_multipart(content, content_type, limits.max_images)
+    return [_decode(name, part, form, limits) for name, part in files]
 
 
 def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedImage:
@@ -159,23 +152,24 @@ def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> Named
         raise RefusedError(422, "bad_image", f"{error}; send a whole image file", field=name) from error
 
 
-def parse_multipart(body: Body, most: int) -> list[tuple[str, bytes]]:
+def parse_multipart(content: bytes, content_type: str, most: int) -> list[tuple[str, bytes]]:
     """Name and content of every part of a multipart body; the name is the file's, else the field's.
 
     Args:
-        body: the whole body.
+        content: the whole body.
+        content_type: its header, which names the boundary.
         most: parts that it may have.
 
     Raises:
         RefusedError: no boundary, more parts, a part that breaks off, or none.
     """
     header = Message()
-    header["Content-Type"] = body.content_type
+    header["Content-Type"] = content_type
     boundary = (header.get_boundary() or "").encode("latin-1", "replace")
     if not re.fullmatch(rb"[ -~]{1,70}", boundary):
         raise _bad_multipart("the Content-Type names no boundary of 1 to 70 characters", "Content-Type")
     delimiter = b"\r\n--" + boundary
-    content = b"\r\n" + body.content
+    content = b"\r\n" + content
     if content.count(delimiter) > most + 1:
         raise _too_many(most)
     _, *sections = content.split(delimiter)

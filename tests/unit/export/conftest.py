@@ -12,6 +12,7 @@ from fedcg.imaging import Pixels
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.learning.export_models import TestImages, make_parts, make_spec, write_images
+from tests.support.serving import install_versions
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +54,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(variants, "_latencies", latencies)
 
     return set_to
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("installed") / "models"
+    install_versions(root, 2)
+    return root

@@ -1,4 +1,4 @@
-"""The ONNX file is valid, does what the trained networks do, and is refused when it does not."""
+"""The ONNX file is valid, does what the trained networks do, with or without their preprocessing, and is refused when it does not."""
 
 import json
 from collections.abc import Mapping
@@ -9,12 +9,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from export.build import to_onnx
 from export.build.install_model import package_personal
 from export.build.to_onnx import OPSET, export_personal
-from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
-from export.model.manifest import read_manifest, write_manifest
+from export.errors import ConversionError, InputError, ManifestError, VerificationError
+from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor, load_image
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
@@ -24,18 +25,26 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
+from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import (
     CLASSES,
     TestImages,
-    flip_bit,
     image_form,
     install_model,
     make_parts,
     make_spec,
     random_pixels,
+    write_images,
 )
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
+
+
+@pytest.fixture
+def path(tmp_path: Path, spec: FederationSpec, parts: Parts) -> Path:
+    """The exported model's file; a test may write another model over it."""
+    export_personal(spec, parts, tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
 
 
 def _torch_logits(spec: FederationSpec, parts: Parts, pixels: np.ndarray) -> np.ndarray:
@@ -141,10 +150,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, spec: FederationSpe
 
 
 def test_verification_counts_what_both_models_get_right(
-    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+    path: Path, spec: FederationSpec, parts: Parts, images: TestImages
 ) -> None:
-    path = tmp_path / "model.onnx"
-    export_personal(spec, parts, path)
     checked = to_onnx.verify(path, spec, parts, images.files, images.labels)
     data, entries = load_folder(images.files[0].parent.parent, CLASSES, spec.image)
     assert len(entries) == checked.images == len(images.files)
@@ -156,10 +163,8 @@ def test_verification_counts_what_both_models_get_right(
 
 
 def test_without_files_random_pixels_are_compared_and_no_accuracy_is_claimed(
-    tmp_path: Path, spec: FederationSpec, parts: Parts
+    path: Path, spec: FederationSpec, parts: Parts
 ) -> None:
-    path = tmp_path / "model.onnx"
-    export_personal(spec, parts, path)
     checked = to_onnx.verify(path, spec, parts, [], [])
     assert (checked.source, checked.accuracy_onnx, checked.images) == ("noise", None, to_onnx.NOISE_IMAGES)
     export_personal(spec, make_parts(spec, seed=2), path)
@@ -198,9 +203,9 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, spec: Federati
         to_onnx.verify(path, spec, diverged, [], [])
 
 
-def test_a_test_file_that_cannot_be_read_is_named(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
-    path = tmp_path / "model.onnx"
-    export_personal(spec, parts, path)
+def test_a_test_file_that_cannot_be_read_is_named(
+    tmp_path: Path, path: Path, spec: FederationSpec, parts: Parts
+) -> None:
     bad = tmp_path / "bad.png"
     bad.write_text("no image")
     with pytest.raises(InputError, match=r"bad\.png"):
@@ -259,26 +264,24 @@ def test_an_image_of_another_shape_or_type_is_refused(model_dir: Path, image: Pi
         Model.load(model_dir).predict([image])
 
 
-def test_altered_model_bytes_are_not_run(model_dir: Path) -> None:
-    path = model_dir / "model.onnx"
-    flip_bit(path, path.stat().st_size // 2)
-    with pytest.raises(TamperedError, match=r"manifest\.json names"):
-        Model.load(model_dir)
+OTHERS: dict[str, dict[str, object]] = {
+    "classes": {"classes": ("ant", "bee")},
+    "height": {"image": image_form(height=21)},
+    "mean": {"image": image_form().model_copy(update={"mean": (0.5, 0.4, 0.2)})},
+}
 
 
-def test_a_manifest_that_describes_another_model_is_refused(model_dir: Path) -> None:
-    manifest = read_manifest(model_dir)
-    write_manifest(model_dir, manifest.model_copy(update={"classes": ("ant", "bee")}))
+@pytest.mark.parametrize("takes", ["pixels", "normalised"])
+@pytest.mark.parametrize("what", [*OTHERS, "takes"])
+def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, takes: Takes, what: str) -> None:
+    directory = install_model(tmp_path, takes=takes)
+    manifest = read_manifest(directory)
+    assert manifest.takes == takes
+    assert Model.load(directory).predict(random_pixels(manifest.image, 2)).shape == (2, 3)
+    other = OTHERS.get(what, {"takes": "normalised" if takes == "pixels" else "pixels"})
+    write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):
-        Model.load(model_dir)
-    write_manifest(model_dir, manifest.model_copy(update={"image": manifest.image.model_copy(update={"height": 21})}))
-    with pytest.raises(ManifestError, match="expected"):
-        Model.load(model_dir)
-
-
-def test_bytes_that_are_no_model_are_refused_with_the_files_name(spec: FederationSpec) -> None:
-    with pytest.raises(ManifestError, match=r"garbage\.onnx: onnxruntime cannot load it"):
-        Predictor(b"garbage", spec.image, 3, name="garbage.onnx")
+        Model.load(directory)
 
 
 @pytest.mark.parametrize("split", [pytest.param("resnet18@layer3", marks=pytest.mark.slow), "mobilenet_v3_small"])
@@ -293,3 +296,59 @@ def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images:
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
     np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
     assert np.ptp(logits, axis=0).max() > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_path: Path, mode: str) -> None:
+    spec = make_spec(image_form(mode))
+    parts, path = make_parts(spec), tmp_path / "model.onnx"
+    export_personal(spec, parts, path, takes="normalised")
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    session = onnxruntime.InferenceSession(path)
+    [taken] = session.get_inputs()
+    assert (taken.name, taken.type, taken.shape[1:]) == ("input", "tensor(float)", [spec.image.channels, 20, 24])
+    told = session.get_modelmeta().custom_metadata_map
+    form = json.loads(told["image"])
+    assert (told["takes"], form) == ("normalised", json.loads(spec.image.model_dump_json()))
+    pixels = random_pixels(spec.image, 3)
+    mean, std = (np.array(form[name], dtype=np.float32) for name in ("mean", "std"))
+    by_hand = ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
+    [logits] = session.run(["logits"], {"input": by_hand})
+    predictor = Predictor(path.read_bytes(), spec.image, spec.class_count, takes="normalised")
+    np.testing.assert_allclose(predictor.run(pixels).logits, logits, atol=1e-6)
+    export_personal(spec, parts, path)
+    whole = Predictor(path.read_bytes(), spec.image, spec.class_count)
+    np.testing.assert_array_equal(whole.run(pixels).logits, predictor.run(pixels).logits)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts: Parts) -> tuple[Path, Path]:
+    """The same model twice, exported by the command: with its preprocessing, and without."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "spec.json").write_bytes(spec.canonical())
+    tensors = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
+    save_file(tensors, home / "weights.safetensors")
+    words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
+    for name, options in (("whole", ()), ("raw", ("--raw",))):
+        told = run_fedcg("export", *words, "--out", home / name, *options)
+        assert told.exit_code == 0, told.output
+    return home / "whole", home / "raw"
+
+
+def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
+    told = run_fedcg("infer", "--model", root, "--json", folder)
+    assert told.exit_code == 0, told.output
+    results: list[dict[str, object]] = data_of(told.stdout)["results"]
+    return results
+
+
+def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    whole, raw = roots
+    assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
+    checked = run_fedcg("model", "verify", raw)
+    assert checked.exit_code == 0
+    assert checked.stdout.startswith("0001  as its manifest says")
+    write_images(tmp_path)
+    answers = _answers(raw, tmp_path)
+    assert len(answers) == 12
+    assert answers == _answers(whole, tmp_path)

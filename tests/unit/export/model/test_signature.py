@@ -1,6 +1,7 @@
-"""A manifest's signature: which box made a model, and that nothing was altered since."""
+"""A manifest's signature: which box made a model, that nothing was altered since, and what a server does not serve."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +11,16 @@ import pytest
 
 from export import load
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.model.manifest import note_signer, read_manifest, required, sign_manifest, signer_of
+from export.model.manifest import note_signer, read_manifest, required, sign_manifest, signer_of, write_manifest
 from export.model.runtime import Model
+from export.model.versions import Slots
+from export.serving.judge import Verdict
+from export.serving.live_model import ServedModel
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import flip_bit, install_model, write_images
+from tests.support.learning.export_models import encoded, flip_bit, install_model, picture, write_images
+from tests.support.serving import PNG, serving
 
 
 @pytest.fixture
@@ -57,7 +62,6 @@ def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what
     assert "the bytes are not the ones" in row
     (directory / "manifest.sig").unlink()
     assert "the model is not signed" in run_fedcg("model", "list", root).stdout
-    assert "no version" in run_fedcg("model", "use", root, "9", *words).stderr
     assert "the model is not signed" in run_fedcg("model", "use", root, "0001", *words).stderr
     assert run_fedcg("model", "rollback", root, *words).exit_code == NOT_FOUND
 
@@ -195,3 +199,98 @@ def test_a_key_file_that_cannot_sign_is_named_and_nothing_is_installed(tmp_path:
     with pytest.raises(InputError, match=r"bad\.key"):
         install_model(tmp_path / "models", key=path)
     assert list((tmp_path / "models").glob("0*")) == []
+
+
+Alter = Callable[[Path, Path], None]
+
+
+@pytest.fixture(scope="module")
+def home(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions under `models`, both signed by `own.key`."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("own.key", "other.key"):
+        SigningKey.generate().save(folder / name)
+    shutil.copytree(installed, folder / "models")
+    for version in Slots(folder / "models").versions():
+        sign_manifest(version.directory, folder / "own.key")
+    Slots(folder / "models").use("0001")
+    return folder
+
+
+@pytest.fixture
+def root(home: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(home / "models", tmp_path / "models"))
+
+
+def _of_another_federation(directory: Path, home: Path) -> None:
+    write_manifest(directory, read_manifest(directory).model_copy(update={"federation": "meadow"}))
+    sign_manifest(directory, home / "own.key")
+
+
+def _of_another_box(directory: Path, home: Path) -> None:
+    sign_manifest(directory, home / "other.key")
+
+
+ALTERED: tuple[tuple[Alter, str], ...] = (
+    (lambda directory, _: flip_bit(directory / "model.onnx", 1000), "the bytes are not the ones"),
+    (lambda directory, _: flip_bit(directory / "manifest.json", -8), "one of them was altered"),
+    (lambda directory, _: (directory / "manifest.sig").unlink(), "the model is not signed"),
+    (_of_another_box, "the model of another box"),
+    (_of_another_federation, "a model of federation meadow, and this server serves garden"),
+)
+
+
+@pytest.mark.parametrize(("alter", "told"), ALTERED)
+def test_a_version_that_the_box_did_not_sign_as_it_is_never_comes_into_service(
+    home: Path, root: Path, alter: Alter, told: str
+) -> None:
+    models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
+    if alter is not _of_another_federation:  # which is known from the first model on
+        alter(root / "0001", home)
+        models.refresh()
+        assert models.current is None
+        shutil.rmtree(root / "0001")
+        shutil.copytree(home / "models" / "0001", root / "0001")
+    models.refresh()
+    alter(root / "0002", home)
+    Slots(root)._point_to("0002")  # `use` would refuse some of them
+    models.refresh()
+    assert told in models.refused
+    assert models.current is not None
+    assert models.current.version == "0001"
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["by a named key", "by the box's own key"])
+def test_a_server_says_which_key_it_checks_with_and_refuses_what_another_box_signed(
+    home: Path, root: Path, tmp_path: Path, is_named: bool
+) -> None:
+    note_signer(tmp_path, SigningKey.load(home / ("other.key" if is_named else "own.key")).public.hex)
+    options = ("--signed-by", str(home / "own.key")) if is_named else ()
+    _of_another_box(root / "0002", home)
+    with serving(root, *options, "--shadow", 0) as server:
+        Slots(root)._point_to("0002")
+        server.wait_for_metric('fedcg_serve_model_loads_total{outcome="refused"}', 1)
+        assert "the model of another box" in server.ask("/model").document["refused"]
+        assert server.ask("/predict", encoded(picture(1), "PNG"), PNG).document["version"] == "0001"
+        first = server.stop()[1].splitlines()[0]
+    fingerprint = SigningKey.load(home / "own.key").public.hex[:16]
+    named = home / "own.key" if is_named else tmp_path / "signing.pub"
+    assert f"; signature checked with {named} (fingerprint {fingerprint})" in first
+
+
+def test_a_version_is_not_taken_back_to_one_that_the_box_did_not_sign(home: Path, root: Path) -> None:
+    (root / "0001" / "manifest.sig").unlink()
+    Slots(root).use("0002")
+    models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
+    models.refresh()
+    assert not models.take_back(Verdict("0002", "drift", "told so"))
+    assert Slots(root).current().name == "0002"
+
+
+def test_the_command_classifies_with_a_signed_model_only(home: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(encoded(picture(1), "PNG"))
+    command = [str(tmp_path / "image.png"), "--model", str(root), "--signed-by"]
+    assert run_fedcg("infer", *command, str(home / "own.key")).exit_code == 0
+    refused = run_fedcg("infer", *command, str(home / "other.key"))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "the model of another box" in refused.stderr

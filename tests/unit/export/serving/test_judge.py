@@ -1,10 +1,22 @@
-"""What a candidate is rejected for, and when enough was compared: numbers worked by hand."""
+"""What a candidate is rejected for, when enough was compared, and what a version in service is taken back for: numbers worked by hand."""
 
 import numpy as np
 import pytest
 
 from export.model.runtime import Floats
-from export.serving.judge import LONGEST, Comparison, Pair, Progress, Stage, Verdict, apart, least_agreement
+from export.serving.judge import (
+    FAILURES,
+    LONGEST,
+    Comparison,
+    Pair,
+    Progress,
+    Stage,
+    Verdict,
+    Watch,
+    apart,
+    least_agreement,
+)
+from tests.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 STAGE = Stage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10
@@ -185,3 +197,108 @@ def test_a_figure_and_its_bound_are_told_with_digits_that_set_them_apart(
     first: float, second: float, told: tuple[str, str]
 ) -> None:
     assert apart(first, second) == told
+
+
+WINDOW = 40
+
+
+def _even(watch: Watch, version: str, confidence: float = 0.9) -> None:
+    for _ in range(WINDOW // 4):
+        watch.answered(version, _rows([0, 1, 2, 3], confidence))
+
+
+def _watch() -> Watch:
+    watch = Watch(WINDOW)
+    _even(watch, "0001")
+    assert watch.verdict() is None  # nothing to compare the first one with
+    return watch
+
+
+def test_a_version_like_the_one_before_it_stays() -> None:
+    watch = _watch()
+    _even(watch, "0002", confidence=0.8)
+    assert watch.verdict() is None
+
+
+def test_a_version_that_names_one_class_for_nearly_everything_goes_once() -> None:
+    watch = _watch()
+    watch.answered("0002", _rows([0] * (WINDOW - 1)))
+    assert watch.verdict() is None  # too few to judge it
+    watch.answered("0002", _rows([1]))
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert (verdict.version, verdict.kind) == ("0002", "drift")
+    assert "from those of version 0001" in verdict.reason
+    assert watch.verdict() is None
+
+
+def test_a_version_that_is_much_less_sure_goes() -> None:
+    watch = _watch()
+    _even(watch, "0002", confidence=0.6)
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert verdict.reason == "its confidence is 60% on average where version 0001 had 90%"
+
+
+def test_a_version_that_fails_goes_before_it_has_predicted_much() -> None:
+    watch = _watch()
+    for _ in range(FAILURES - 1):
+        watch.failed("0002")
+        assert watch.verdict() is None
+    watch.failed("0002")
+    assert watch.verdict() == Verdict("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")
+
+
+def test_few_failures_among_many_requests_are_borne() -> None:
+    watch = _watch()
+    for number in range(200):
+        watch.answered("0002", _rows([number % 4]))
+    for _ in range(FAILURES):
+        watch.failed("0002")
+    assert watch.verdict() is None
+
+
+def test_what_was_taken_back_is_no_measure_for_the_next_version() -> None:
+    watch = _watch()
+    watch.answered("0002", _rows([0] * WINDOW))
+    assert watch.verdict() is not None
+    _even(watch, "0001")
+    assert watch.verdict() is None
+    _even(watch, "0003")
+    assert watch.verdict() is None  # like 0001, although 0002 was between
+    watch.answered("0004", _rows([0] * WINDOW))
+    assert watch.verdict() is not None
+
+
+def test_a_version_that_is_accepted_is_not_judged() -> None:
+    watch = _watch()
+    watch.accept("0002")
+    watch.answered("0002", _rows([0] * WINDOW))
+    assert watch.verdict() is None
+
+
+def test_a_window_of_0_watches_nothing() -> None:
+    watch = Watch(0)
+    watch.answered("0001", _rows([0]))
+    watch.failed("0001")
+    assert watch.verdict() is None
+
+
+@pytest.mark.parametrize("how", ["each image for itself", "in runs of 20"])
+def test_good_versions_stay_and_one_that_names_one_class_goes_also_where_images_repeat(how: str) -> None:
+    traffic = TRAFFIC[f"10 classes, {how}"]
+    good, _ = taken_back(traffic, traffic, 6)
+    assert good <= 1 / 6
+    bad, after = taken_back(traffic, DAMAGE["one class for every image"](traffic), 3)
+    assert bad == 1.0
+    assert after <= 2 * 200
+
+
+def test_failures_that_the_version_before_had_as_well_are_no_reason() -> None:
+    watch = Watch(WINDOW)
+    for version in ("0001", "0002"):
+        for number in range(100):
+            watch.answered(version, _rows([number % 4]))
+            if number % 10 == 0:
+                watch.failed(version)
+            assert watch.verdict() is None

@@ -3,24 +3,34 @@
 import asyncio
 import http.client
 import json
+import re
 import shutil
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from export.model.runtime import Model, load_image
-from export.serving.server import Settings, _bound
-from fedcg.listening import Caps, Connections
+from export.model.versions import Slots
+from fedcg.listening import Caps, Connections, Listener
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, picture
-from tests.support.serving import JSON, PNG, Server, multipart, serving
+from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, install_model, picture
+from tests.support.serving import (
+    JSON,
+    PNG,
+    Server,
+    install_one_that_names_one_class,
+    install_versions,
+    multipart,
+    serving,
+)
+from tests.support.stack import wait_for
 
 MAX_BYTES = 300_000
 ONE = encoded(picture(1), "PNG")
@@ -215,12 +225,12 @@ def test_a_full_queue_and_a_caller_who_left_and_a_drain(installed: Path) -> None
         assert running.process.wait(timeout=30) == 0
 
 
-def test_answers_do_not_wait_for_a_callers_acknowledgement(installed: Path) -> None:
+def test_answers_do_not_wait_for_a_callers_acknowledgement() -> None:
     """TCP_NODELAY, without which every answer on a kept connection takes 40 ms."""
 
     async def run() -> int:
         accepted = asyncio.get_running_loop().create_future()
-        with _bound(Settings(installed, port=0), Connections(Caps(8, 8))) as listener:
+        with Listener("a test", "127.0.0.1", 0, Connections(Caps(8, 8))) as listener:
             server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
             _, caller = await asyncio.open_connection(*listener.getsockname())
             writer: asyncio.StreamWriter = await accepted
@@ -248,19 +258,6 @@ def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, i
     assert "--port" in done.stderr
 
 
-def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) -> None:
-    contents = [encoded(picture(seed), "PNG") for seed in range(10)]
-    alone = [_told(server, content, PNG) for content in contents]
-    before = server.metric("fedcg_serve_batch_images_count")
-    with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(lambda number: _told(server, contents[number % 10], PNG), range(200)))
-    for number, results in enumerate(together):
-        [result], [wanted] = results, alone[number % 10]
-        assert result["class"] == wanted["class"]
-        assert result["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
-    assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
-
-
 def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, installed: Path) -> None:
     refused = server.ask("/model", headers={"Host": "evil.example"})
     assert (refused.status, refused.code) == (400, "wrong_host")
@@ -268,3 +265,93 @@ def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server
     assert server.ask("/model", headers={"Host": f"localhost:{server.port}"}).status == 200
     with serving(installed, "--allow-host", "line-4.example") as named:
         assert named.ask("/model", headers={"Host": "line-4.example:80"}).status == 200
+
+
+NEXT = cycle([encoded(picture(seed), "PNG") for seed in range(24)])
+ALL = ("--shadow-share", 1)
+
+
+def _ask_until(server: Server, version: str, deadline_s: float = 60) -> list[str]:
+    """Ask until an answer is of this version; the versions of all answers, none of which fails."""
+    seen: list[str] = []
+
+    def is_answered() -> bool:
+        answer = server.ask("/predict", next(NEXT), PNG)
+        assert answer.status == 200, answer.text
+        seen.append(answer.document["version"])
+        return seen[-1] == version
+
+    wait_for(is_answered, f"an answer of version {version}", deadline_s)
+    return seen
+
+
+def _candidate(server: Server) -> str | None:
+    candidate = server.ask("/model").document["candidate"]
+    return candidate and str(candidate["version"])
+
+
+def _wait_for_candidate(server: Server, version: str) -> None:
+    wait_for(lambda: _candidate(server) == version, f"version {version} is the candidate", 30)
+
+
+def test_a_good_version_serves_after_it_was_compared_and_the_stage_is_shown(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 30, *ALL) as server:
+        assert _ask_until(server, "0001") == ["0001"]
+        assert _candidate(server) is None
+        install_model(tmp_path, seed=1, round_number=2)  # of the same weights
+        _wait_for_candidate(server, "0002")
+        stage = server.ask("/model").document["candidate"]
+        assert (stage["round"], stage["images"], stage["of_images"], stage["failures"]) == (2, 0, 30, 0)
+        assert server.ask("/readyz").document["version"] == "0001"
+        assert 'fedcg_serve_candidate_images{version="0002"} 0.0' in server.ask("/metrics").text
+        *before, after = _ask_until(server, "0002")
+        assert after == "0002"
+        assert set(before) == {"0001"}
+        assert len(before) >= 30
+        assert _candidate(server) is None
+        assert "fedcg_serve_candidate_images{" not in server.ask("/metrics").text
+        code, errors = server.stop()
+    assert code == 0
+    told = r"version 0002 takes all requests: (\d+) images compared, 100% of them got the same class, 0 requests failed"
+    found = re.search(told, errors)
+    assert found is not None, errors
+    assert int(found[1]) >= 30
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_the_stage_goes_on_with_the_version_that_answered(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--shadow", 1000) as server:
+        install_model(tmp_path, seed=1, round_number=2)
+        _wait_for_candidate(server, "0002")
+        server.stop(signal.SIGKILL)
+    with serving(tmp_path, "--shadow", 20, *ALL) as server:
+        assert server.ask("/readyz").document["version"] == "0001"
+        assert _candidate(server) == "0002"
+        assert set(_ask_until(server, "0002")[:-1]) == {"0001"}
+    with serving(tmp_path) as server:
+        assert server.ask("/readyz").document["version"] == "0002"
+        assert _candidate(server) is None
+
+
+def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path) -> None:
+    install_versions(tmp_path, 1)
+    with serving(tmp_path, "--watch", "20", "--shadow", 0) as server:
+
+        def ask(version: str) -> None:
+            for _ in range(24):
+                assert server.ask("/predict", next(NEXT), PNG).status == 200
+            server.wait_for_version(version)
+
+        ask("0001")
+        install_one_that_names_one_class(tmp_path)
+        server.wait_for_version("0002")
+        ask("0001")
+        assert Slots(tmp_path).current().name == "0001"
+        assert "version 0002: its predicted classes" in server.ask("/model").document["taken_back"]
+        assert server.metric('fedcg_serve_rollbacks_total{reason="drift"}') == 1
+        ask("0001")
+        code, errors = server.stop()
+    assert code == 0
+    assert "version 0002 is taken back to 0001: " in errors

@@ -1,4 +1,4 @@
-"""Versions appear whole or not at all, and there is a way back."""
+"""Versions appear whole or not at all, there is a way back, and a new one must be as good as the one in service."""
 
 import signal
 import subprocess
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from export.errors import ManifestError, SlotError, TamperedError
+from export.build.install_model import pass_gate
+from export.errors import GateError, ManifestError, SlotError, TamperedError
 from export.model import versions
 from export.model.manifest import (
     Manifest,
@@ -24,7 +25,7 @@ from export.model.manifest import (
 )
 from export.model.versions import POINTER_NAME, Slots, resolve
 from fedcg.image_form import ImageForm
-from tests.support.learning.export_models import flip_bit
+from tests.support.learning.export_models import TestImages, flip_bit, install_model, labels_by
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:
@@ -59,6 +60,14 @@ def slots(tmp_path: Path) -> Slots:
     return Slots(tmp_path / "models")
 
 
+@pytest.fixture
+def three(slots: Slots) -> Slots:
+    """With three versions, of which the last is in use."""
+    for content in (b"one", b"two", b"three"):
+        slots.install(_filler(content))
+    return slots
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
@@ -68,6 +77,7 @@ def slots(tmp_path: Path) -> Slots:
         ('"round": 1', '"round": -1', "round"),
         ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),
         ('"opset": 18', '"opset": 0', "opset"),
+        ('"serves": "fp32"', '"serves": "int8"', "serves int8, which was not kept"),
         ('"mode": "L"', '"mode": "RGB"', "image.mean: must have one number for each channel"),
         ("{", "", "not valid JSON"),
     ],
@@ -126,36 +136,30 @@ def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(slots: Slots) 
         slots.current()
 
 
-def test_rolling_back_returns_step_by_step_to_what_was_in_use(slots: Slots) -> None:
-    for content in (b"one", b"two", b"three"):
-        slots.install(_filler(content))
-    assert slots.rollback().name == "0002"
-    assert slots.rollback().name == "0001"
+def test_rolling_back_returns_step_by_step_to_what_was_in_use(three: Slots) -> None:
+    assert three.rollback().name == "0002"
+    assert three.rollback().name == "0001"
     with pytest.raises(SlotError, match="no earlier version"):
-        slots.rollback()
-    assert slots.current().name == "0001"
+        three.rollback()
+    assert three.current().name == "0001"
 
 
-def test_rolling_back_skips_a_damaged_version(slots: Slots) -> None:
-    for content in (b"one", b"two", b"three"):
-        slots.install(_filler(content))
-    flip_bit(slots.root / "0002" / "model.onnx", 0)
-    assert slots.rollback().name == "0001"
+def test_rolling_back_skips_a_damaged_version(three: Slots) -> None:
+    flip_bit(three.root / "0002" / "model.onnx", 0)
+    assert three.rollback().name == "0001"
 
 
-def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(slots: Slots) -> None:
-    for content in (b"one", b"two", b"three"):
-        slots.install(_filler(content))
-    assert slots.use("0001").name == "0001"
-    assert slots.rollback().name == "0003"
-    flip_bit(slots.root / "0002" / "model.onnx", 0)
+def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(three: Slots) -> None:
+    assert three.use("0001").name == "0001"
+    assert three.rollback().name == "0003"
+    flip_bit(three.root / "0002" / "model.onnx", 0)
     with pytest.raises(TamperedError, match="0002"):
-        slots.use("0002")
+        three.use("0002")
     with pytest.raises(SlotError, match="0001, 0002, 0003"):
-        slots.use("0009")
+        three.use("0009")
     with pytest.raises(SlotError, match="no version"):
-        slots.use("../models/0001")
-    assert slots.current().name == "0003"
+        three.use("../models/0001")
+    assert three.current().name == "0003"
 
 
 def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(
@@ -259,3 +263,63 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_version_in_use_and_no_rubb
     assert _names(slots) == ["0001"]
     assert slots.install(_filler(b"two")).name == "0002"
     assert list(slots.root.glob(".staging-*")) == []
+
+
+@pytest.fixture
+def first(tmp_path: Path, images: TestImages) -> Path:
+    """A version in use."""
+    return install_model(tmp_path, seed=1, images=images)
+
+
+@pytest.fixture
+def right(first: Path, images: TestImages) -> TestImages:
+    """Images that the version in use gets right."""
+    return TestImages(images.files, labels_by(first, images.files))
+
+
+def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, images: TestImages) -> None:
+    first = install_model(tmp_path, seed=1, images=images, gate=0.0)
+    assert read_manifest(first).gate is None
+
+
+def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
+    tmp_path: Path, first: Path, right: TestImages
+) -> None:
+    with pytest.raises(GateError, match=r"version 0001 in service 100\.0%"):
+        install_model(tmp_path, seed=2, images=right, gate=0.01)
+    assert Slots(tmp_path).current() == first
+    assert [version.name for version in Slots(tmp_path).versions()] == ["0001"]
+
+
+def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, first: Path, right: TestImages) -> None:
+    second = install_model(tmp_path, seed=2, images=right, gate=1.0)
+    gate = read_manifest(second).gate
+    assert gate is not None
+    assert (gate.against, gate.images, gate.before, gate.allowed) == ("0001", 24, 1.0, 1.0)
+    assert gate.accuracy == read_manifest(second).verification.accuracy_onnx
+    assert Slots(tmp_path).current() == second
+
+
+def test_a_damaged_model_in_service_keeps_no_better_one_out(tmp_path: Path, first: Path, images: TestImages) -> None:
+    (first / "model.onnx").write_bytes(b"damaged")
+    assert Slots(tmp_path).current() == first
+    second = install_model(tmp_path, seed=2, images=images, gate=0.0)
+    assert Slots(tmp_path).current() == second
+
+
+def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_names(
+    tmp_path: Path, first: Path, right: TestImages
+) -> None:
+    manifest = read_manifest(first)
+    write_manifest(first, manifest.model_copy(update={"classes": (*manifest.classes[1:], manifest.classes[0])}))
+    gate = read_manifest(install_model(tmp_path, seed=1, images=right, gate=1.0)).gate
+    assert gate is not None
+    assert (gate.before, gate.accuracy) == (0.0, 1.0)  # the one in service names each image wrongly
+
+
+def test_models_of_other_classes_are_not_compared(tmp_path: Path, first: Path, images: TestImages) -> None:
+    path = first / "manifest.json"
+    path.write_text(path.read_text().replace('"ant"', '"owl"'))
+    assert pass_gate(first, Slots(tmp_path), images.files, images.labels) is not None
+    other = tmp_path / "other"
+    assert pass_gate(install_model(other, seed=2, images=images), Slots(tmp_path), images.files, images.labels) is None
