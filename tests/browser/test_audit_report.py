@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from audit.report import render
-from tests.support.audit.reports import SUBJECT, VERDICTS, findings
+from tests.support.audit import SUBJECT, VERDICTS, findings
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.audit.cases import simulated_case
-from tests.support.audit.recordings import write_images, write_private, write_recording
+from tests.support.audit import simulated_case, write_images, write_private, write_recording
 from tests.support.stack import wait_for
 
 pytestmark = pytest.mark.slow

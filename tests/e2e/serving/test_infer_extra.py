@@ -96,24 +96,15 @@ def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name:
     assert f"No module named '{name}'" in done.stderr
 
 
-def test_the_versions_of_a_model_can_be_looked_after_there(box: Box, model_root: Path) -> None:
-    assert "0001" in box.fedcg("model", "list", model_root).stdout
-    assert box.fedcg("model", "verify", model_root).returncode == 0
-
-
-def test_a_signed_model_is_checked_there_and_refused_where_that_cannot_be_done(box: Box, tmp_path: Path) -> None:
+def test_a_signed_model_is_checked_there(box: Box, tmp_path: Path) -> None:
     SigningKey.generate().save(tmp_path / "signing.key")
     manifest = install_model(tmp_path / "models", key=tmp_path / "signing.key") / "manifest.json"
     command = ("infer", "--model", tmp_path / "models", write_images(tmp_path / "images", 1).files[0])
     assert box.fedcg(*command).returncode == 0
-    program = "import sys; sys.modules['cryptography'] = None; from fedcg.cli import main; main()"
-    unable = box.run(box.python, "-c", program, *command, check=False)
+    assert "0001" in box.fedcg("model", "verify", tmp_path / "models").stdout
     manifest.write_text(manifest.read_text().replace('"round": 1', '"round": 2'))
     altered = box.fedcg(*command, check=False)
-    for refused, told in ((unable, "pip install cryptography"), (altered, "altered")):
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert told in refused.stderr
-        assert "Traceback" not in refused.stderr
+    assert (altered.returncode, altered.stdout, "altered" in altered.stderr) == (2, "", True)
 
 
 def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box) -> None:
@@ -121,23 +112,13 @@ def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box)
     assert "infer" in shown
     lines = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│ ") and len(line.split()) > 2}
     assert "not installed" not in lines["infer"] + lines["model"] + lines["export"]
-    done = box.fedcg("export", "--spec", "s", "--weights", "w", "--out", "o", check=False)
-    assert done.returncode == 2
-    assert "not installed here" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_serving_there_says_which_extra_is_missing(box: Box, model_root: Path) -> None:
-    done = box.fedcg("infer", "serve", "--model", model_root, check=False)
-    assert done.returncode == 2
-    assert "pip install 'fedcg-edge[serve]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_serving_over_mqtt_needs_no_other_extra(box: Box, model_root: Path) -> None:
-    done = box.fedcg("infer", "serve-mqtt", "--model", model_root, "--name", "line-1", "--ca", "ca.pem", check=False)
-    assert done.returncode != 0
-    assert "TLS needs all of --ca, --cert and --key" in done.stderr
+    for words, told in (
+        (("export", "--spec", "s", "--weights", "w", "--out", "o"), "not installed here"),
+        (("infer", "serve", "--model", "m"), "pip install 'fedcg-edge[serve]'"),
+        (("infer", "serve-mqtt", "--model", "m", "--name", "line-1", "--ca", "c"), "TLS needs all of --ca, --cert"),
+    ):
+        done = box.fedcg(*words, check=False)
+        assert (done.returncode, told in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from audit.choices import ATTACKS
 from audit.evidence import Case
 from fedcg.learning.image_set import ImageSet
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import HELPED, TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, outcome_of, simulated_case
+from tests.support.audit import HELPED, TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, outcome_of, simulated_case
 
 Setting = dict[str, Any]
 Change = Callable[[Case], Case]

@@ -1,4 +1,4 @@
-"""Gradient inversion reconstructs what leaks, gains nothing where nothing does, and its controls notice a broken attack."""
+"""What follows from gradients without a search, what searches find, and gradient inversion as an attack with its controls."""
 
 from dataclasses import replace
 
@@ -7,11 +7,30 @@ import torch
 
 from audit.attacks import gradient_inversion
 from audit.attacks.attack import Effort
-from audit.evidence.case import Case, Knowledge
-from audit.measures import Outcome, Reconstructions, trivial_images
-from audit.techniques.gradients import Found, Objective
+from audit.attacks.gradient_inversion import pixel_rank
+from audit.evidence.case import Case, Extractor, Knowledge
+from audit.evidence.networks import whole_model
+from audit.measures import Outcome, Reconstructions, trivial_images, unit_pixels
+from audit.techniques.gradients import (
+    BatchGradient,
+    Found,
+    Objective,
+    Search,
+    Start,
+    attacker_model,
+    batch_gradient,
+    channel_statistics,
+    cosine_distance,
+    gradient_distance,
+    linear_inputs,
+    revealed_features,
+    revealed_labels,
+    search,
+    standardised,
+    total_variation,
+)
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import carried_out, outcome_of, simulated_case
+from tests.support.audit import carried_out, outcome_of, simulated_case
 
 
 def run(case: Case) -> Outcome:
@@ -43,21 +62,14 @@ def test_the_attack_runs_its_controls_succeed_and_every_figure_has_its_floor(met
     assert outcome.pictures
 
 
-def test_a_control_reconstructs_single_images_at_initial_weights() -> None:
-    case = simulated_case(method="fedsplit")
-    images = case.truth.train.rows(range(2))
-    match = gradient_inversion.Match.FEATURES
-    control = gradient_inversion.control_of(case, images, match, Effort.QUICK, case.streams.at("control"), lambda: None)
-    assert control.passed
-    assert control.value > 20
-
-
 def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
     outcome = run(simulated_case(method="fedsplit"))
     assert [control.passed for control in outcome.controls] == [False, False]
     psnr = [figure for figure in outcome.figures if figure.name == "psnr"]
     assert all(figure.gain.value <= 0 for figure in psnr)
+    (rank,) = [figure for figure in outcome.figures if figure.name == "rank"]
+    assert 0 < rank.value.value <= 400 / (32 * 32)  # as many pixels as there are features
 
 
 def test_where_the_whole_model_is_sent_the_ceiling_is_the_best_setting_with_a_prior(
@@ -69,15 +81,6 @@ def test_where_the_whole_model_is_sent_the_ceiling_is_the_best_setting_with_a_pr
         figures = [figure for figure in outcome.figures if figure.name == name]
         best = max(figure.value.value for figure in figures if "with prior" in figure.setting)
         assert [figure.ceiling for figure in figures] == [best] * len(figures)
-
-
-def test_a_classifier_alone_determines_at_most_as_many_pixels_as_there_are_features(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    in_the_blink_of_an_eye(monkeypatch, 0.5)
-    outcome = run(simulated_case(method="fedsplit"))
-    (rank,) = [figure for figure in outcome.figures if figure.name == "rank"]
-    assert 0 < rank.value.value <= 400 / (32 * 32)
 
 
 @pytest.mark.parametrize("effort", list(Effort))
@@ -134,3 +137,121 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
 def test_a_batch_is_put_into_the_order_that_fits_best() -> None:
     truth = torch.rand(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(gradient_inversion.in_best_order(truth[[2, 0, 3, 1]], truth), truth)
+
+
+def of_bias(values: list[float], rows: int) -> BatchGradient:
+    return BatchGradient((Part.CLASSIFIER,), (torch.tensor(values),), rows)
+
+
+def test_the_label_of_one_image_is_the_negative_number_of_the_bias_gradient() -> None:
+    # softmax (0.2, 0.3, 0.5) - onehot of class 1
+    assert revealed_labels(of_bias([0.2, -0.7, 0.5], 1)).tolist() == [1]
+
+
+def test_the_labels_of_a_batch_are_taken_off_one_by_one() -> None:
+    # Mean softmax 1/3 each; labels 0, 0, 2, 2 of 4: 1/3 - 1/2, 1/3 - 0, 1/3 - 1/2.
+    assert sorted(revealed_labels(of_bias([-1 / 6, 1 / 3, -1 / 6], 4)).tolist()) == [0, 0, 2, 2]
+
+
+def test_the_classifiers_gradient_of_one_image_holds_its_features_exactly() -> None:
+    case = simulated_case(method="fedsplit")
+    true, train = case.model(), case.truth.train
+    assert true is not None
+    pixels = unit_pixels(train.images[:1])
+    seen = batch_gradient(case.view.spec, true, pixels, train.labels[:1], (Part.CLASSIFIER,))
+    given = attacker_model(case.view.with_private(case.truth.before or {}), Extractor.TRUE, case.streams, 1)
+    wrong = attacker_model(case.view, Extractor.RANDOM, case.streams, 1)
+    features = linear_inputs(given, pixels)[0]
+    assert revealed_labels(seen).tolist() == train.labels[:1].tolist()
+    # The attacker's own model only says where in the gradient the layer is.
+    torch.testing.assert_close(revealed_features(wrong, seen), features, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(linear_inputs(wrong, pixels)[0], features, rtol=1e-2, atol=1e-2)
+
+
+def test_standardised_maps_forget_level_and_spread_of_each_map() -> None:
+    spec = simulated_case(method="fedsplit").view.spec
+    features = torch.rand(2, 400)
+    levels, spreads = torch.rand(16, 1), 1 + torch.rand(16, 1)
+    moved = (features.view(2, 16, 25) * spreads + levels).flatten(1)
+    torch.testing.assert_close(standardised(moved, spec), standardised(features, spec), rtol=1e-3, atol=1e-3)
+    assert standardised(features, spec).view(2, 16, 25).mean(2).abs().max() < 1e-5
+
+
+FORM, LABELS = (1, 4, 4), torch.tensor([0])
+
+
+def stream() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("signed_adam", [False, True])
+@pytest.mark.parametrize("prior", [0.0, 1e-6])
+def test_a_search_reaches_the_minimum_of_a_loss_of_1e_minus_9(prior: float, signed_adam: bool) -> None:
+    wanted = torch.rand(1, *FORM, generator=stream())
+    how = Search(200, Start.GREY, prior, signed_adam=signed_adam)
+    found = search(lambda pixels, _: 1e-9 * (pixels - wanted).square().sum(), LABELS, FORM, 2, how, stream())
+    assert (found.pixels - wanted).abs().max() < 0.02
+    assert found.diverged == 0
+
+
+def test_searched_labels_reach_the_right_class() -> None:
+    asked: list[torch.Tensor] = []
+
+    def wants_class_one(pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        asked.append(labels.detach())
+        if labels.dim() == 1:
+            return pixels.square().sum() + 1
+        return pixels.square().sum() + (1 - labels[0, 1])
+
+    search(wants_class_one, LABELS, FORM, 3, Search(100, Start.NOISE, soft_labels=True), stream())
+    assert asked[-1][0, 1] > 0.99
+
+
+def test_the_best_restart_is_the_one_of_the_smallest_loss_and_lost_ones_are_counted() -> None:
+    lost = torch.randn(1, *FORM, generator=stream())
+
+    def only_the_second_is_finite(pixels: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        is_first = (pixels.detach() - lost).abs().max() < 0.1
+        return pixels.square().sum() * (float("nan") if is_first else 1.0)
+
+    found = search(only_the_second_is_finite, LABELS, FORM, 2, Search(20, Start.NOISE, restarts=2), stream())
+    assert found.diverged == 0.5
+    assert found.loss < 1e-3
+
+
+def test_total_variation_by_hand() -> None:
+    # Across: |1-0| and |0-1|, mean 1; down: |0-0|... of [[0, 1], [1, 0]]: |1-0|, |0-1|, mean 1.
+    assert float(total_variation(torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]]))) == pytest.approx(2.0)
+    assert float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))) == pytest.approx(1.0)
+
+
+def test_channel_statistics_by_hand() -> None:
+    # Channel 0 holds 0, 2: mean 1, deviation 1; channel 1 holds 3, 3: mean 3, deviation 0.
+    found = channel_statistics(torch.tensor([[[0.0, 2.0], [3.0, 3.0]]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 3.0], [1.0, 0.0]]), atol=2e-4, rtol=0)
+
+
+def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
+    case = simulated_case(method="fedavg")
+    model, train, parts = case.model(), case.truth.train, (Part.EXTRACTOR, Part.CLASSIFIER)
+    assert model is not None
+    pixels, other = train.images[:1] / 255.0, train.images[1:2] / 255.0
+    seen = batch_gradient(case.view.spec, model, pixels, train.labels[:1], parts)
+    longer = BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
+    whole = whole_model(case.view.spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
+    assert float(gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
+    assert float(gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
+    # |g - 3g|^2 / |3g|^2 = 4/9
+    assert float(gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(4 / 9, rel=1e-3)
+    assert float(cosine_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("numbers", [10, 200], ids=["fewer numbers than pixels", "more"])
+def test_the_rank_of_a_linear_observation_is_its_matrix_rank(numbers: int) -> None:
+    matrix = torch.randn(numbers, 3, generator=stream()) @ torch.randn(3, 16, generator=stream())
+    assert pixel_rank(lambda pixels: (matrix @ pixels.flatten(),), torch.rand(1, *FORM), stream()) == 3
+
+
+def test_an_observation_that_does_not_depend_on_some_pixels_cannot_determine_them() -> None:
+    pixels = torch.rand(1, *FORM, generator=stream())
+    assert pixel_rank(lambda image: (image[..., :2, :].square(),), pixels, stream()) == 8

@@ -1,4 +1,4 @@
-"""A generator that has memorised is found by its distances and by its decoded samples; one that has not gives no gain."""
+"""What generators give away: images that one has memorised, members and the scrambling that PPIDSG's shared one imitates."""
 
 from dataclasses import replace
 
@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from audit.attacks import generator_memory
+from audit.attacks import generator_memory, image_generator
+from audit.attacks.image_generator import Movement, estimated_scrambling, maker, right_blocks
 from audit.evidence.case import Case, Knowledge, Truth
-from audit.measures import Outcome, Values
+from audit.evidence.device_data import joined
+from audit.measures import Figure, Outcome, Values, unit_pixels
+from fedcg.learning.defences.params import EtcParams
+from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 from fedcg.learning.image_set import ImageSet
-from tests.support.audit.cases import WITH_GENERATOR, carried_out, outcome_of, simulated_case
+from fedcg.learning.methods.ppidsg import SCRAMBLING, scrambling_by
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
+from tests.support.audit import TRANSLATING, WITH_GENERATOR, carried_out, outcome_of, simulated_case
 
 
 def generator_case() -> Case:
@@ -110,3 +117,94 @@ def test_the_nearest_gain_by_hand_and_its_interval_by_chance() -> None:
     assert gain.low < 0 < gain.high  # four images are too few to show anything
     clear: Values = np.tile(np.concatenate([np.full(20, 9.0), np.full(20, 1.0)]), (3, 1))
     assert generator_memory.nearest_gain([clear] * 3, 0)[2].low > 0
+
+
+def translating_case() -> Case:
+    return simulated_case(**TRANSLATING)
+
+
+def named(outcome: Outcome, name: str) -> list[Figure]:
+    return [one for one in outcome.figures if one.name == name]
+
+
+@pytest.mark.slow
+def test_members_are_told_by_how_far_the_round_moved_the_output() -> None:
+    outcome = outcome_of("image_generator", **TRANSLATING)
+    assert outcome.is_proven("mia_auc")
+    assert [one.setting for one in named(outcome, "mia_auc")] == [
+        "movement of its output",
+        "movement of its output beside the other clients'",
+    ]
+    assert all(one.gain.low > 0.05 for one in named(outcome, "mia_auc"))
+
+
+@pytest.mark.slow
+def test_shuffling_whose_images_moved_the_output_leaves_no_gain() -> None:
+    case = translating_case()
+    both = joined(case.truth.train, case.truth.held_out)
+    order = torch.randperm(len(both), generator=torch.Generator().manual_seed(5))
+    inside, outside = (both.rows(some) for some in order.chunk(2))
+    shuffled = replace(case, truth=replace(case.truth, train=inside, held_out=outside))
+    found = carried_out("image_generator", shuffled)
+    assert all(one.gain.low <= 0 for one in named(found, "mia_auc"))
+
+
+@pytest.mark.slow
+def test_the_key_is_tried_where_it_was_given_and_a_planted_generator_shows_it_whole() -> None:
+    case, outcome = translating_case(), outcome_of("image_generator", **TRANSLATING)
+    (figure,) = named(outcome, "scrambled_blocks")
+    assert figure.samples == 16
+    assert outcome.is_proven("scrambled_blocks")
+    known, true = case.view.auxiliary, scrambling_by(case.view.spec, case.truth.extras[SCRAMBLING])
+    assert known is not None
+    assert right_blocks(lambda images: unit_pixels(true.encrypt(images)), true, known, 4) == (16, 16)
+    without = carried_out("image_generator", replace(case, truth=replace(case.truth, extras={})))
+    assert not named(without, "scrambled_blocks")
+    assert "its keys were not given" in without.notes[-1]
+
+
+@pytest.mark.slow
+def test_a_control_whose_client_learns_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = translating_case()
+    assert image_generator.membership_control(case, case.streams).passed
+    idle = replace(case.view, update={Part.IMAGE_GENERATOR: case.view.before.parts[Part.IMAGE_GENERATOR]})
+    monkeypatch.setattr("audit.evidence.networks.of_simulated_client", lambda *some: idle)
+    assert not image_generator.membership_control(case, case.streams).passed
+
+
+@pytest.mark.slow
+def test_an_output_that_no_round_moved_has_the_lowest_score() -> None:
+    view = translating_case().view
+    assert view.auxiliary is not None
+    images = view.auxiliary.images[:20]
+    own, before = (maker(view, some[Part.IMAGE_GENERATOR]) for some in (view.update, view.before.parts))
+    moved, still = (Movement(one, before, ()).scores(images)["movement of its output"] for one in (own, before))
+    assert (moved > still).all()
+
+
+STREAM = torch.Generator().manual_seed(3)
+
+
+def photographs(channels: int) -> torch.Tensor:
+    """Smooth images: neighbouring pixels are alike, as in photographs."""
+    coarse = torch.rand(400, channels, 5, 5, generator=STREAM)
+    return (torch.nn.functional.interpolate(coarse, size=(16, 16), mode="bilinear") * 255).byte()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("left_out", [None, "IS", "IA"])
+def test_every_block_is_right_where_the_imitation_has_some_noise(channels: int, left_out: str | None) -> None:
+    images, size = photographs(channels), (channels, 16, 16)
+    steps = [step for step in EtcParams().order(channels) if step.value != left_out]
+    true = scrambling_of(draw_keys(Streams(b"device"), size), size, steps)
+    made = unit_pixels(true.encrypt(images))
+    found = estimated_scrambling(unit_pixels(images), made + 0.05 * torch.randn(made.shape, generator=STREAM), 4)
+    others = photographs(channels)
+    assert torch.equal(found.encrypt(others), true.encrypt(others))
+
+
+def test_a_generator_that_imitates_nothing_shows_no_more_than_chance() -> None:
+    images, size = photographs(1), (1, 16, 16)
+    true = scrambling_of(draw_keys(Streams(b"device"), size), size, EtcParams().order(1))
+    found = estimated_scrambling(unit_pixels(images), torch.rand(images.shape, generator=STREAM), 4)
+    assert (found.source == true.source).float().mean() < 0.2

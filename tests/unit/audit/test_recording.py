@@ -1,19 +1,21 @@
-"""The observer sees every part, field and byte that crosses, whether or not it should."""
+"""The observer sees every part, field and byte that crosses; the leakage check accuses what leaks, in every coding, and nothing else."""
 
 import json
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import Capture
-from audit.recording.leakage import check_recording
+from audit.recording.leakage import PrivateTensor, WireTensor, check_recording, compare, correlation, find_bytes
 from audit.recording.observer import Observer
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack
 from fedcg.wire.messages.envelopes import SigningKey, make_link, seal
@@ -29,32 +31,22 @@ KEY = SigningKey.generate()
 EXTRACTOR = np.random.default_rng(0).normal(0, 1, (6, 1, 5, 5)).astype(np.float32)
 
 
+AGGREGATE = ArtifactHeader(
+    kind="aggregate", method="fedcg", federation="digits", round=2, attempt=1, client="coordinator"
+)
+FROM_COORDINATOR: dict[str, Any] = {"federation": "digits", "sender": "coordinator", "recipient": "*"}
+
+
 def update(part: Part = Part.CLASSIFIER, value: np.ndarray | None = None, seed: int = 1) -> bytes:
-    header = ArtifactHeader(
-        kind="update",
-        method="fedcg",
-        federation="digits",
-        round=2,
-        attempt=1,
-        client="client-1",
-        report=Report(examples=10, accuracy=0.5),
-    )
+    sent = {"kind": "update", "client": "client-1", "report": Report(examples=10, accuracy=0.5)}
+    header = AGGREGATE.model_copy(update=sent)
     tensor = np.random.default_rng(seed).normal(0, 1, (6, 1, 5, 5)).astype(np.float32) if value is None else value
     return pack(header, {part: {"weight": tensor}})
 
 
 def manifest(data: bytes) -> bytes:
-    return seal(
-        Manifest(
-            federation="digits",
-            sender="client-1",
-            recipient="coordinator",
-            round=2,
-            attempt=1,
-            artifact=make_ref(data, 256),
-        ),
-        KEY,
-    )
+    names = {"federation": "digits", "sender": "client-1", "recipient": "coordinator"}
+    return seal(Manifest(**names, round=2, attempt=1, artifact=make_ref(data, 256)), KEY)
 
 
 def frames(data: bytes) -> list[bytes]:
@@ -62,10 +54,14 @@ def frames(data: bytes) -> list[bytes]:
     return list(frames_for(data, reference, ((0, reference.chunks),)))
 
 
+def feed(capture: Capture, some: Iterable[bytes]) -> list[dict[str, bytes]]:
+    return [dict(capture.feed(TOPICS.up_chunk("client-1"), frame)) for frame in some]
+
+
 def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round() -> None:
     capture, data = Capture("digits"), update()
     capture.feed(TOPICS.up_control("client-1"), manifest(data))
-    completed = [capture.feed(TOPICS.up_chunk("client-1"), frame) for frame in frames(data)]
+    completed = feed(capture, frames(data))
     assert completed == [{}] * (len(completed) - 1) + [{artifact_id(data): data}]
     (seen,) = capture.artifacts.values()
     assert (seen.kind, seen.sender, seen.round, seen.parts) == ("update", "client-1", 2, ("classifier",))
@@ -77,8 +73,7 @@ def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round(
 
 def test_a_planted_extractor_is_seen_by_name() -> None:
     capture, data = Capture("digits"), update(Part.EXTRACTOR)
-    for frame in frames(data):
-        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    feed(capture, frames(data))
     capture.feed(TOPICS.up_control("client-1"), manifest(data))
     assert capture.record()["parts_on_wire"] == ["extractor"]
 
@@ -86,8 +81,7 @@ def test_a_planted_extractor_is_seen_by_name() -> None:
 def test_chunks_in_any_order_repeated_and_before_the_manifest_still_make_the_artifact() -> None:
     capture, data = Capture("digits"), update()
     mixed = frames(data)[::-1]
-    for frame in mixed[:2] + mixed:
-        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    feed(capture, mixed[:2] + mixed)
     assert not capture.artifacts
     assert capture.feed(TOPICS.up_control("client-1"), manifest(data))
 
@@ -95,15 +89,14 @@ def test_chunks_in_any_order_repeated_and_before_the_manifest_still_make_the_art
 def test_a_missing_chunk_is_reported_and_keeps_the_recording_from_being_finished() -> None:
     capture, data = Capture("digits"), update()
     capture.feed(TOPICS.up_control("client-1"), manifest(data))
-    for frame in frames(data)[:-1]:
-        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    feed(capture, frames(data)[:-1])
     assert len(capture.record()["incomplete"]) == 1  # type: ignore[arg-type]
     assert not capture.is_finished
 
 
 def test_damaged_and_foreign_frames_are_counted_and_harmless() -> None:
     capture = Capture("digits")
-    capture.feed(TOPICS.up_chunk("client-1"), b"not a chunk")
+    feed(capture, [b"not a chunk"])
     capture.feed(TOPICS.offer, b"not an envelope")
     capture.feed(TOPICS.offer, b"")
     capture.feed("elsewhere/topic", b"x")
@@ -123,9 +116,7 @@ def test_the_coordinators_keys_are_written_down_and_one_that_is_told_twice_diffe
 
     def tell(old: SigningKey, new: SigningKey) -> None:
         links = (make_link("digits", 1, 1, old, new.public),)
-        capture.feed(
-            TOPICS.keys, seal(KeyChain(federation="digits", sender="coordinator", recipient="*", links=links), new)
-        )
+        capture.feed(TOPICS.keys, seal(KeyChain(**FROM_COORDINATOR, links=links), new))
 
     tell(keys[0], keys[1])
     tell(keys[0], keys[1])
@@ -162,27 +153,18 @@ def send_update(wire: Recording, data: bytes) -> None:
         wire.device.publish(TOPICS.up_chunk("client-1"), frame)
 
 
-def end_federation(wire: Recording) -> bytes:
+def end_federation(wire: Recording) -> None:
     spec = b'{"format":1}'
-    header = ArtifactHeader(
-        kind="aggregate", method="fedcg", federation="digits", round=2, attempt=1, client="coordinator"
-    )
-    final = pack(header, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
+    final = pack(AGGREGATE, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
     for data in (spec, final):
         for frame in frames(data):
             wire.coordinator.publish(TOPICS.aggregate, frame)
-    message = Finished(
-        federation="digits",
-        sender="coordinator",
-        recipient="*",
-        spec=make_ref(spec, 256),
-        aggregate=make_ref(final, 256),
-    )
+    message = Finished(**FROM_COORDINATOR, spec=make_ref(spec, 256), aggregate=make_ref(final, 256))
     wire.coordinator.publish(TOPICS.offer, seal(message, KEY), retain=True)
-    return final
 
 
-def record(wire: Recording, out: Path, traffic: Callable[[], None]) -> dict[str, object]:
+def record(wire: Recording, out: Path, *sent: bytes) -> dict[str, Any]:
+    """What an observer writes down of these artifacts and the end of the federation."""
     observer = Observer(MemoryTransport(wire.broker, "observer"), "digits", out, keep_frames=True)
     ready = threading.Event()
     observer.start()
@@ -191,25 +173,22 @@ def record(wire: Recording, out: Path, traffic: Callable[[], None]) -> dict[str,
     )
     thread.start()
     assert ready.wait(10)
-    traffic()
+    for data in sent:
+        send_update(wire, data)
+    end_federation(wire)
     thread.join(20)
     assert not thread.is_alive()
-    result: dict[str, object] = json.loads((out / "wire.json").read_text())
+    result: dict[str, Any] = json.loads((out / "wire.json").read_text())
     return result
 
 
 def test_a_whole_recording_ends_with_the_federation_and_is_complete(wire: Recording, tmp_path: Path) -> None:
     data = update()
-
-    def traffic() -> None:
-        send_update(wire, data)
-        end_federation(wire)
-
-    written = record(wire, tmp_path, traffic)
+    written = record(wire, tmp_path, data)
     assert written["finished"] is True
     assert written["parts_on_wire"] == ["classifier"]
     assert written["fields_on_wire"] == ["accuracy", "examples"]
-    assert sorted(entry["kind"] for entry in written["artifacts"]) == ["aggregate", "spec", "update"]  # type: ignore[attr-defined]
+    assert sorted(entry["kind"] for entry in written["artifacts"]) == ["aggregate", "spec", "update"]
     stored = {path.read_bytes() for path in (tmp_path / "artifacts").iterdir()}
     assert data in stored
     kept, topic = (tmp_path / "frames.bin").read_bytes(), TOPICS.up_chunk("client-1").encode()
@@ -222,38 +201,23 @@ def test_a_recording_is_continued_where_an_earlier_one_stopped(wire: Recording, 
     first.start()
     send_update(wire, update(seed=1))
     stop = threading.Event()
-    thread = threading.Thread(
-        target=first.run, args=(stop,), kwargs={"until_finished": False, "on_ready": lambda: None}
-    )
+    how = {"until_finished": False, "on_ready": lambda: None}
+    thread = threading.Thread(target=first.run, args=(stop,), kwargs=how)
     thread.start()
     wait_for(lambda: len(list((tmp_path / "artifacts").iterdir())) == 1, "the first update is recorded")
     stop.set()
     thread.join(10)
     before = json.loads((tmp_path / "wire.json").read_text())["bytes"]["client-1"]["up"]["2"]
-
-    def traffic() -> None:
-        send_update(wire, update(seed=2))
-        end_federation(wire)
-
-    written = record(wire, tmp_path, traffic)
-    assert len([entry for entry in written["artifacts"] if entry["kind"] == "update"]) == 2  # type: ignore[attr-defined]
-    assert written["bytes"]["client-1"]["up"]["2"] > before  # type: ignore[index]
+    written = record(wire, tmp_path, update(seed=2))
+    assert len([entry for entry in written["artifacts"] if entry["kind"] == "update"]) == 2
+    assert written["bytes"]["client-1"]["up"]["2"] > before
 
 
-@pytest.mark.parametrize(("planted", "leaks"), [(False, False), (True, True)], ids=["clean", "planted"])
-def test_a_recording_is_checked_against_private_weights(
-    wire: Recording, tmp_path: Path, planted: bool, leaks: bool
-) -> None:
-    save_file(
-        {"personal/extractor/weight": EXTRACTOR, "personal/classifier/weight": EXTRACTOR},
-        tmp_path / "state.safetensors",
-    )
-
-    def traffic() -> None:
-        send_update(wire, update(Part.GENERATOR, EXTRACTOR if planted else None))
-        end_federation(wire)
-
-    record(wire, tmp_path / "seen", traffic)
+@pytest.mark.parametrize("leaks", [False, True], ids=["clean", "planted"])
+def test_a_recording_is_checked_against_private_weights(wire: Recording, tmp_path: Path, leaks: bool) -> None:
+    weights = {"personal/extractor/weight": EXTRACTOR, "personal/classifier/weight": EXTRACTOR}
+    save_file(weights, tmp_path / "state.safetensors")
+    record(wire, tmp_path / "seen", update(Part.GENERATOR, EXTRACTOR if leaks else None))
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
     assert check.private_tensors == 1
     assert {match.how for match in check.matches} == ({"value", "bytes"} if leaks else set())
@@ -270,16 +234,8 @@ def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_the_offers_spec_counts_as_a_spec() -> None:
     capture, spec = Capture("digits"), b'{"format":1}'
-    offer = Offer(
-        federation="digits",
-        sender="coordinator",
-        recipient="*",
-        round=1,
-        spec=make_ref(spec, 256),
-        aggregate=make_ref(update(), 256),
-        rounds=3,
-        deadline_at=1.0,
-    )
+    refs = {"spec": make_ref(spec, 256), "aggregate": make_ref(update(), 256)}
+    offer = Offer(**FROM_COORDINATOR, **refs, round=1, rounds=3, deadline_at=1.0)
     capture.feed(TOPICS.offer, seal(offer, KEY))
     for frame in frames(spec):
         capture.feed(TOPICS.aggregate, frame)
@@ -292,22 +248,13 @@ def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
 ) -> None:
     save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")
     start = np.random.default_rng(4).normal(0, 5, EXTRACTOR.shape).astype(np.float32)
-    header = ArtifactHeader(
-        kind="aggregate", method="fedcg", federation="digits", round=1, attempt=1, client="coordinator"
-    )
+    header = AGGREGATE.model_copy(update={"round": 1})
     base = pack(header, {Part.GENERATOR: {"weight": start}})
     known = Base(artifact_id(base), {Part.GENERATOR: {"weight": start}})
     told = header.model_copy(update={"kind": "update", "client": "client-1", "base": known.id, "round": 2})
     data = pack(told, {Part.GENERATOR: {"weight": EXTRACTOR}}, "i8-delta", known)
-
-    def traffic() -> None:
-        if has_base:
-            send_update(wire, base)
-        send_update(wire, data)
-        end_federation(wire)
-
-    written = record(wire, tmp_path / "seen", traffic)
-    coded = next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})  # type: ignore[attr-defined]
+    written = record(wire, tmp_path / "seen", *([base] if has_base else []), data)
+    coded = next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})
     assert coded["base"] == known.id
     assert written["bases_not_seen"] == ([] if has_base else [known.id])
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
@@ -315,3 +262,105 @@ def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
     assert (f"1 tensors are differences to aggregate {known.id}, which was not recorded" in check.summary()) != has_base
     leaked = {match.tensor for match in check.matches}
     assert leaked == ({"generator/weight (decoded)"} if has_base else set())
+
+
+Array = NDArray[Any]
+INITIAL = np.random.default_rng(1).normal(0, 0.1, (16, 6, 5, 5)).astype(np.float32)
+# Channels learn at different speeds, so that one scale per channel matters.
+_SPEED = np.geomspace(0.002, 0.3, 16).reshape(16, 1, 1, 1)
+TRAINED = (INITIAL + _SPEED * np.random.default_rng(2).normal(0, 1, INITIAL.shape)).astype(np.float32)
+PRIVATE = (PrivateTensor("client-1 round 1", "extractor/conv2.weight", TRAINED),)
+
+
+def per_channel_int8(values: Array) -> Array:
+    scales = np.abs(values).reshape(len(values), -1).max(axis=1) / 127
+    coded: Array = np.rint(values / scales.reshape(-1, 1, 1, 1)).astype(np.int8)
+    return coded
+
+
+def seen(value: Array, **bases: Array) -> tuple[WireTensor]:
+    return (WireTensor("ab" * 32, "generator/hidden", value, bases),)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TRAINED,
+        TRAINED.astype(np.float16),
+        TRAINED.reshape(-1),
+        TRAINED.reshape(96, 25) * -3.0 + 7.0,
+        per_channel_int8(TRAINED),
+    ],
+    ids=["f32", "f16", "flattened", "scaled and sign-flipped", "i8 with a scale per channel"],
+)
+def test_a_planted_extractor_is_found_as_value(value: Array) -> None:
+    (match,) = compare(seen(value), PRIVATE)
+    assert (match.how, match.private, match.owner) == ("value", "extractor/conv2.weight", "client-1 round 1")
+    assert match.correlation >= 0.99
+
+
+@pytest.mark.parametrize(
+    "value",
+    [TRAINED - INITIAL, (TRAINED - INITIAL).astype(np.float16), per_channel_int8(TRAINED - INITIAL)],
+    ids=["f32", "f16", "i8 with a scale per channel"],
+)
+def test_a_planted_delta_is_found_only_with_its_base(value: Array) -> None:
+    assert compare(seen(value), PRIVATE) == []
+    (match,) = compare(seen(value, initial=INITIAL), PRIVATE)
+    assert (match.how, match.base) == ("delta", "initial")
+
+
+def test_a_delta_to_a_known_mask_is_found_by_its_sum() -> None:
+    mask = np.random.default_rng(3).normal(0, 1, TRAINED.shape).astype(np.float32)
+    assert compare(seen(TRAINED - mask), PRIVATE) == []
+    (match,) = compare(seen(TRAINED - mask, mask=mask), PRIVATE)
+    assert match.how == "delta"
+
+
+def test_unrelated_tensors_of_the_same_size_are_not_accused() -> None:
+    generator = np.random.default_rng(4)
+    others = tuple(
+        WireTensor("cd" * 32, f"generator/{n}", generator.normal(0, 0.1, TRAINED.size), {"initial": INITIAL})
+        for n in range(50)
+    )
+    assert compare(others, PRIVATE) == []
+
+
+def test_a_value_near_its_own_base_is_not_accused_of_a_small_private_tensor() -> None:
+    base = np.random.default_rng(5).normal(0, 1, TRAINED.shape)
+    tiny = (PrivateTensor("client-1", "discriminator/weight", 0.001 * TRAINED),)
+    assert compare(seen(base * 1.01, aggregate=base), tiny) == []
+
+
+def test_a_zero_update_of_a_known_start_is_not_accused() -> None:
+    near = (PrivateTensor("client-1", "extractor/conv2.weight", INITIAL * 1.0001),)
+    assert compare(seen(np.zeros_like(INITIAL), initial=INITIAL), near) == []
+
+
+def test_another_size_is_never_compared_and_constants_and_nans_do_no_harm() -> None:
+    assert compare(seen(TRAINED[:8]), PRIVATE) == []
+    assert correlation(np.ones(10), np.arange(10)) == 0.0
+    assert compare(seen(np.full(TRAINED.shape, np.nan)), PRIVATE) == []
+
+
+def test_correlation_is_pearsons_by_hand() -> None:
+    # (1, 2, 3) and (1, 2, 4): centred (-1, 0, 1) and (-4/3, -1/3, 5/3); product 3; norms sqrt(2) and sqrt(42)/3.
+    assert correlation(np.array([1.0, 2, 3]), np.array([1.0, 2, 4])) == pytest.approx(3 / (2**0.5 * 42**0.5 / 3))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_raw_bytes_of_a_private_tensor_are_found_inside_a_payload(kind: type) -> None:
+    noise = np.random.default_rng(6).bytes(4000)
+    planted = noise + TRAINED.astype(kind).tobytes() + noise
+    (match,) = find_bytes({"frame": planted, "clean": noise * 3}, PRIVATE)
+    assert (match.artifact, match.how) == ("frame", "bytes")
+
+
+def test_a_piece_of_a_private_tensor_is_found_too() -> None:
+    piece = TRAINED.ravel()[: TRAINED.size // 3].tobytes()
+    assert find_bytes({"frame": b"header" + piece}, PRIVATE)
+
+
+def test_constant_tensors_give_no_needle() -> None:
+    ones = (PrivateTensor("client-1", "discriminator/norm.weight", np.ones(400, dtype=np.float32)),)
+    assert find_bytes({"frame": np.ones(1000, dtype=np.float32).tobytes()}, ones) == []

@@ -5,14 +5,12 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 
 from audit.attacks.attack import Effort
+from audit.choices import ATTACKS
 from audit.measures import Outcome
 from audit.run import AuditFolder, carry_out
-from tests.support.audit.cases import WHOLE_MODEL, simulated_case
-from tests.support.audit.recordings import audit_command, write_case, write_images
-from tests.support.audit.reports import attack
+from tests.support.audit import attack, audit_command, simulated_case, write_case
 from tests.support.commands import data_of, run_fedcg
 
 
@@ -46,28 +44,6 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
 
 
 @pytest.mark.slow
-def test_a_gate_on_class_inference_is_judged_by_the_control_of_its_own_figure(tmp_path: Path) -> None:
-    case = simulated_case(**WHOLE_MODEL)
-    write_case(case, tmp_path)
-    assert case.view.auxiliary is not None
-    half = len(case.view.auxiliary) // 2
-    first, second = (case.view.auxiliary.rows(torch.arange(start, start + half)) for start in (0, half))
-    write_images(first, second, tmp_path / "auxiliary.npz")
-    more = ("--auxiliary", tmp_path / "auxiliary.npz", "--attacks", "class_inference", "--json")
-    done = run_fedcg(
-        *audit_command(tmp_path, tmp_path / "out", *more, "--gate", "class_recognised<0.1,class_recognised_gain<2")
-    )
-    assert done.exit_code == 3, done.output
-    report = data_of(done.stdout)
-    (found,) = report["attacks"]
-    assert [figure["name"] for figure in found["figures"]] == ["class_recognised", "class_ssim"]
-    assert [control["figure"] for control in found["controls"]] == ["class_recognised", "class_ssim"]
-    assert found["controls"][0]["passed"]
-    assert [verdict["passed"] for verdict in report["gates"]] == [False, True]
-    assert "probability of the class that independent judges give" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.slow
 def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
     first = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
     assert first.exit_code == 0, first.output
@@ -91,6 +67,8 @@ def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(
         (("--gate", "mia_auc>0.5"), "write NAME<NUMBER"),
         (("--round", 9), "no update of client-1 in round 9"),
         (("--federation", "other"), "no federation other"),
+        (("--auxiliary", "nowhere"), "nowhere: no such folder"),
+        (("--cohort", __file__), "holds no cohort's secret"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_attacked(
@@ -156,15 +134,5 @@ def test_a_damaged_outcome_is_made_again_and_a_damaged_folder_is_named(tmp_path:
 
 def test_the_attacks_are_listed_with_their_papers() -> None:
     listed = data_of(run_fedcg("audit", "attacks", "--json").stdout)
-    assert [one["name"] for one in listed] == [
-        "labels",
-        "inversion",
-        "reidentification",
-        "membership",
-        "class_inference",
-        "memorisation",
-        "image_generator",
-        "extractor",
-        "epsilon",
-    ]
+    assert [one["name"] for one in listed] == list(ATTACKS)
     assert all(one["source"] and one["question"].endswith("?") for one in listed)

@@ -15,8 +15,7 @@ from audit.evidence.device_data import read_truth
 from audit.evidence.updates import read_updates
 from fedcg.learning.errors import DataError
 from fedcg.wire.parts import Part
-from tests.support.audit.cases import simulated_case
-from tests.support.audit.recordings import write_images, write_private, write_recording
+from tests.support.audit import simulated_case, write_images, write_private, write_recording
 
 
 def coded_case() -> Case:
@@ -27,6 +26,14 @@ def coded_case() -> Case:
 def recorded(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     folder = tmp_path / "observer"
     return folder, write_recording(coded_case(), folder)
+
+
+def respec(folder: Path, old: str = "", **changed: object) -> None:
+    """Another federation's spec in the recording, in the place of the `old` one or beside it."""
+    if old:
+        (folder / "artifacts" / old).unlink()
+    other = coded_case().view.spec.model_copy(update=changed)
+    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
 
 
 def test_a_recording_gives_the_update_as_the_server_decodes_it(recorded: tuple[Path, dict[str, str]]) -> None:
@@ -76,26 +83,21 @@ def test_a_damaged_artifact_is_refused_by_its_name(recorded: tuple[Path, dict[st
 
 def test_an_update_of_another_codec_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     folder, ids = recorded
-    (folder / "artifacts" / ids["spec"]).unlink()
-    other = coded_case().view.spec.model_copy(update={"codec": "f32", "with_base": ()})
-    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    respec(folder, ids["spec"], codec="f32", with_base=())
     with pytest.raises(DecodeError, match=r"the update of client-1 in round 2.*not coded as they must be"):
         read_updates(folder).view("client-1")
 
 
 def test_updates_of_another_federation_are_refused(recorded: tuple[Path, dict[str, str]]) -> None:
     folder, ids = recorded
-    (folder / "artifacts" / ids["spec"]).unlink()
-    other = coded_case().view.spec.model_copy(update={"federation": "elsewhere"})
-    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    respec(folder, ids["spec"], federation="elsewhere")
     with pytest.raises(CaptureError, match="updates of federation demo, and the spec of elsewhere"):
         read_updates(folder)
 
 
 def test_a_folder_without_a_spec_or_with_two_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     folder, _ = recorded
-    other = coded_case().view.spec.model_copy(update={"federation": "elsewhere"})
-    (folder / "artifacts" / other.digest).write_bytes(other.canonical())
+    respec(folder, federation="elsewhere")
     with pytest.raises(CaptureError, match="2 federations: name one with --federation; there is demo, elsewhere"):
         read_updates(folder)
     assert read_updates(folder, "demo").view("client-1").client == "client-1"

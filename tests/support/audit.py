@@ -1,0 +1,220 @@
+"""Updates of small simulated federations as cases for an audit, the same as files, and findings made by hand."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from audit.attacks.attack import Attack, Effort, get_attack
+from audit.evidence import Case, Colluder, Truth, View, joined
+from audit.evidence.case import Knowledge
+from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
+from audit.report import Finding, Subject, Verdict, finding_of
+from experiments.data.client_datasets import build_cohort
+from experiments.settings import root_secret
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.party_builder import party_of
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.networks.plans import complete_spec
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
+from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, codecs_for, pack, unpack
+from fedcg.wire.messages.schemas import COORDINATOR
+from fedcg.wire.parts import Part, Report
+
+WHOLE_MODEL: dict[str, Any] = {"method": "fedavg", "data": "digits", "images_per_client": 200, "local_epochs": 4}
+WITH_GENERATOR: dict[str, Any] = {"method": "fedcg", "data": "digits", "images_per_client": 200}
+HELPED: dict[str, Any] = {"method": "fedprobe", "clients": 4, "images_per_client": 60, "helped": True}
+TRANSLATING: dict[str, Any] = {
+    "method": "ppidsg", "data": "digits", "images_per_client": 100, "network": "image_small", "image_size": 16,
+    "local_epochs": 6, "clients": 2, "quick": False, "lr": 0.01,
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: Any) -> Case:
+    """The last round of a simulation, as an audit has it of one client.
+
+    Args:
+        auxiliary: images that no client holds, from the common test set.
+        client: whose update.
+        helped: another box of the cohort tells the attacker what it has.
+        setting: of the run (`RunSetting`); small by default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
+    """
+    defaults = {
+        "clients": 3,
+        "rounds": 2,
+        "images_per_client": 100,
+        "local_epochs": 2,
+        "quick": True,
+        "partition": "iid",
+    }
+    run = RunSetting.model_validate({**defaults, **setting})
+    source = run.source()
+    spec = complete_spec(plan_from_mapping(run.plan(source)))
+    party = party_of(run, spec, build_cohort(source, spec.image, run.deal()))
+    before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))
+    method, data = get_method(spec.method), party.datasets[client]
+    sent = {name: _some(state.parts, method.payload.up) for name, state in after.states.items()}
+    assert party.common is not None
+    view = View(
+        spec,
+        client,
+        run.rounds,
+        sent[client],
+        before.aggregate,
+        after.aggregate,
+        {name: parts for name, parts in sent.items() if name != client},
+        Report(examples=len(data.train)),
+        _first(party.common, auxiliary),
+        colluder=Colluder.of(spec, party.roots.cohort, after.aggregate, steps=100) if helped else None,
+    )
+    start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
+    truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)
+    return Case(view, truth, Streams(root_secret(run.seed, "audit")))
+
+
+def _last_two(rounds: list[Simulation]) -> tuple[Simulation, Simulation]:
+    assert len(rounds) >= 2, "an audit of round 1 would need the start as a simulation"
+    return rounds[-2], rounds[-1]
+
+
+def _some(parts: Mapping[Part, Weights], wanted: frozenset[Part]) -> dict[Part, Weights]:
+    return {part: parts[part] for part in sorted(wanted)}
+
+
+def _first(images: ImageSet, count: int) -> ImageSet:
+    return images.rows(torch.arange(min(count, len(images))))
+
+
+def carried_out(attack: str, case: Case, effort: Effort = Effort.QUICK) -> Outcome:
+    """What an attack comes to on a case that lacks nothing."""
+    found = get_attack(attack)
+    assert found.lacks(case) is None
+    return found.run(case, effort, lambda done, total: None)
+
+
+@functools.lru_cache(maxsize=16)
+def outcome_of(attack: str, **setting: Any) -> Outcome:
+    """What a quick attack comes to on a `simulated_case` of this setting."""
+    return carried_out(attack, simulated_case(**setting))
+
+
+def write_recording(case: Case, folder: Path) -> dict[str, str]:
+    """Spec, both aggregates and all updates of the case's round below `folder/artifacts`; their ids by name."""
+    spec, view = case.view.spec, case.view
+    assert view.after is not None
+    (folder / "artifacts").mkdir(parents=True)
+
+    def keep(data: bytes) -> str:
+        (folder / "artifacts" / artifact_id(data)).write_bytes(data)
+        return artifact_id(data)
+
+    names = {"kind": "aggregate", "method": spec.method, "federation": spec.federation, "client": COORDINATOR}
+    first = ArtifactHeader.model_validate({**names, "round": view.round - 1, "attempt": 1})
+    data = pack(first, to_arrays(view.before.parts), spec.aggregate_codec)
+    ids = {"spec": keep(spec.canonical()), "before": keep(data)}
+    layouts = {part: spec.layouts[part] for part in sorted(view.before.parts)}
+    decoded = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
+    base = Base(ids["before"], {part: decoded.parts[part] for part in spec.with_base})
+    for client, parts in {view.client: view.update, **view.others}.items():
+        report = view.report if client == view.client else None
+        made = {"kind": "update", "round": view.round, "client": client, "base": ids["before"], "report": report}
+        head = first.model_copy(update=made)
+        ids[client] = keep(pack(head, to_arrays(parts), spec.codec, base if spec.with_base else None))
+    head = first.model_copy(update={"round": view.round, "base": ids["before"]})
+    ids["after"] = keep(pack(head, to_arrays(view.after.parts), spec.aggregate_codec))
+    return ids
+
+
+def write_images(images: ImageSet, held_out: ImageSet | None, file: Path) -> Path:
+    """Images as an .npz in which a device finds its own split."""
+    arrays = {"train_images": _pixels(images), "train_labels": images.labels.numpy()}
+    if held_out is not None:
+        for name, first in (("val", 0), ("test", 1)):
+            some = held_out.rows(torch.arange(first, len(held_out), 2))
+            arrays |= {f"{name}_images": _pixels(some), f"{name}_labels": some.labels.numpy()}
+    np.savez(file, allow_pickle=False, **arrays)
+    return file
+
+
+def write_private(case: Case, file: Path) -> Path:
+    """The private parts before and after the round."""
+    tensors = {
+        f"{when}/{part.value}/{name}": tensor.contiguous().clone()
+        for when, parts in (("before", case.truth.before), ("after", case.truth.after))
+        for part, weights in (parts or {}).items()
+        for name, tensor in weights.items()
+    }
+    save_file(tensors, file)
+    return file
+
+
+def _pixels(images: ImageSet) -> np.ndarray:
+    return np.ascontiguousarray(images.images.permute(0, 2, 3, 1).squeeze(-1).numpy())
+
+
+def write_case(case: Case, folder: Path) -> None:
+    """A coordinator's artifacts (`home`), a device's images and its private weights."""
+    write_recording(case, folder / "home")
+    write_images(case.truth.train, case.truth.held_out, folder / "data.npz")
+    write_private(case, folder / "private.safetensors")
+
+
+def audit_command(place: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """The words of `fedcg audit run` on what `write_case` wrote."""
+    given = ("--updates", place / "home", "--data", place / "data.npz", "--private", place / "private.safetensors")
+    return ("audit", "run", *given, "--client", "client-1", "--effort", "quick", "--processes", 1, "--out", out, *more)
+
+
+SUBJECT = Subject(
+    "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),
+    0, ("3 frames that the observer could not keep up with",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
+    "public spec seed",
+)  # fmt: skip
+VERDICTS = (Verdict("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
+
+
+def figure(
+    name: str, gain: Interval, *, given: bool = False, unit: str = "share", setting: str = "classifier alone"
+) -> Figure:
+    """A figure with this gain over a floor of 0.1."""
+    knowledge = (Knowledge.UPDATE, Knowledge.PRIVATE) if given else (Knowledge.UPDATE, Knowledge.START)
+    value = Interval(0.1 + gain.value, 0.1 + gain.low, 0.1 + gain.high)
+    return Figure(name, f"title of {name}", setting, knowledge, value, 0.1, "a random guess", gain, 200, 0.9, unit)
+
+
+def attack(name: str) -> Attack:
+    """An attack that is only described."""
+    return Attack(name, f"Attack {name}", f"Does {name} get something?", "Paper, eq. 1", lambda _: ())
+
+
+def findings() -> tuple[Finding, ...]:
+    """One that leaked (with pictures and a curve), one that did not, one without a control that passed, one that was not tried."""
+    image = png(torch.linspace(0, 1, 3 * 8 * 8).view(3, 8, 8))
+    passed = Control("the whole model, one image", 24.1, "at least 3 dB over the best guess", passed=True)
+    failed = Control("a planted generator", 0.5, "over 0.9", passed=False)
+    pictures = Pictures(
+        "Reconstructions <b>", (("true", (image, image)), ("guess", (image,))), (("", ""), ("12.1 dB",))
+    )
+    curve = Curve(
+        "ROC", "false positives", "true positives", {"attack": ((0.001, 0.0), (0.1, 0.4), (1.0, 1.0))}, log_x=True
+    )
+    leaked = Outcome(
+        "reidentification",
+        (figure("reid", Interval(0.2, 0.1, 0.31)), figure("reid", Interval(0.8, 0.7, 0.9), given=True, setting="true extractor")),
+        (passed,), (pictures,), (curve,), ("A note.",), seconds=3.2,
+    )  # fmt: skip
+    quiet = Outcome("membership", (figure("mia_auc", Interval(0.0, -0.02, 0.02), unit=""),), (passed,))
+    broken = Outcome("memorisation", (figure("memory_auc", Interval(0.0, -0.02, 0.0), unit=""),), (failed,))
+    skipped = Outcome("epsilon", skipped="the attacker needs labelled images of the same kind: give --auxiliary")
+    outcomes = (leaked, quiet, broken, skipped)
+    return tuple(finding_of(attack(outcome.attack), outcome) for outcome in outcomes)

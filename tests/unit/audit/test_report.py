@@ -1,0 +1,251 @@
+"""Intervals and figures by hand; gates, which compare the end that speaks against the device; the page, honest about what was not shown."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from audit.attacks.membership import auc, auc_interval, roc, true_positive_rate
+from audit.choices import parse_gate
+from audit.errors import GateFormError
+from audit.evidence.case import Knowledge
+from audit.measures import (
+    Control,
+    Curve,
+    Figure,
+    Interval,
+    Outcome,
+    bootstrap,
+    png,
+    proportion,
+    psnr,
+    ssim,
+    unit_pixels,
+)
+from audit.report import Result, finding_of, judge, largest_gains, render, report_of, svg
+from tests.support.audit import SUBJECT, VERDICTS, attack, figure, findings
+
+
+def _gained(name: str, gain: Interval, *, given: bool = False, value: float = 0.5) -> Figure:
+    knowledge = (Knowledge.UPDATE, Knowledge.PRIVATE) if given else (Knowledge.UPDATE,)
+    return Figure(
+        name, "title", f"setting {gain.high}", knowledge, Interval(value, value, value + 0.1), 0.5, "guess", gain, 10
+    )
+
+
+def test_the_upper_end_of_the_worst_setting_decides() -> None:
+    outcome = Outcome(
+        "labels", (_gained("reid", Interval(0.0, -0.1, 0.01)), _gained("reid", Interval(0.01, 0.0, 0.03)))
+    )
+    (verdict,) = judge(parse_gate("reid_gain<0.02"), [outcome])
+    assert not verdict.passed
+    assert "0.03" in verdict.why
+    assert judge(parse_gate("reid_gain < 0.031"), [outcome])[0].passed
+
+
+def test_a_value_is_compared_by_its_own_interval() -> None:
+    outcome = Outcome("membership", (_gained("mia_auc", Interval(0.0, 0.0, 0.0), value=0.52),))
+    assert not judge(parse_gate("mia_auc<0.60"), [outcome])[0].passed
+    assert judge(parse_gate("mia_auc<0.63"), [outcome])[0].passed
+
+
+def test_a_ceiling_is_no_risk() -> None:
+    outcome = Outcome(
+        "x", (_gained("reid", Interval(0.0, 0.0, 0.0)), _gained("reid", Interval(0.9, 0.8, 1.0), given=True))
+    )
+    assert judge(parse_gate("reid_gain<0.02"), [outcome])[0].passed
+
+
+def test_the_gradient_of_a_batch_decides_only_where_nothing_was_measured_on_the_update() -> None:
+    batch = replace(_gained("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.UPDATE, Knowledge.BATCH))
+    assert not judge(parse_gate("reid_gain<0.02"), [Outcome("x", (batch,))])[0].passed
+    both = Outcome("x", (batch, _gained("reid", Interval(0.0, 0.0, 0.01))))
+    assert judge(parse_gate("reid_gain<0.02"), [both])[0].passed
+
+
+def test_what_was_not_measured_or_not_proven_does_not_pass() -> None:
+    skipped = Outcome("membership", skipped="no images")
+    (verdict,) = judge(parse_gate("mia_auc<0.6"), [skipped])
+    assert not verdict.passed
+    assert "membership: no images" in verdict.why
+    broken = Outcome("x", (_gained("reid", Interval(0, 0, 0)),), (Control("c", 0.1, "over 0.9", passed=False),))
+    (verdict,) = judge(parse_gate("reid_gain<0.02"), [broken])
+    assert not verdict.passed
+    assert "positive control of x failed" in verdict.why
+
+
+def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
+    gain = Interval(0.0, -0.01, 0.01)
+    failed, passed = (
+        Control("c", 0.1, "over 0.9", ok, name) for ok, name in ((False, "class_ssim"), (True, "class_recognised"))
+    )
+    outcome = Outcome("x", (_gained("class_ssim", gain), _gained("class_recognised", gain)), (failed, passed))
+    verdicts = judge(parse_gate("class_recognised_gain<0.02,class_ssim_gain<0.02"), [outcome])
+    assert [verdict.passed for verdict in verdicts] == [True, False]
+    assert largest_gains([outcome]) == {"class_recognised": 0.01}
+    finding = finding_of(attack("x"), outcome)
+    assert finding.result is Result.NOTHING
+    assert finding.headline is not None
+    assert finding.headline.name == "class_recognised"
+    both = replace(outcome, controls=(failed, replace(passed, passed=False)))
+    assert finding_of(attack("x"), both).result is Result.UNPROVEN
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reid>0.2", "write NAME<NUMBER"),
+        ("ried_gain<0.1", "no figure 'ried'; there are label_l1"),
+        ("reid<much", "NUMBER"),
+    ],
+)
+def test_a_gate_of_another_form_is_refused(text: str, said: str) -> None:
+    with pytest.raises(GateFormError, match=said):
+        parse_gate(text)
+
+
+def test_no_gate_is_no_condition() -> None:
+    assert parse_gate("") == ()
+    assert [str(one) for one in parse_gate("reid_gain<0.02, mia_auc<0.60,")] == ["reid_gain<0.02", "mia_auc<0.6"]
+
+
+def _page() -> str:
+    return render(SUBJECT, findings(), VERDICTS, "2026-11-23 10:00 UTC")
+
+
+def test_each_outcome_has_its_result() -> None:
+    assert [one.result for one in findings()] == [Result.LEAKED, Result.NOTHING, Result.UNPROVEN, Result.NOT_TRIED]
+
+
+def test_a_ceiling_never_stands_for_an_attack() -> None:
+    headline = findings()[0].headline
+    assert headline is not None
+    assert headline.setting == "classifier alone"
+
+
+def test_the_gradient_of_a_batch_is_not_what_left() -> None:
+    batch = replace(figure("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.BATCH,))
+    assert finding_of(attack("x"), Outcome("x", (batch,))).result is Result.HYPOTHETICAL
+    quiet = figure("reid", Interval(0.0, -0.1, 0.1))
+    found = finding_of(attack("x"), Outcome("x", (batch, quiet)))
+    assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
+
+
+def test_one_of_many_settings_above_chance_by_a_little_is_chance() -> None:
+    lucky, quiet = figure("reid", Interval(0.03, 0.001, 0.059)), figure("reid", Interval(0.0, -0.03, 0.03))
+    alone, many = (finding_of(attack("x"), Outcome("x", (lucky, *more))) for more in ((), (quiet,) * 9))
+    assert (alone.result, many.result) == (Result.LEAKED, Result.NOTHING)
+    sure = figure("reid", Interval(0.03, 0.012, 0.048))
+    assert finding_of(attack("x"), Outcome("x", (sure, *(quiet,) * 9))).result is Result.LEAKED
+
+
+def test_the_page_loads_nothing() -> None:
+    page = _page()
+    assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', page)
+    assert "<script" not in page
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("verdict", "1 of 3 attacks got something back from this update"),
+        ("verdict", "gate reid_gain&lt;0.02: FAILED"),
+        ("verdict", "classifier (61,000 numbers), generator (120,000 numbers); report fields accuracy, examples"),
+        ("verdict", "attack epsilon (the attacker needs labelled images of the same kind: give --auxiliary)"),
+        ("verdict", "3 frames that the observer could not keep up with"),
+        ("verdict", "not proven: its positive control failed"),
+        ("verdict", "First weights of the private networks:</b> public spec seed."),
+        ("memorisation", "control FAILED"),
+        ("memorisation", "a planted generator"),
+        ("reidentification", "Reconstructions &lt;b&gt;"),
+    ],
+)
+def test_the_page_says_where_it_belongs_what_was_found_and_what_was_not(section: str, told: str) -> None:
+    page = _page()
+    assert told in page.split(f'id="{section}"')[1].split("</section>")[0]
+    assert "--updates &lt;here&gt;" in page
+
+
+def test_ceilings_are_marked() -> None:
+    section = _page().split('id="reidentification"')[1].split("</section>")[0]
+    assert section.count('<tr class="given">') == 1
+    assert "+20 points (+10 to +31)" in section
+    assert "30.0 % (20.0 to 41.0)" in section
+
+
+def test_the_report_is_json_with_every_figure() -> None:
+    report = json.loads(json.dumps(report_of(SUBJECT, findings(), VERDICTS)))
+    first = report["attacks"][0]
+    assert [figure["is_ceiling"] for figure in first["figures"]] == [False, True]
+    assert first["figures"][0]["gain"] == {"value": 0.2, "low": 0.1, "high": 0.31}
+    assert report["gates"][0]["passed"] is False
+    assert "pictures" not in first
+
+
+def test_a_chart_draws_every_line_once_in_its_frame() -> None:
+    drawing = str(svg(Curve("t", "x", "y", {"a": ((0.0, 1.0), (1.0, 3.0)), "b": ((0.0, 0.0), (1.0, 2.0))})))
+    lines = re.findall(r'<polyline class="line l(\d)" points="([^"]+)"', drawing)
+    assert [number for number, _ in lines] == ["0", "1"]
+    # x = 54 + share * (460 - 54 - 14); y = 260 - 40 - y / 3 * (260 - 12 - 40).
+    assert lines[0][1] == "54.0,150.7 446.0,12.0"
+    assert svg(Curve("t", "x", "y", {})) == ""
+
+
+def test_a_logarithmic_axis_starts_at_its_least_value() -> None:
+    drawing = str(svg(Curve("t", "x", "y", {"a": ((0.0, 0.0), (0.1, 0.5), (1.0, 1.0))}, log_x=True)))
+    (points,) = re.findall(r'points="([^"]+)"', drawing)
+    assert points.split()[0].startswith("54.0,")
+    assert points.split()[1].startswith(f"{54 + 2 / 3 * 392:.1f},")
+
+
+def test_a_share_of_none_has_the_exact_upper_bound() -> None:
+    # Clopper-Pearson with 0 of n: upper = 1 - (0.05 / 2)^(1 / n) = 1 - 0.025^0.1 for n = 10.
+    found = proportion(0, 10)
+    assert found.value == 0
+    assert found.low == 0
+    assert found.high == pytest.approx(1 - 0.025**0.1)
+
+
+def test_a_bootstrap_covers_the_mean_and_a_single_value_is_its_own_interval() -> None:
+    values = np.arange(100, dtype=np.float64)
+    found = bootstrap(values, 0)
+    assert found.value == 49.5
+    # Standard error of the mean: 28.87 / 10 = 2.89; 1.96 of them on either side.
+    assert found.low == pytest.approx(49.5 - 5.66, abs=0.6)
+    assert found.high == pytest.approx(49.5 + 5.66, abs=0.6)
+    alone = bootstrap(np.array([3.0]), 0)
+    assert (alone.value, alone.low, alone.high) == (3.0, 3.0, 3.0)
+
+
+def test_auc_counts_pairs() -> None:
+    # Pairs (member, other): (3, 2) right, (3, 4) wrong, (1, 2) wrong, (1, 4) wrong: 1 of 4.
+    assert auc(np.array([3.0, 1.0]), np.array([2.0, 4.0])) == 0.25
+    assert auc(np.array([1.0, 1.0]), np.array([1.0, 1.0])) == 0.5
+    found = auc_interval(np.arange(50.0) + 25, np.arange(50.0), 0)
+    assert found.low < found.value < found.high
+
+
+def test_the_rate_at_few_false_positives_stays_under_them() -> None:
+    others = np.arange(100, dtype=np.float64)
+    members = np.array([99.5, 98.5, 98.0, 1.0])
+    # 1 % of 100 others: one may pass, so the threshold is 98 and lies below 99.5 and 98.5 alone.
+    assert true_positive_rate(members, others, 0.01).value == 0.5
+    points = roc(members, others)
+    assert points[0] == (0.0, 0.0)
+    assert points[-1] == (1.0, 1.0)
+
+
+def test_psnr_and_ssim_of_images() -> None:
+    image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 0.5
+    # A difference of 0.1 everywhere: MSE 0.01, so 10 log10(1 / 0.01) = 20 dB.
+    assert psnr(image + 0.1, image) == pytest.approx([20.0, 20.0], abs=1e-4)
+    assert ssim(image, image) == pytest.approx([1.0, 1.0])
+    assert (ssim(image.flip(0), image) < 0.5).all()
+    assert unit_pixels(torch.tensor([255], dtype=torch.uint8)).item() == 1.0
+    assert png(image[0]).startswith("iVBOR")
+    assert png(image[0, :1]).startswith("iVBOR")
