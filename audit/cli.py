@@ -118,7 +118,8 @@ def run(
     from rich.console import Console
 
     from audit.attacks.attack import Effort
-    from audit.run import PAGE_FILE, AuditOptions, run_audit
+    from audit.report import PAGE_FILE
+    from audit.run import AuditOptions, run_audit
 
     names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
     options = AuditOptions(

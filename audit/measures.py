@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fedcg.learning.image_set import ImageSet
 
 CONFIDENCE = 0.95
 _RESAMPLES = 1000
+_FAILED = "failed: "
 Values = NDArray[np.float64]
 
 
@@ -194,7 +195,17 @@ class Outcome:
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: str | None = None
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def failure(cls, attack: str, error: BaseException) -> Outcome:
+        """Of an attack that ended with an error: it has shown nothing, so a gate on its figures does not pass."""
+        return cls(attack, skipped=f"{_FAILED}{type(error).__name__}: {error}")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error."""
+        return (self.skipped or "").startswith(_FAILED)
 
     def is_proven(self, figure: str) -> bool:
         """Whether the controls of the figures of this name passed, so that low ones mean that nothing came back."""

@@ -5,10 +5,12 @@ A gate is compared with the end of the confidence interval that speaks against t
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from importlib.metadata import version
 from math import isnan
@@ -24,9 +26,11 @@ from audit.choices import FIGURES, Condition
 from audit.evidence import Case
 from audit.evidence.device_data import SECRET_FILE
 from audit.measures import CONFIDENCE, Curve, Figure, Interval, Outcome
+from fedcg.files import replace_durably
 from fedcg.wire.parts import MAX_GAIN, AuditFigure
 
 REPORT_FORMAT = 1
+REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 
 
 class Result(str, Enum):
@@ -306,6 +310,17 @@ def _text(x: float, y: float, text: str, anchor: str) -> Markup:
 
 
 _TEMPLATE = "report.html"
+
+
+def write_report(
+    folder: Path, subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict]
+) -> dict[str, Any]:
+    """Write `report.json` and the page, which show images of the device, for the owner of the folder alone; what stands in the former."""
+    report = report_of(subject, findings, gates)
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    replace_durably(folder / REPORT_FILE, json.dumps(report, indent=1))
+    replace_durably(folder / PAGE_FILE, render(subject, findings, gates, made))
+    return report
 
 
 def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict], made: str) -> str:

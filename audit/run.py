@@ -4,7 +4,6 @@ An outcome is on disk as soon as its attack is done.
 """
 
 import hashlib
-import json
 import os
 import pickle
 import shlex
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ from audit.choices import parse_gate
 from audit.errors import CaptureError
 from audit.evidence import Case, Colluder, RecordedUpdates, own_view, read_secret, read_truth, read_updates
 from audit.measures import Outcome
-from audit.report import Finding, Verdict, finding_of, judge, render, report_of, subject_of
+from audit.report import Finding, Verdict, finding_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
-from fedcg.files import PRIVATE, replace_durably
+from fedcg.files import replace_durably
 from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.seeds import Streams
 from fedcg.worker_process import abandon, die_with_parent
@@ -112,15 +110,7 @@ def _carry_out(attack: str, effort: Effort, case: bytes) -> Outcome:
             _worker["progress"].put((attack, done, total))
 
     # Written by the parent a moment ago: never bytes from outside.
-    return timed(get_attack(attack), pickle.loads(case), effort, send)  # noqa: S301
-
-
-def timed(attack: Attack, case: Case, effort: Effort, progress: Callable[[int, int], None]) -> Outcome:
-    """An attack's outcome with its duration, or the reason why it was not tried."""
-    started = time.perf_counter()
-    lacking = attack.lacks(case)
-    outcome = Outcome(attack.name, skipped=lacking) if lacking else attack.run(case, effort, progress)
-    return replace(outcome, seconds=round(time.perf_counter() - started, 1))
+    return get_attack(attack).run(pickle.loads(case), effort, send)  # noqa: S301
 
 
 def carry_out(
@@ -174,10 +164,7 @@ def _as_completed(
             if error is None:
                 yield future.result(), True
             else:
-                yield Outcome(name, skipped=f"failed: {type(error).__name__}: {error}"), False
-
-
-REPORT_FILE, PAGE_FILE = "report.json", "report.html"
+                yield Outcome.failure(name, error), False
 
 
 @dataclass(frozen=True)
@@ -243,12 +230,8 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     settings = {"effort": options.effort.value, "seed": options.seed}
     store = options.private if options.private is not None and options.private.is_dir() else None
     subject = subject_of(case, recorded.gaps, settings, options.command(), store)
-    report = report_of(subject, findings, verdicts)
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    replace_durably(options.out / REPORT_FILE, json.dumps(report, indent=1).encode(), PRIVATE)
-    replace_durably(options.out / PAGE_FILE, render(subject, findings, verdicts, made).encode(), PRIVATE)
-    failed = tuple(one for one in outcomes if one.skipped is not None and one.skipped.startswith("failed: "))
-    return Audited(report, findings, verdicts, failed)
+    report = write_report(options.out, subject, findings, verdicts)
+    return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
 
 
 def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:

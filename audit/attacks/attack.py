@@ -5,6 +5,7 @@ The runner here checks what is lacking, hands out the random streams and the eff
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -103,9 +104,11 @@ class Attack:
         return given or self.lacking(case)
 
     def run(self, case: Case, effort: Effort, progress: Progress) -> Outcome:
-        """Carry it out on a case that lacks nothing."""
-        if effort is Effort.QUICK and self.not_quick:
-            return Outcome(self.name, skipped=self.not_quick)
+        """What it comes to on a case and how long that took, or the reason why it was not tried."""
+        started = time.perf_counter()
+        skipped = self.lacks(case) or (self.not_quick if effort is Effort.QUICK else "")
+        if skipped:
+            return Outcome(self.name, skipped=skipped)
         found = list(self.carry_out(Trial(case, effort, case.streams.at(self.name), progress)))
         return Outcome(
             self.name,
@@ -114,6 +117,7 @@ class Attack:
             tuple(one for one in found if isinstance(one, Pictures)),
             tuple(one for one in found if isinstance(one, Curve)),
             tuple(one for one in found if isinstance(one, str)),
+            seconds=round(time.perf_counter() - started, 1),
         )
 
 

@@ -69,7 +69,7 @@ _OWN = re.compile(
 """Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
 RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
-AUDIT_FOLDER, AUDIT_PAGE = "audit", "report.html"
+AUDIT_FOLDER = "audit"
 DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"

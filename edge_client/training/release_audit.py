@@ -3,24 +3,20 @@
 The report of the last audit lies in the folder `audit` of the private store. It shows images of the device; nothing of it is sent.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 from audit.attacks.attack import Attack, Effort, chosen_attacks
 from audit.choices import parse_gate
 from audit.evidence import Case, Truth, View, joined
 from audit.measures import Outcome
-from audit.report import Verdict, finding_of, judge, largest_gains, render, report_of, subject_of
-from audit.run import timed
+from audit.report import PAGE_FILE, Verdict, finding_of, judge, largest_gains, subject_of, write_report
 from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
-from edge_client.store.private_store import AUDIT_FOLDER, AUDIT_PAGE
+from edge_client.store.private_store import AUDIT_FOLDER
 from edge_client.training.local_data import RoundData
-from fedcg.files import replace_durably
 from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
@@ -33,7 +29,6 @@ from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import AuditFigure, Part, Report
 
-REPORT_FILE = "report.json"
 Parts = Mapping[Part, Weights]
 
 
@@ -112,7 +107,7 @@ def audit_release(config: AgentConfig, release: Release, progress: Callable[[str
         outcomes.append(_carried_out(attack, case, _hundredths(progress, number, len(attacks))))
     verdicts = judge(parse_gate(config.audit.gate), outcomes)
     page = _write_report(config, case, attacks, outcomes, verdicts)
-    not_run = tuple(f"{one.attack} {one.skipped}" for one in outcomes if (one.skipped or "").startswith("failed: "))
+    not_run = tuple(f"{one.attack} {one.skipped}" for one in outcomes if one.has_failed)
     return Judged(largest_gains(outcomes), tuple(one for one in verdicts if not one.passed), not_run, page)
 
 
@@ -126,9 +121,9 @@ def _hundredths(progress: Callable[[str, int, int], None], number: int, count: i
 
 def _carried_out(attack: Attack, case: Case, progress: Callable[[int, int], None]) -> Outcome:
     try:
-        return timed(attack, case, Effort.QUICK, progress)
-    except Exception as error:  # noqa: BLE001 - a failed attack has shown nothing; a gate on its figures does not pass
-        return Outcome(attack.name, skipped=f"failed: {type(error).__name__}: {error}")
+        return attack.run(case, Effort.QUICK, progress)
+    except Exception as error:  # noqa: BLE001 - of an attack; the gate judges it
+        return Outcome.failure(attack.name, error)
 
 
 def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
@@ -172,11 +167,8 @@ def _write_report(
     findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
     settings = {"effort": Effort.QUICK.value, "attacks": list(config.audit.attacks), "gate": config.audit.gate}
     subject = subject_of(case, (), settings, _command(config, case.view.round), config.store)
-    report = report_of(subject, findings, verdicts)
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    replace_durably(folder / REPORT_FILE, json.dumps(report, indent=1))
-    replace_durably(folder / AUDIT_PAGE, render(subject, findings, verdicts, made))
-    return folder / AUDIT_PAGE
+    write_report(folder, subject, findings, verdicts)
+    return folder / PAGE_FILE
 
 
 def _command(config: AgentConfig, number: int) -> str:
