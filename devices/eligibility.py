@@ -1,4 +1,4 @@
-"""Whether a box may train now: its readings against the settings of its owner. The decision is pure; `is_held` alone touches a file."""
+"""Whether a box may train now: its readings against the settings of its owner. Of the decision only `is_held` touches files: the owner's."""
 
 import fcntl
 import re
@@ -94,12 +94,11 @@ def eligibility(
     settings: EligibilitySettings,
     now: datetime,
     *,
-    held: str = "",
     requests_per_s: float | None = None,
     before: Obstacle | None = None,
 ) -> Reason | None:
     """The first of `obstacles`, or None."""
-    found = obstacles(readings, settings, now, held=held, requests_per_s=requests_per_s, before=before)
+    found = obstacles(readings, settings, now, requests_per_s=requests_per_s, before=before)
     return next(iter(found), None)
 
 
@@ -108,7 +107,6 @@ def obstacles(
     settings: EligibilitySettings,
     now: datetime,
     *,
-    held: str = "",
     requests_per_s: float | None = None,
     before: Obstacle | None = None,
 ) -> tuple[Reason, ...]:
@@ -118,12 +116,11 @@ def obstacles(
         readings: of its sensors; what is None does not count against it.
         settings: of its owner.
         now: local time.
-        held: what `is_held` found.
         requests_per_s: of the box's inference server; None where it is not known.
         before: why it could not train at the last reading; one that was hot has to cool by 5 °C, and requests to fall to half the limit.
     """
     found = (
-        _reason(Obstacle.RESERVED, held),
+        _reason(Obstacle.RESERVED, is_held(settings)),
         _reason(Obstacle.SERVING, _serving(requests_per_s, settings, 0.5 if before is Obstacle.SERVING else 1.0)),
         _reason(Obstacle.HOT, _heat(readings, settings, COOLS_BY_C if before is Obstacle.HOT else 0.0)),
         _reason(Obstacle.THROTTLED, ", ".join(readings.hardware_throttling)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 
-from devices.eligibility import Reason, eligibility, is_held, no_time
+from devices.eligibility import Reason, eligibility, no_time
 from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
 from edge_client.session.signals import Invited
@@ -103,10 +103,9 @@ class HardwareWatch:
     def _look(self) -> tuple[Telemetry, Reason | None]:
         with self._lock:
             self.last_read = read = self._read()
+            before, load = None if self._last is None else self._last.obstacle, self._load()
             settings = self._config.eligibility
-            before = None if self._last is None else self._last.obstacle
-            held, load = is_held(settings), self._load()
-            self._last = eligibility(read, settings, self._now(), held=held, requests_per_s=load, before=before)
+            self._last = eligibility(read, settings, self._now(), requests_per_s=load, before=before)
             return read, self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:

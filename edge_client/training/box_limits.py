@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility, is_held
+from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility
 from devices.files import oom_kills
 from devices.telemetry import Telemetry
 from edge_client.errors import StoreError
@@ -184,9 +184,8 @@ class Pauses:
 
     def _look(self, before: Obstacle | None) -> Reason | None:
         self._looked_at = self._clock()
-        settings = self._settings
-        held, load = is_held(settings), self._load()
-        found = eligibility(self._read(), settings, self._now(), held=held, requests_per_s=load, before=before)
+        load = self._load()
+        found = eligibility(self._read(), self._settings, self._now(), requests_per_s=load, before=before)
         return found if found is not None and found.obstacle.pauses else None
 
 

@@ -68,14 +68,17 @@ def test_a_fleet_of_three_goes_on_after_convergence_with_every_update(tmp_path: 
     assert len([event for event in events if event["event"] == "aggregate_stored"]) == 18
 
 
-def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) -> None:
-    for client in _summary(demo)["clients"]:
-        images = sorted((demo / "data" / client["id"] / "test").glob("*/*.png"))
-        done = _fedcg("infer", "--model", str(Path(client["onnx_model"]).parent), *map(str, images), "--json", cwd=demo)
-        assert done.returncode == 0, done.stderr
-        predictions = data_of(done.stdout)["results"]
-        right = sum(entry["class"] == path.parent.name for entry, path in zip(predictions, images, strict=True))
-        assert right / len(images) == pytest.approx(client["accuracy_onnx"])
+@pytest.mark.slow
+def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(demo: Path, tmp_path: Path) -> None:
+    device = tmp_path / "client-1"
+    shutil.copytree(demo / "devices" / "client-1", device)
+    assert unnamed(device, 0.4) == []
+    for path in (path for path in (device / "store" / "models").rglob("*") if path.is_file() and path.name != ".lock"):
+        whole = path.read_bytes()
+        path.write_bytes(bytes([*whole[:40], whole[40] ^ 1]) + whole[41:])
+        told = run_fedcg("model", "verify", device / "store" / "models")
+        assert (told.exit_code, path.name in told.stderr) == (BAD_INPUT, True), (path, told.output)
+        path.write_bytes(whole)
 
 
 def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
@@ -88,20 +91,6 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     done = _fedcg("audit", "compare", "--observed", str(demo / "observer"), *private, cwd=demo)
     assert done.returncode == 0, done.stdout
     assert "0 leaks" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(demo: Path, tmp_path: Path) -> None:
-    device = tmp_path / "client-1"
-    shutil.copytree(demo / "devices" / "client-1", device)
-    assert unnamed(device, 0.4) == []
-    for path in (path for path in (device / "store" / "models").rglob("*") if path.is_file() and path.name != ".lock"):
-        whole = path.read_bytes()
-        path.write_bytes(bytes([*whole[:40], whole[40] ^ 1]) + whole[41:])
-        told = run_fedcg("model", "verify", device / "store" / "models")
-        assert (told.exit_code, path.name in told.stderr) == (BAD_INPUT, True), (path, told.output)
-        path.write_bytes(whole)
 
 
 def test_a_demo_whose_plan_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:

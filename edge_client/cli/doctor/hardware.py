@@ -8,7 +8,7 @@ from pathlib import Path
 
 from devices.cli import UNAVAILABLE, describe_gpu, gib
 from devices.detect import detect, runtime_obstacle, runtime_providers
-from devices.eligibility import EligibilitySettings, Obstacle, eligibility, is_held, obstacles
+from devices.eligibility import EligibilitySettings, Obstacle, eligibility, obstacles
 from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, NotTrainableError, plan_training
@@ -49,10 +49,8 @@ def examine_hardware(
         wait(RATE_S)
         read = sensors.read()
     requests_per_s, now = load(), datetime.now().astimezone()
-    found = {
-        one.obstacle: one.detail
-        for one in obstacles(read, settings, now, held=is_held(settings), requests_per_s=requests_per_s)
-    }
+    reasons = obstacles(read, settings, now, requests_per_s=requests_per_s)
+    found = {one.obstacle: one.detail for one in reasons}
 
     def judged(check: str, detail: str, obstacle: Obstacle, warning: str = "") -> Finding:
         if obstacle in found:
@@ -79,7 +77,9 @@ def examine_hardware(
         judged("links", _links(read), Obstacle.METERED, _no_effect("unmetered", settings, read)),
         judged("quiet hours", ", ".join(settings.quiet_hours) or "none", Obstacle.QUIET_HOURS),
         *([] if settings.inference_url is None else [_serving(requests_per_s, settings, judged)]),
-        judged("application", "does not keep training away" if not is_held(settings) else "busy", Obstacle.RESERVED),
+        judged(
+            "application", "busy" if Obstacle.RESERVED in found else "does not keep training away", Obstacle.RESERVED
+        ),
     )
 
 
@@ -187,7 +187,7 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
     if plan.device == "cpu" and plan.reason == problem:
         return "warning", f"on the CPU, although there is a GPU ({describe_gpu(box.gpu)})", problem
     settings, place = config.eligibility, existing_place(config.store)
-    reason = eligibility(read_telemetry(place), settings, datetime.now().astimezone(), held=is_held(settings))
+    reason = eligibility(read_telemetry(place), settings, datetime.now().astimezone())
     if reason is not None:
         return "warning", f"not now: {reason.detail}", "`fedcg doctor --hardware` shows all readings"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""

@@ -1,8 +1,9 @@
-"""A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or reports the reason,
-no update counts or is trained twice, and whatever is refused is counted under its reason and written to the event logs."""
+"""A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or reports the reason, no update counts or is trained twice, and whatever is refused is counted under its reason and written to the event logs."""
 
 import itertools
+import logging
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,11 +12,23 @@ from pathlib import Path
 import pytest
 
 from edge_client.cli.status import read_status
+from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.envelopes import SigningKey, seal
-from fedcg.wire.messages.schemas import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
+from fedcg.wire.messages.schemas import (
+    COORDINATOR,
+    Finished,
+    Invite,
+    Manifest,
+    Need,
+    Offer,
+    Receipt,
+    RoundAttempt,
+    Welcome,
+)
 from fedcg.wire.messages.topics import TopicKind
+from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService
-from tests.support.hostile import TOPICS, Behaviour, Federation, HostileBroker, Passing, alter, honest
+from tests.support.hostile import TOPICS, Behaviour, Box, Federation, HostileBroker, Passing, alter, honest
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(200)
@@ -296,23 +309,6 @@ def test_an_offer_played_again_after_the_end_does_not_open_the_round_again(make:
     assert len(box.events("finished")) == 1
 
 
-def test_an_aggregate_that_is_altered_on_its_way_is_never_used(make: Run) -> None:
-    """Each chunk is altered once, in the broadcast and when it is asked for; its frame is made to fit."""
-    honest_one = make(rounds=1).run()
-    spoilt: set[bytes] = set()
-
-    def spoils(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
-        if kind_of(passing) not in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK) or passing.payload in spoilt:
-            return [passing]
-        spoilt.add(passing.payload)
-        return [replace(passing, payload=alter(passing, broker.rng))]
-
-    federation = make(spoils, rounds=1).run()
-    federation.assert_completed()
-    assert federation.final == honest_one.final
-    assert all("damaged" in box.refused() for box in federation.boxes.values())
-
-
 def test_a_recorded_hello_does_not_end_the_session_that_replaced_its_own(make: Run) -> None:
     federation = make(devices=("a", "b"), rounds=1)
     box = federation.boxes["a"]
@@ -330,4 +326,52 @@ def test_a_recorded_hello_does_not_end_the_session_that_replaced_its_own(make: R
         federation.boxes["b"].start(federation)
         wait_until(federation.is_over, "the end")
         assert running.service.refusals == {"dropped": 0, "replayed": 1}
+    federation.assert_completed()
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    made = Federation(tmp_path, devices=("a", "b"))
+    yield made
+    made.close()
+
+
+def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_conflict(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    box, broker = federation.boxes["a"], federation.broker
+    PrivateStore.open(box.root / "store", FEDERATION, "a").device_secret()
+    shutil.copytree(box.root, box.root.with_name("copy"))
+    copy = Box("a", box.root.with_name("copy"), box.key, images="its own")
+    held: list[Passing] = []
+
+    def holds_manifests(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        is_manifest = passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, Manifest)
+        held.extend([passing] if is_manifest else [])
+        return [] if is_manifest else [passing]
+
+    with RunningService(federation.world) as running, caplog.at_level(logging.WARNING):
+        broker.behaviour = holds_manifests
+        federation.boxes["b"].start(federation)
+        box.start(federation)
+        wait_until(lambda: bool(held), "the box has trained")
+        broker.drop("a")
+        broker.behaviour = lambda _broker, passing: [passing]
+        copy.start(federation)
+        wait_until(lambda: bool(copy.events("receipt")), "the copy delivers")
+        copy.stop()
+        assert running.service.conditions.doubled_at == {}
+        broker.restore("a")
+        wait_until(lambda: "a" in running.service.conditions.doubled_at, "both agents have reported under one identity")
+        wait_until(federation.is_over, "the end")
+    first, second = copy.events("receipt")[0], box.events("receipt")[0]
+    assert (first["round"], first["outcome"]) == (1, "accepted")
+    assert (second["round"], second["outcome"]) == (1, "conflict")
+    assert first["artifact"] != second["artifact"]
+    kept = federation.world.store.updates(FEDERATION, RoundAttempt(1, 1))
+    assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
+    (refused,) = federation.world.events("update_refused")
+    assert (refused["client"], refused["outcome"]) == ("a", "conflict")
+    for told in ("two devices seem to use its private store", "a copy of it, or of its private store, takes part too"):
+        assert any(told in record.message for record in caplog.records), told
     federation.assert_completed()

@@ -1,4 +1,4 @@
-"""Strangers at the ports of a real coordinator that may open 1,024 files: it lives, and devices and operator are served meanwhile."""
+"""Strangers at the ports of a real coordinator that may open 1,024 files, and one enrolled device that floods it: it lives, and the others are served meanwhile."""
 
 import http.client
 import json
@@ -23,6 +23,7 @@ from coordinator.members.membership import revoke
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
+from tests.floods import FLOODER, HONEST, ROUNDS, flooded
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.serving import Server, install_versions
@@ -236,3 +237,28 @@ def test_the_prediction_server_lives_through_silent_connections(tmp_path: Path) 
         wait_for(answers, f"it answers while {PLAIN} connections are open", WITHIN_S)
         held.pop_all().close()
     assert process.returncode == -signal.SIGKILL
+
+
+RATE, HARD_RATE = 500, 4000
+SILENCED_WITHIN_S = 10.0
+MAX_LOG_BYTES = 256 * 1024
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("kind", ["heartbeats", "manifests", "bad signatures", "chunks", "hellos"])
+def test_a_flooding_device_delays_the_others_little_and_is_silenced_above_what_is_allowed(
+    tmp_path: Path, kind: str
+) -> None:
+    seen = flooded(tmp_path, kind, RATE, HARD_RATE)
+    assert seen.flooded_s <= 2.0 * seen.calm_s + 1.0  # a second for a machine that has other work
+    assert seen.silenced_s is not None
+    assert 0.0 < seen.silenced_s <= SILENCED_WITHIN_S
+    assert seen.log_bytes <= MAX_LOG_BYTES
+    silenced = [event for event in seen.events if event["event"] == "silenced"]
+    assert [event["client"] for event in silenced] == [FLOODER]
+    assert "messages a second" in silenced[0]["reason"]
+    stored = {(event["client"], event["round"]) for event in seen.events if event["event"] == "update_stored"}
+    assert stored == {(device, number) for device in HONEST for number in range(2, ROUNDS + 1)} | {
+        (client, number) for client, number in stored if number == 1
+    }
+    assert not [event for event in seen.events if event["event"] == "departed"]

@@ -19,6 +19,7 @@ from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, P
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import RoundAttempt
+from fedcg.wire.parts import Part
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config
 
 DEVICE_KEY = b"d" * 32
@@ -109,6 +110,14 @@ class Site:
         state = self.store.generations.load()
         assert state is not None
         return state
+
+    def weights(self, slot: str = "personal", *parts: Part) -> dict[str, bytes]:
+        """Tensors of a slot as bytes, of all its parts or of some."""
+        held = self.state().slots[slot]
+        chosen = {part: held[part] for part in parts or held}
+        return {
+            f"{part.value}/{name}": one.tobytes() for part, tensors in chosen.items() for name, one in tensors.items()
+        }
 
     def update(self) -> bytes:
         return self.store.generations.update_bytes(self.state().generation)

@@ -100,7 +100,7 @@ def test_an_application_keeps_training_away_by_its_lock_or_its_file(tmp_path: Pa
         assert is_held(settings) == ""  # there, and nobody holds it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # asking has left it to the application
         assert is_held(settings) == f"{lock} is locked"
-        reason = eligibility(Telemetry(), settings, NOON, held=is_held(settings))
+        reason = eligibility(Telemetry(), settings, NOON)
         assert reason is not None
         assert reason.obstacle is Obstacle.RESERVED
     assert is_held(settings) == ""

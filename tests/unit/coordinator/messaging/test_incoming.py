@@ -1,6 +1,6 @@
 """Incoming messages: a queue that is fair to senders, token buckets, what a silenced device costs and how it comes back, cohort marks.
 
-Real floods are in tests/faults/network/test_floods.py.
+Real floods are in tests/faults/network/test_strangers.py.
 """
 
 import sys

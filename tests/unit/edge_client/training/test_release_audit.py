@@ -12,6 +12,7 @@ import torch
 from audit.attacks.attack import Attack, Effort, Found, Trial
 from audit.evidence.case import Case, Knowledge
 from audit.measures import Control, Figure, Interval, Outcome, Pictures, png
+from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.session.signals import RoundCommitted, RoundFailed
 from fedcg.learning.networks.plans import initial_parts
@@ -99,6 +100,8 @@ def test_a_gate_that_does_not_hold_keeps_the_update_on_the_device_and_names_cond
     assert not site.events("committed")
     (told,) = site.events("audited")
     assert (told["passed"], told["round"], told["attempt"]) == (False, 1, 1)
+    page = site.store.root / "audit" / "report.html"
+    assert read_status(site.config)["last_audit"] == f"round 1, attempt 1: withheld; {page}"
 
 
 def test_the_round_after_a_withheld_one_starts_from_the_state_before_it(tmp_path: Path, stand_in: StandIn) -> None:

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout, is_delta
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, aggregate_of, draw_images
-from tests.support.waiting import wait_until
 
 COHORT_KEY = b"c" * 32
 
@@ -111,10 +108,7 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     assert with_shadow.update().endswith(without.update()[-1000:])
     assert set(without.state().slots) == {"personal", "best"}
     assert without.events("committed")[0]["accuracy_local"] is None
-    shadow, only = with_shadow.state().slots["shadow"], alone.state().slots["personal"]
-    for part in (Part.EXTRACTOR, Part.CLASSIFIER):
-        for name, tensor in only[part].items():
-            assert np.array_equal(tensor, shadow[part][name]), (part, name)
+    assert with_shadow.weights("shadow") == alone.weights()
 
 
 def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_is_reported_in_each(
@@ -124,16 +118,12 @@ def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_i
     slots, told = [], []
     for number in (1, 2, 3):
         site.trainer().do(site.round(number))  # each time another process
-        slots.append(site.state().slots["shadow"])
+        slots.append(site.weights("shadow"))
         told.append(read_header(site.update()).report)
         if number != 2:
             alone.train(number)
-            for part, weights in slots[-1].items():
-                for name, tensor in alone.state().slots["personal"][part].items():
-                    assert np.array_equal(tensor, weights[name]), (number, part, name)
-    assert all(
-        np.array_equal(slots[0][part][name], slots[1][part][name]) for part in slots[0] for name in slots[0][part]
-    )
+            assert slots[-1] == alone.weights(), number
+    assert slots[0] == slots[1]
     accuracies = [report.shadow for report in told if report is not None]
     assert accuracies == [event["accuracy_local"] for event in site.events("committed")]
     assert None not in accuracies
@@ -229,9 +219,8 @@ def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path
     (sites["other secret"].store.root / "secrets" / "device.key").write_bytes(checked_secret(b"e" * 32))
     for name, site in sites.items():
         site.train(1, 2 if name == "other attempt" else 1)
-    weights = {name: site.state().slots["personal"][Part.EXTRACTOR] for name, site in sites.items()}
-    for name in ("other secret", "other attempt"):
-        assert any(not np.array_equal(weights["a"][key], weights[name][key]) for key in weights["a"])
+    extractors = [site.weights("personal", Part.EXTRACTOR) for site in sites.values()]
+    assert extractors[0] not in extractors[1:]
 
 
 def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_path: Path) -> None:
@@ -303,7 +292,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
 ) -> None:
     site = Site(tmp_path, real_spec("fedsplit"), shadow=1)
     site.train(1)
-    before = site.state().slots["shadow"]
+    before = site.weights("shadow")
     alone = get_method("local")
 
     def lookup(name: str) -> Method:
@@ -314,8 +303,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
 
     monkeypatch.setattr(training, "get_method", lookup)
     site.train(2)
-    after = site.state().slots["shadow"]
-    assert all(np.array_equal(after[part][name], before[part][name]) for part in before for name in before[part])
+    assert site.weights("shadow") == before
     assert [event["what"] for event in site.events("refused")] == ["shadow"]
 
 
@@ -382,41 +370,6 @@ def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equ
     assert Measured(test=0.1).beats(best)  # without validation images the newer one counts
     assert best.beats(None)
     assert Measured.from_scores(best.as_scores("best"), "best") == best
-
-
-@pytest.fixture
-def slow_site(tmp_path: Path) -> Site:
-    return Site(tmp_path, real_spec(epochs=16))
-
-
-@pytest.mark.slow
-def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
-    code = (
-        "import pickle, sys\nfrom edge_client.training.trainer_handle import trainer_process\n"
-        "config, command = pickle.loads(sys.stdin.buffer.read())\n"
-        "from fedcg.log_output import LogSettings\n"
-        "import queue; reports = queue.SimpleQueue(); process = trainer_process(config, LogSettings(), reports.put)\n"
-        "print(process.start(), flush=True); reports.get(); process.send(command)\n"
-        "while True: reports.get()\n"
-    )
-    import pickle
-
-    agent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert agent.stdin is not None
-    assert agent.stdout is not None
-    with agent:
-        agent.stdin.write(pickle.dumps((slow_site.config, slow_site.round())))
-        agent.stdin.close()
-        child = int(agent.stdout.readline())
-        wait_until(lambda: len(slow_site.events("progress")) > 0, "training is under way", 60)
-        agent.kill()
-    wait_until(lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child), "the child is gone", 10)
-    with slow_site.store.locked("trainer.lock", wait_s=5.0):
-        assert slow_site.store.generations.current() == (None, ())
-
-
-def _is_zombie(pid: int) -> bool:
-    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(tmp_path: Path) -> None:

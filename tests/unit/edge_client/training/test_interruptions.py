@@ -1,7 +1,8 @@
-"""A round that was interrupted anywhere goes on from its checkpoint and ends in the same bytes as an undisturbed one."""
+"""A round that is interrupted goes on from its checkpoint to the same bytes; a process that hangs is killed and replaced."""
 
 import hashlib
-from collections.abc import Mapping
+import queue
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,34 @@ from typing import Any
 
 import pytest
 
+from coordinator.aggregation.jobs import (
+    Job,
+    JobDone,
+    JobFailed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
-from edge_client.session.signals import RoundCommitted
+from edge_client.session.signals import RoundCommitted, TrainerReady, TrainRound
 from edge_client.store.generations import CheckpointFile
+from edge_client.training.trainer_handle import TrainerReport, trainer_process
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.privacy import OFF, DpSgdSettings, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.learning.training.device_errors import BROKEN_EXIT
+from fedcg.log_output import LogSettings
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import ReportField
+from tests.support.coordinator import driven_worker
+from tests.support.coordinator.driven_worker import STALL_S, DrivenWorker, worker_settings
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import aggregate_of
+from tests.support.edge.world import aggregate_of, make_config
 
 EPOCHS = 3
 METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
@@ -79,12 +95,7 @@ def count_saves(monkeypatch: pytest.MonkeyPatch, killed_after: int | None = None
 
 def result(site: Site) -> tuple[str, dict[str, bytes]]:
     state = site.state()
-    tensors = {
-        f"{slot}/{part.value}/{name}": array.tobytes()
-        for slot, parts in state.slots.items()
-        for part, weights in parts.items()
-        for name, array in weights.items()
-    }
+    tensors = {f"{slot}/{name}": data for slot in state.slots for name, data in site.weights(slot).items()}
     tensors |= {
         f"{extra}/{name}": array.tobytes() for extra, arrays in state.extras.items() for name, array in arrays.items()
     }
@@ -210,3 +221,61 @@ def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     saves = count_saves(monkeypatch)
     site.train()
     assert saves == [0]
+
+
+JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
+
+
+@pytest.mark.slow
+def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", driven_worker.work_slowly_then_idle)
+    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
+    training = TrainingSection(device="cpu", threads=1, stall_s=STALL_S)
+    config = make_config(tmp_path).model_copy(update={"training": training})
+    process = trainer_process(config, LogSettings(), reports.put)
+    try:
+        process.start()
+        assert reports.get(timeout=30) == TrainerReady()
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == RoundCommitted(RoundAttempt(1, 1))
+        with pytest.raises(queue.Empty):
+            reports.get(timeout=3 * STALL_S)
+    finally:
+        process.stop()
+
+
+def merged_despite(settings: WorkerSettings) -> list[WorkerEvent]:
+    settings.artifacts.mkdir()
+    with DrivenWorker(settings) as driven:
+        driven.worker.open(JOB)
+        driven.worker.add("a", "3" * 64)
+        driven.worker.finish((("a", "3" * 64, 1),), {})
+        driven.until(JobDone, JobFailed)
+    return driven.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first_life", "reason"),
+    [
+        (driven_worker.hang_once, "no progress for 1 s"),
+        (
+            driven_worker.break_the_card_once,
+            "RuntimeError: CUDA error: an illegal memory access was encountered",
+        ),
+    ],
+)
+def test_an_aggregation_worker_that_hangs_or_whose_card_broke_is_replaced_and_the_job_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_life: Callable[..., None], reason: str
+) -> None:
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", first_life)
+    settings = worker_settings(tmp_path)
+    is_hanging = first_life is driven_worker.hang_once
+    said = merged_despite(replace(settings, stall_s=STALL_S) if is_hanging else settings)
+    died = [event for event in said if isinstance(event, WorkerDied)]
+    assert [(event.deaths, event.reason) for event in died] == [(1, reason)]
+    assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2
+    assert said[-1] == JobDone(1, 1, "9" * 64, 1, "8" * 64)
+    assert BROKEN_EXIT != 0

@@ -1,11 +1,16 @@
-"""A device whose extractor ends in a private projection on a frozen backbone: features once, pinned weights, `[training] weights`."""
+"""What a method has beyond usual parts on a device, and a device whose extractor ends in a private projection on a frozen backbone."""
 
 import os
 import time
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
+import torch
+from torch import nn
 
 from edge_client.agent.owner import OwnerControl
 from edge_client.agent.run import run_agent
@@ -14,20 +19,135 @@ from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
-from edge_client.session.signals import Chosen, RoundCommitted
+from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted
+from edge_client.training import local_round
+from export.model.versions import Slots
 from fedcg.event_log import EventLog
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext
+from fedcg.learning.methods.fedproto import NearestPrototype
+from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
+from fedcg.learning.registry import get_method
 from fedcg.learning.spec import BackboneChoice
 from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.log_output import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
+from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
-from fedcg.wire.parts import Part
-from tests.support.edge.training_site import Site
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
+from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION, FORM
 from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
+
+
+def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = get_method("fedsplit")
+
+    def remembering(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+        result = method.local_round(state, data, aggregate, ctx)
+        rounds = state.extras["known"]["rounds"] + 1 if state.extras else torch.ones(1)
+        known = {"rounds": rounds, "validation": torch.tensor([len(ctx.validation or ())])}
+        return replace(result, private=replace(result.private, extras={"known": known}))
+
+    monkeypatch.setattr(local_round, "get_method", lambda _name: replace(method, local_round=remembering))
+    site = Site(tmp_path, real_spec("fedsplit"))
+    for number in (1, 2):
+        site.train(number)
+    stored = site.state()
+    assert stored.extras["known"]["rounds"].tolist() == [2]
+    counts = site.store.generations.snapshot(stored.generation).counts()
+    assert stored.extras["known"]["validation"].tolist() == [counts["val"]]
+    assert counts["val"] > 0
+    assert {name.partition("/")[0] for name in inspect(site.update()).tensors} == {"classifier"}
+
+
+def allowing(site: Site) -> Site:
+    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).payload.up)
+    site.configure(policy=policy)
+    return site
+
+
+@pytest.mark.parametrize(("method", "part"), [("fedproto", "statistics"), ("ppidsg", "image_generator")])
+def test_what_is_no_usual_part_leaves_only_with_the_owners_word(tmp_path: Path, method: str, part: str) -> None:
+    report = Site(tmp_path, real_spec(method)).declined()
+    assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert part in report.detail
+
+
+def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_one_without_the_cohort_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = allowing(Site(tmp_path, real_spec("fedprobe")))
+    method = get_method("fedprobe")
+    plain = replace(method, payload=replace(method.payload, is_summed=False))
+    monkeypatch.setattr(local_round, "get_method", lambda _name: plain)
+    report = site.declined()
+    assert (report.reason, report.detail) == (
+        DeclineReason.SPEC_REFUSED,
+        "method fedprobe has other parts that leave behind masks only",
+    )
+    monkeypatch.undo()
+    report = site.declined()
+    assert report.reason is DeclineReason.SPEC_REFUSED
+    assert report.detail.startswith(
+        "method fedprobe needs the cohort secret: `fedcg cohort create` on the first device"
+    )
+
+
+def test_a_spec_with_another_number_of_probes_than_its_statistics_have_rows_is_declined(tmp_path: Path) -> None:
+    spec = real_spec("fedprobe", probes=4)
+    site = allowing(Site(tmp_path, spec.model_copy(update={"params": {**spec.params, "probes": 8}})))
+    site.share_cohort_secret()
+    report = site.declined()
+    assert (report.reason, report.detail) == (
+        DeclineReason.SPEC_REFUSED,
+        "the spec's tensor layouts are not those of its networks",
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "parts"),
+    [
+        ("fedproto", NearestPrototype, {Part.EXTRACTOR, Part.STATISTICS}),
+        ("ppidsg", nn.Sequential, {Part.IMAGE_GENERATOR, Part.EXTRACTOR, Part.CLASSIFIER}),
+    ],
+)
+def test_the_exported_model_is_the_methods_own(
+    tmp_path: Path, method: str, kind: type[nn.Module], parts: set[Part]
+) -> None:
+    spec = real_spec(method, epochs=3)
+    site = allowing(Site(tmp_path, spec, shadow=1, export=True))
+    trainer = site.trainer()
+    assert isinstance(trainer.do(site.round()), RoundCommitted)
+    done = trainer.do(ChooseModel(spec=spec.digest, aggregate=site.aggregate))
+    assert isinstance(done, Chosen)
+    assert done.succeeded, site.events("finalise_failed")
+    (final,) = site.events("finalised")
+    slots, layouts = site.state().slots, {part: spec.layouts[part] for part in spec.upload}
+    best = to_weights(slots["best"])
+    assert set(best) == parts
+    incoming = to_weights(unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
+    candidates = {"own": best, "downloaded": {**to_weights(slots["personal"]), **incoming}}
+    chosen = candidates[str(final["candidate"])]
+    network = personal_model(spec, chosen)
+    assert type(network) is kind
+    session = onnxruntime.InferenceSession(Slots(site.store.root / "models").current() / "model.onnx")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, *spec.image.shape), dtype=np.uint8)
+    logits = session.run(["logits"], {session.get_inputs()[0].name: pixels})[0]
+    scaled = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255
+    mean, std = (torch.tensor(one).view(1, -1, 1, 1) for one in (spec.image.mean, spec.image.std))
+    images = (scaled - mean) / std
+    assert np.allclose(logits, network(images).detach().numpy(), atol=1e-4)
+    for part in parts:  # all of them are in the one graph
+        without = {**chosen, part: {name: torch.zeros_like(tensor) for name, tensor in chosen[part].items()}}
+        assert not np.allclose(logits, personal_model(spec, without)(images).detach().numpy(), atol=1e-2)
+
 
 GREY = FORM.model_copy(update={"height": 64, "width": 64, "mean": (0.449,), "std": (0.226,)})
 
@@ -39,9 +159,11 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def site_of(tmp_path: Path, weights: Path) -> Site:
+def site_of(tmp_path: Path, weights: Path, *backbones: str, codec: str = "i8-delta") -> Site:
+    """A device of a federation with a tiny public backbone, which allows its devices others of their own."""
     plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
-    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY}
+    network = plan.network.model_copy(update={"backbones": tuple(BackboneChoice(name=one) for one in backbones)})
+    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network, "codec": codec}
     return Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
 
 
@@ -112,10 +234,7 @@ def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tm
 def test_the_status_names_the_devices_own_backbone_and_all_where_it_can_not_be_told(
     tmp_path: Path, weights: Path
 ) -> None:
-    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
-    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="resnet18"),)})
-    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network}
-    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)))
+    site = site_of(tmp_path, weights, "resnet18")
 
     def start(backbone: str) -> object:
         training = TrainingSection(device="cpu", backbone=backbone)
@@ -129,10 +248,7 @@ def test_the_status_names_the_devices_own_backbone_and_all_where_it_can_not_be_t
 def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
-    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="resnet18"),)})
-    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network}
-    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)))
+    site = site_of(tmp_path, weights, "resnet18")
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
 
     def found(**training: object) -> Finding:
@@ -170,10 +286,7 @@ def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_ta
 
 
 def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(tmp_path: Path, weights: Path) -> None:
-    plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
-    network = plan.network.model_copy(update={"backbones": (BackboneChoice(name="timm:test_resnet"),)})
-    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network, "codec": "f32"}
-    site = Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
+    site = site_of(tmp_path, weights, "timm:test_resnet", codec="f32")
 
     def choose(backbone: str) -> None:
         site.configure(training={"backbone": backbone}, export=ExportSection(variants=False))

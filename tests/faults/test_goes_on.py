@@ -1,11 +1,14 @@
-"""Whatever fails while a command is carried out, the agent's state goes on without a restart; and what waits is bounded in bytes."""
+"""Whatever fails while a command is carried out, the agent's state goes on without a restart, and what waits is bounded in bytes; so does a coordinator without a usable link."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.rounds.engine import Phase
 from edge_client.agent.loop import INBOX_BYTES, Agent
 from edge_client.session.signals import (
     Event,
@@ -20,7 +23,12 @@ from edge_client.session.signals import (
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
+from fedcg.wire.transport import mqtt
+from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.transport import Delivery as Incoming
+from tests.support.broker.broker_packets import SUBSCRIBE, scripted_broker, suback
+from tests.support.coordinator.world import RunningService
+from tests.support.coordinator.world import World as ServiceWorld
 from tests.support.edge.world import FakeTrainer, World
 from tests.support.waiting import wait_until
 
@@ -159,3 +167,22 @@ def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_byte
     while not agent._inbox.empty():
         kept += isinstance(agent._inbox.get_nowait(), Incoming)
     assert kept * size <= INBOX_BYTES + size
+
+
+def test_a_broker_with_too_small_packets_does_not_end_the_coordinator_which_connects_when_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mqtt, "BACKOFF_FIRST_S", 0.01)
+    with scripted_broker() as broker, closing(ServiceWorld(tmp_path, clients=())) as world:
+        config = replace(broker.config(), keepalive_s=60)
+        context = replace(world.service_context(), connect=lambda will: MqttTransport(config, will))
+        monkeypatch.setattr(world, "service_context", lambda: context)
+        with RunningService(world) as running:
+            for _ in range(3):
+                assert broker.welcome(properties=b"\x27" + (600).to_bytes(4, "big")).next() is None
+            wait_until(lambda: "packets of at most 600 bytes" in caplog.text, "the cause is logged")
+            peer = broker.welcome()
+            peer.send(suback("5", int.from_bytes(peer.expect(SUBSCRIBE)[:2], "big"), b"\x01\x01\x01"))
+            wait_until(lambda: running.service.is_connected, "it has a link")
+            assert running.service.state.phase is Phase.WAITING
+            broker.close()

@@ -1,0 +1,361 @@
+"""Transfers over MQTT and HTTPS whose agents, coordinator, broker or link die, stall or have a wrong clock: the round completes, nothing counts twice, and what had arrived is not sent again.
+
+A machine's clock is wrong relative to the certificates, so these tests make certificates at another time, and a real Mosquitto and real TLS judge them.
+"""
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.service.service import Service
+from edge_client.cli.doctor.checks import Finding, examine
+from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
+from fedcg.wire.messages.schemas import COORDINATOR, Carrier
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
+from tests.conftest import StartMosquitto
+from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client
+from tests.support.broker.throttle import Throttle, Weather
+from tests.support.waiting import free_port, wait_until
+from tests.support.wire.transfer_parties import (
+    FEDERATION,
+    SOME,
+    MakeWorld,
+    Parties,
+    Plan,
+    chunks_of,
+    run_agent,
+    run_coordinator,
+    worlds,
+)
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
+PERSISTENCE = ("persistence true", "autosave_interval 1")
+
+
+WINDOWS = {Carrier.MQTT: 17, Carrier.HTTPS: 64}  # chunks that were under way when something died: lost or repeated
+BOTH_CARRIERS = pytest.mark.parametrize("make_world", [Carrier.MQTT, Carrier.HTTPS], indirect=True)
+
+
+@pytest.fixture
+def make_world(request: pytest.FixtureRequest, tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
+    with worlds(tmp_path, mosquitto, getattr(request, "param", Carrier.MQTT)) as make:
+        yield make
+
+
+@BOTH_CARRIERS
+@pytest.mark.slow
+def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill("a")
+    there = max(there, parties.uploaded("a"))
+    parties.start("a")
+    came = world.finish()
+    assert came["received"] == chunks_of(came) > there
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there  # by the second process
+    assert len(parties.events("a", "agent_started")) == 2
+
+
+@BOTH_CARRIERS
+@pytest.mark.slow
+def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill(COORDINATOR)
+    parties.start(COORDINATOR)
+    came = world.finish()
+    assert came["resumed"] >= there
+    assert came["resumed"] + came["received"] == chunks_of(came)
+    window = WINDOWS[world.carrier]
+    assert came["repeated"] <= window
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + window
+
+
+@BOTH_CARRIERS
+@pytest.mark.parametrize("victim", ["a", COORDINATOR])
+@pytest.mark.slow
+def test_whoever_is_killed_in_mid_download_only_the_rest_is_carried(make_world: MakeWorld, victim: str) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
+    parties.kill(victim)
+    parties.start(victim)
+    world.finish()
+    came = world.download()
+    assert came["resumed"] >= there if victim == "a" else came["resumed"] == 0
+    assert came["resumed"] + came["received"] == chunks_of(came)
+
+
+@BOTH_CARRIERS
+@pytest.mark.slow
+def test_a_transfer_completes_over_a_slow_and_unreliable_link(make_world: MakeWorld) -> None:
+    weather = Weather(
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
+    )
+    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
+    came = world.finish()
+    assert came["received"] + came["resumed"] == -(-came["size"] // (2048 - FRAME_OVERHEAD_BYTES))
+    assert world.link.resets == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "way"),
+    [((), "up"), (PERSISTENCE, "up"), ((), "down"), (PERSISTENCE, "down")],
+)
+@pytest.mark.slow
+def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
+    make_world: MakeWorld, extra: tuple[str, ...], way: str
+) -> None:
+    world = make_world(extra=extra)
+    parties = world.parties
+    count = (lambda: parties.uploaded("a")) if way == "up" else (lambda: parties.downloaded("a"))
+    parties.await_chunks(count, SOME, f"the transfer {way} is under way")
+    world.broker.stop()  # SIGKILL
+    world.broker.start()
+    came = world.finish()
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20  # what was in flight, once more
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    world.link.hold()
+    parties.event(COORDINATOR, "offline", "the will arrives", 1.5 * parties.plan.keepalive_s + 20.0)
+    world.link.release()
+    came = world.finish()
+    assert came["received"] == chunks_of(came)
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20
+
+
+@pytest.fixture
+def over_https(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
+    with worlds(tmp_path, mosquitto, Carrier.HTTPS) as make:
+        yield make
+
+
+def run_to_the_end(root: Path, mosquitto: StartMosquitto, **plan: Any) -> Parties:
+    """A federation of a and b without any weather, on threads of this process."""
+    broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")))
+    root.mkdir()
+    ports = {"a": broker.port, "b": broker.port}
+    parties = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, size=300_000, **plan))
+    parties.prepare()
+    services: queue.SimpleQueue[Service] = queue.SimpleQueue()
+    with ThreadPoolExecutor(3) as threads:
+        coordinator = threads.submit(lambda: asyncio.run(run_coordinator(root, services.put)))
+        service = services.get(timeout=30)
+        agents = [threads.submit(run_agent, root, device) for device in ports]
+        try:
+            assert [agent.result(timeout=60) for agent in agents] == [0, 0]
+        finally:
+            service.stop()
+            coordinator.result(timeout=30)
+            broker.stop()
+    return parties
+
+
+def final_aggregate(parties: Parties) -> str:
+    return str(parties.events(COORDINATOR, "finished")[0]["aggregate"])
+
+
+def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path, mosquitto: StartMosquitto) -> None:
+    port = free_port()
+    mixed = run_to_the_end(tmp_path / "mixed", mosquitto, carrier_port=port, carrier_ports={"a": port})
+    alike = run_to_the_end(tmp_path / "alike", mosquitto)
+    assert final_aggregate(mixed) == final_aggregate(alike)
+    assert final_aggregate(alike) != alike.events(COORDINATOR, "attempt_opened")[0]["aggregate"]
+    assert {event["way"] for event in mixed.events("a", "carrier") if event["works"]} == {"up", "down"}
+    assert mixed.events("b", "carrier") == []
+    for parties in (mixed, alike):
+        stored = parties.events(COORDINATOR, "update_stored")
+        assert sorted(event["client"] for event in stored) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(over_https: MakeWorld) -> None:
+    world = over_https(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
+    came = world.finish()
+    assert world.link.resets == 4
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+    down = world.download()
+    assert (down["resumed"], down["received"]) == (0, chunks_of(down))
+    troubles = [event for event in world.parties.events("a", "carrier") if not event["works"]]
+    assert troubles, "a reset is logged"
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(over_https: MakeWorld) -> None:
+    world = over_https()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    world.link.hold()
+
+    def failed() -> bool:
+        return any(not event["works"] and event["way"] == "up" for event in parties.events("a", "carrier"))
+
+    parties.await_chunks(failed, 1, "the agent gives the dead connection up")
+    world.link.release()
+    came = world.finish()
+    assert came["received"] == chunks_of(came)
+    assert parties.events("a", "link") == [event for event in parties.events("a", "link") if event["up"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", list(Carrier))
+def test_a_device_that_changes_its_carrier_in_mid_upload_goes_on_from_what_is_there(
+    tmp_path: Path, mosquitto: StartMosquitto, before: Carrier
+) -> None:
+    with worlds(tmp_path, mosquitto, before) as make:
+        world = make()
+        parties = world.parties
+        parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+        parties.kill("a")
+        there = parties.uploaded("a")
+        parties.change_carrier("a", parties.plan.carrier_port if before is Carrier.MQTT else None)
+        parties.start("a")
+        came = world.finish()
+        # the same coordinator opened its file anew: what the other carrier had brought counts as resumed
+        assert came["resumed"] >= there
+        assert came["resumed"] + came["received"] == chunks_of(came)
+        assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
+        assert any(event["works"] for event in parties.events("a", "carrier"))
+
+
+DEADLINE_S = 25.0  # longer than the three heartbeats of 5 s after which a device is missed
+GHOST = "c"
+
+
+@pytest.fixture
+def broker(mosquitto: StartMosquitto) -> RunningMosquitto:
+    return mosquitto(acl_for(FEDERATION))  # without persistence: sessions and wills die with it
+
+
+@pytest.fixture
+def parties(tmp_path: Path, broker: RunningMosquitto) -> Iterator[Parties]:
+    slow = Throttle(broker.port, Weather(bytes_per_s=20_000))  # so that it has not delivered when it dies
+    ports = {"a": broker.port, "b": broker.port, GHOST: slow.port}
+    plan = Plan(str(broker.pki.directory), broker.port, ports, 400_000, rounds=3, min_clients=2, deadline_s=DEADLINE_S)
+    made = Parties(tmp_path, plan)
+    made.prepare()
+    yield made
+    made.stop()
+    slow.close()
+
+
+@pytest.mark.slow
+def test_a_ghost_is_missed_by_its_heartbeats_and_holds_no_round_to_its_deadline(
+    parties: Parties, broker: RunningMosquitto
+) -> None:
+    parties.start(COORDINATOR)
+    for name in ("a", GHOST):
+        parties.start(name)
+    parties.event(COORDINATOR, "attempt_opened", "with the ghost, who has to deliver")
+    wait_until(lambda: GHOST in {event["client"] for event in parties.events(COORDINATOR, "online")}, "the ghost came")
+    broker.stop()  # SIGKILL, and the device before it can come back: its will is not published
+    parties.kill(GHOST)
+    broker.start()
+    missed = parties.event(COORDINATOR, "offline", "the ghost is missed")
+    assert (missed["client"], missed["reason"]) == (GHOST, "it missed its heartbeats")
+    parties.start("b")
+    del parties.plan.agent_ports[GHOST]
+    parties.wait_finished()
+
+    opened = parties.events(COORDINATOR, "attempt_opened")
+    assert GHOST in opened[0]["participants"]
+    later = opened[1:]
+    assert [(event["round"], event["participants"]) for event in later] == [(n, ["a", "b"]) for n in (1, 2, 3)]
+    ended = {event["round"]: event["t"] for event in parties.events(COORDINATOR, "aggregate_stored")}
+    for event in later:
+        assert ended[event["round"]] - event["t"] < DEADLINE_S / 2, "the round did not wait"
+
+
+TEN_YEARS = timedelta(days=3652)
+TEN_MINUTES = timedelta(minutes=10)
+
+
+def made_at(when: datetime, folder: Path, mosquitto: StartMosquitto) -> RunningMosquitto:
+    """A broker whose whole authority was made at another time than this machine's clock shows."""
+    authority = Pki.create(folder / "pki", (COORDINATOR, "a", "b"), when)
+    return mosquitto(acl_for(FEDERATION), authority=authority)
+
+
+@pytest.fixture
+def clients() -> Iterator[list[Client]]:
+    made: list[Client] = []
+    yield made
+    for client in made:
+        client.transport.close()
+
+
+def diagnosed(broker: RunningMosquitto, folder: Path, now: datetime) -> dict[str, Finding]:
+    tls = broker.pki.tls("a")
+    config = AgentConfig(
+        federation=FEDERATION,
+        device="a",
+        store=folder / "store",
+        broker=BrokerSection(host=HOST, port=broker.port),
+        tls=TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key),
+        data=DataSection(root=folder),
+    )
+    return {finding.check: finding for finding in examine(config, now)}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [(-TEN_YEARS, "not valid yet"), (TEN_YEARS, "has expired")],
+    ids=["ten years behind", "ten years ahead"],
+)
+def test_a_clock_that_is_ten_years_off_is_refused_and_agent_and_doctor_name_it_and_the_fix(
+    tmp_path: Path, mosquitto: StartMosquitto, clients: list[Client], ahead: timedelta, said: str
+) -> None:
+    now = datetime.now(timezone.utc)
+    broker = made_at(now - ahead, tmp_path, mosquitto)
+    clients.append(mqtt_client(broker.config("a")).start())
+    wait_until(lambda: getattr(clients[0].transport, "last_error", None) is not None, "the connection fails")
+    error = getattr(clients[0].transport, "last_error", "")
+    found = diagnosed(broker, tmp_path, now)
+    for message in (error, found["broker"].detail):
+        assert said in message
+        assert f"clock, which shows {now:%Y-%m-%d}" in message
+        assert "timedatectl set-ntp true" in message
+    for check in ("clock", "certificate", "broker"):
+        assert found[check].state == "failed", found[check]
+    assert "timedatectl set-ntp true" in found["clock"].advice
+    assert f"{now:%Y-%m-%d}" in found["clock"].detail
+    assert clients[0].links == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [-TEN_MINUTES, TEN_MINUTES], ids=["ten minutes behind", "ten minutes ahead"])
+def test_a_round_completes_when_a_boxs_clock_is_ten_minutes_off(
+    tmp_path: Path, mosquitto: StartMosquitto, ahead: timedelta
+) -> None:
+    """The coordinator and its authority live in the right time, the agent `ahead` of it."""
+    now = datetime.now(timezone.utc)
+    broker = made_at(now - ahead, tmp_path, mosquitto)
+    plan = Plan(
+        str(broker.pki.directory), broker.port, {"a": broker.port}, 20_000, coordinator_ahead_s=-ahead.total_seconds()
+    )
+    parties = Parties(tmp_path, plan)
+    parties.prepare()
+    try:
+        parties.start_all()
+        parties.wait_finished()
+        (receipt,) = parties.events("a", "receipt")
+        assert receipt["outcome"] == "accepted"
+        assert len(parties.events(COORDINATOR, "update_stored")) == 1
+        assert diagnosed(broker, tmp_path, now)["clock"].state == "ok"
+        assert diagnosed(broker, tmp_path, now)["broker"].state == "ok"
+    finally:
+        parties.stop()

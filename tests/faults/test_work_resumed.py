@@ -1,0 +1,212 @@
+"""A round, an audit and a batch of simulations that are killed in the middle go on and end as if nothing had happened."""
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from edge_client.config import PolicySection, TrainingSection
+from edge_client.session.signals import Noted, RoundCommitted, TrainerReady
+from edge_client.training.trainer_handle import TrainerReport, trainer_process
+from experiments.simulation.batch import load_batch
+from experiments.simulation.single_run import Runs
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.log_output import LogSettings
+from fedcg.wire.messages.schemas import RoundAttempt
+from fedcg.worker_process import Exited
+from tests.support.audit import simulated_case, write_images, write_private, write_recording
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import draw_images
+from tests.support.stack import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+ROUNDS = 12
+NAME = "digits-fedmd_cg-seed0"
+ARGUMENTS = (
+    "--method fedmd_cg --clients 3 --partition iid --images-per-client 60 --local-epochs 1 --image-size 16 "
+    f"--rounds {ROUNDS} --set server_iterations=3 --no-plot --no-tensorboard"
+).split()
+RECORDED = ("--keep-updates", f"1,2,3,{ROUNDS}")
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    """A `fedcg` command in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedcg", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed on stderr until its good end."""
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def rounds_done(folder: Path) -> int:
+    names = [path.name for path in (folder / ".state" / NAME).glob("round-*")]
+    return max((int(name.removeprefix("round-")) for name in names), default=0)
+
+
+def stop_after(process: subprocess.Popen[str], folder: Path, rounds: int, by: signal.Signals) -> tuple[int, str]:
+    """Stop a simulation once so many rounds are done and others are not."""
+    wait_for(lambda: rounds_done(folder) >= rounds or process.poll() is not None, f"round {rounds}")
+    process.send_signal(by)
+    _, errors = process.communicate(timeout=60)
+    assert not (folder / f"{NAME}.json").exists(), "the run was over before it could be disturbed"
+    return process.returncode, errors
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content = json.loads((folder / f"{NAME}.json").read_text())
+    return {name: value for name, value in content.items() if name not in ("seconds", "date")}
+
+
+def recording(folder: Path) -> dict[str, bytes]:
+    """Every file of the recorded updates, by its path."""
+    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_undisturbed_one(tmp_path: Path) -> None:
+    folder = tmp_path / "disturbed"
+    simulation = start("simulate", *ARGUMENTS, *RECORDED, "--workers", "1", "--out", folder)
+    code, _ = stop_after(simulation, folder, 2, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    stood = rounds_done(folder)
+    assert 2 <= stood < ROUNDS
+    resumed = start("simulate", "--resume", folder, "--workers", "2")
+    code, errors = stop_after(resumed, folder, stood + 2, signal.SIGINT)
+    assert code == 130
+    assert re.search(rf"fedcg simulate --resume {folder}", errors)
+    finish(start("simulate", "--resume", folder, "--workers", "1"))
+    assert not (folder / ".state" / NAME).exists()  # nothing private is left behind
+
+    torch.set_num_threads(1)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (planned,) = load_batch(folder).runs
+    Runs(undisturbed, simulate, lambda _planned, _now: None).run(planned)
+    assert record(folder) == record(undisturbed)
+    assert len(recording(folder)) == 1 + 3 * 4 + 6 + 3 * 5 + 3
+    assert recording(folder) == recording(undisturbed)
+
+
+def start_audit(place: Path, out: Path) -> subprocess.Popen[str]:
+    given = ("--updates", place / "home", "--client", "client-1", "--data", place / "data.npz", "--out", out)
+    known = ("--private", place / "private.safetensors", "--auxiliary", place / "auxiliary.npz")
+    attacks = ("--effort", "quick", "--processes", "1", "--attacks", "labels,reidentification,memorisation")
+    return start("audit", "run", *given, *known, *attacks)
+
+
+def figures(out: Path) -> dict[str, Any]:
+    report = json.loads((out / "report.json").read_text())
+    return {attack["name"]: attack["figures"] for attack in report["attacks"]}
+
+
+def processes_of(group: int) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_an_interrupted_audit_goes_on(tmp_path: Path, by: signal.Signals, code: int) -> None:
+    case = simulated_case()
+    write_recording(case, tmp_path / "home")
+    write_images(case.truth.train, case.truth.held_out, tmp_path / "data.npz")
+    write_private(case, tmp_path / "private.safetensors")
+    assert case.view.auxiliary is not None
+    write_images(case.view.auxiliary, None, tmp_path / "auxiliary.npz")
+    out = tmp_path / "out"
+    kept = out / "attacks" / "labels.json"
+
+    process = start_audit(tmp_path, out)
+    wait_for(lambda: kept.exists() or process.poll() is not None, "the first outcome", 120)
+    process.send_signal(by)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert not (out / "report.json").exists(), "the audit was over before it could be disturbed"
+    wait_for(lambda: not processes_of(process.pid), "the end of its processes", 30)
+    before = kept.stat().st_mtime_ns
+
+    errors = finish(start_audit(tmp_path, out))
+    assert kept.stat().st_mtime_ns == before
+    assert "labels: done" not in errors
+
+    finish(start_audit(tmp_path, tmp_path / "undisturbed"))
+    assert figures(out) == figures(tmp_path / "undisturbed")
+
+
+def train(site: Site, *, killed_once: Path | None = None) -> None:
+    """A round in a real training process, which gets SIGKILL once a certain file is there."""
+    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
+
+    def next_report() -> TrainerReport:
+        while isinstance(report := reports.get(timeout=120), Noted):
+            pass
+        return report
+
+    process = trainer_process(site.config, LogSettings(), reports.put)
+    try:
+        pid = process.start()
+        assert next_report() == TrainerReady()
+        process.send(site.round())
+        if killed_once is None:
+            assert next_report() == RoundCommitted(RoundAttempt(1, 1))
+        else:
+            wait_for(killed_once.exists, "the first checkpoint", 60.0)
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(next_report(), Exited)
+    finally:
+        process.stop()
+
+
+def site_of(root: Path, method: str) -> Site:
+    site = Site(root, real_spec(method, epochs=20))
+    draw_images(root / "data" / "train", 300, seed=4)
+    training = TrainingSection(device="cpu", threads=1, checkpoint_s=0.3, shadow_every=2)
+    site.configure(training=training, policy=PolicySection(allow_upload=get_method(method).payload.up))
+    return site
+
+
+def steps(site: Site, phase: str) -> list[int]:
+    return [int(event["step"]) for event in site.events("progress") if event["phase"] == phase]
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedavg"])
+def test_a_trainer_that_is_killed_in_mid_round_goes_on_and_the_update_is_the_same(tmp_path: Path, method: str) -> None:
+    undisturbed, killed = site_of(tmp_path / "undisturbed", method), site_of(tmp_path / "killed", method)
+    checkpoint = killed.store.root / "checkpoint.bin"
+    train(undisturbed)
+    train(killed, killed_once=checkpoint)
+    assert killed.events("committed") == []
+    before = len(steps(killed, "classify"))
+    train(killed)
+    later = steps(killed, "classify")[before:]
+    assert not later or later[0] > 1, "the second process began the stage anew"
+    assert hashlib.sha256(killed.update()).hexdigest() == hashlib.sha256(undisturbed.update()).hexdigest()
+    assert "shadow" in killed.state().slots
+    checksums = [dict(site.state().generation.checksums) for site in (killed, undisturbed)]
+    assert checksums[0] == checksums[1], "the shadow too"
+    assert not checkpoint.exists()
