@@ -66,7 +66,7 @@ def postgres() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartMosquitto]:
+def mosquitto(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartMosquitto]:
     """`start(acl, **options)`: a Mosquitto on a free loopback port, stopped at the end of the session."""
     found = find_mosquitto()
     assert found is not None, "mark the test with `broker`"
@@ -89,9 +89,3 @@ def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Ite
     yield start
     for broker in started:
         broker.stop()
-
-
-@pytest.fixture
-def mosquitto(mosquitto_factory: StartMosquitto) -> StartMosquitto:
-    """The same factory, under the name that tests ask for."""
-    return mosquitto_factory

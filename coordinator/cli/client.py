@@ -23,7 +23,6 @@ from coordinator.http.app import add_api
 from coordinator.http.operator_api import LEFT_OUT
 from coordinator.http.refusals import EXISTS_KIND, USED_KIND
 from coordinator.members.api_tokens import ApiTokens, local_token
-from coordinator.operations.operations import nobody_follows
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
@@ -220,10 +219,9 @@ def _application(home: Home, store: Store) -> FastAPI:
     def no_context(record: FederationRecord) -> NoReturn:
         raise AssertionError(f"{record.id} is not run by a command")
 
-    context_of: Any = no_context
     events = coordinator_log(home.events_file, store.events)
     application = FastAPI()
-    add_api(application, home, Coordinator(store, artifacts_of(home), events, context_of), nobody_follows)
+    add_api(application, home, Coordinator(store, artifacts_of(home), events, no_context))
     return application
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coordinator.cli.federation_commands import federation_app, federation_watch, federations_table
+from coordinator.cli.federation_commands import federation_app, federations_table
 from coordinator.cli.shared_options import HOME_VARIABLE, Directory, asks, line_printer, store_of
 from fedcg.child_python import loading
 from fedcg.errors import FAILED
@@ -44,7 +44,7 @@ def token_create(
 
     Example: fedcg coordinator token create --name ann --role operator --for 90d
     """
-    days = None if span is None else seconds_of(span, "--for") / 86_400
+    days = seconds_of(span, "--for") / 86_400
     made = client.change("POST", "/api-tokens", {"name": name, "role": role, "days": days})
     return made, (
         f"{made['token']}\n\nShown this once: `Authorization: Bearer {made['token'][:10]}...`, or FEDCG_API_TOKEN for commands with --url.\n"
@@ -94,7 +94,6 @@ deploy_app = typer.Typer(help="Write configuration for programs that are run by 
 __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
 coordinator_app.add_typer(api_token_app, name="token")
-federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
 

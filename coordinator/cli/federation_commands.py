@@ -290,6 +290,7 @@ MAX_LINE = 10_000
 """Characters of a line where there is no terminal; more than any has."""
 
 
+@federation_app.command("watch")
 def federation_watch(
     federation: Named = None,
     directory: Somewhere = None,

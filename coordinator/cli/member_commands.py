@@ -106,11 +106,11 @@ def device_add(
     Example: fedcg device add line-4 line-5 --out bundles
     """
     from coordinator.broker.access_lists import NOT_APPLIED, publish_access
-    from coordinator.members.enrolment import enrol
+    from coordinator.members.enrolment import federation_to_join, make_bundles
     from coordinator.storage.locks import changing_members
 
     with store_of(directory) as (home, store), changing_members(home):
-        bundles = enrol(home, store, ids, out, time.time(), federation)
+        bundles = make_bundles(home, store, ids, out, time.time(), federation_to_join(store, federation))
         reloaded = publish_access(home)
     devices = {device: str(path) for device, path in bundles.items()}
     lines = [f"{device}: {path}" for device, path in devices.items()]

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.datastructures import State
 
 from coordinator.aggregation.jobs import WorkerSettings
-from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
+from coordinator.broker.access_lists import are_lists_pending, end_silences, silence
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError
 from coordinator.facts.known import known_of
@@ -24,7 +24,7 @@ from coordinator.http.app import Beside, create_app
 from coordinator.http.device_api import bound, create_carrier_app, create_enrolment_app, listening, serving
 from coordinator.http.refusals import FailureLimits, ProblemError
 from coordinator.members.api_tokens import ApiTokens, local_token
-from coordinator.members.membership import Admission, evict
+from coordinator.members.membership import Admission
 from coordinator.messaging.incoming import LineLimit
 from coordinator.page import add_page
 from coordinator.page.webhook import watching
@@ -121,16 +121,7 @@ def _enrolment(
     home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The server for enrolment and renewal, not yet started."""
-    store = coordinator.store
-    admission = Admission(
-        home=home,
-        store=store,
-        config=config,
-        events=coordinator.events,
-        clock=time.time,
-        publish=lambda: publish_access(home),
-        evict=lambda device, key: evict(home, device, key, [record.id for record in store.federations()]),
-    )
+    admission = Admission(home, coordinator.store, config, coordinator.events)
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     own = server_credential(home.pki, "enrolment", config.enrolment_host)
     return serving(application, listener, server_context(home.pki, own))

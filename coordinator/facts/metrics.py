@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
@@ -39,17 +40,12 @@ METRICS: dict[str, tuple[str, list[str]]] = {
 
 def metrics_text(known: Known) -> bytes:
     """All metrics now; collected anew for every call, so no figure outlives its source."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(known))
-    return generate_latest(registry)
+    return generate_latest(_Collector(known))
 
 
-class _Collector:
+class _Collector(Collector):
     def __init__(self, known: Known) -> None:
         self._known = known
-
-    def describe(self) -> tuple[Metric, ...]:
-        return ()  # registering must not collect
 
     def collect(self) -> Iterator[Metric]:
         families = {

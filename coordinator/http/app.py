@@ -17,7 +17,7 @@ from coordinator.http.access import Access, Guard
 from coordinator.http.changes import AuditLog, Changes
 from coordinator.http.refusals import answer_problems
 from coordinator.members.api_tokens import ApiTokens
-from coordinator.operations.operations import Follow, Operations
+from coordinator.operations.operations import Operations
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
@@ -89,14 +89,13 @@ def create_app(
     return application
 
 
-def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: Follow | None = None) -> None:
+def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     """Add the operators' interface with all that its routes need.
 
     Args:
         application: gets the routes.
         home: the coordinator's directory.
         coordinator: runs the federations, or is never started.
-        follow: in place of the coordinator's own.
     """
     store = coordinator.store
     state = application.state
@@ -104,7 +103,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     state.home = home
     state.access = Access(ApiTokens(store.api), home.secret(), kept=home.sessions)
     state.events = event_stream.EventStream(store.events)
-    state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
+    state.operations = Operations(home, store, coordinator.events, coordinator.follow)
     state.waiting = anyio.CapacityLimiter(1)  # the thread that waits for the members' lock
     state.creating = anyio.CapacityLimiter(1)  # the thread that waits for a new federation's weights
     audit = AuditLog(home.audit_file, home.config().storage.audit_days)

@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError, RefusedError
-from coordinator.http.refusals import CountedEvent, FailureLimits, refusal
+from coordinator.http.refusals import CountedEvent, FailureLimits, refusal, too_many
 from coordinator.members.membership import Admission, member_of
 from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
@@ -183,8 +183,8 @@ class _RequestHandler:
 
     def _limit(self, address: str, wait_s: float) -> Response:
         self._limited.count(address=address)
-        seconds = int(wait_s) + 1
-        return refusal(429, f"too many refused requests; try again in {seconds} s", {"Retry-After": str(seconds)})
+        limited = too_many("refused requests", wait_s)
+        return refusal(limited.status, limited.detail, limited.headers)
 
 
 def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
@@ -257,41 +257,45 @@ log = logging.getLogger(__name__)
 ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _MemberCheck:
-    """Identifies the device of a connection, and decides whether it may (still) fetch or put anything."""
+class _Fetched(StreamingResponse):
+    """Pieces of an artifact; the request keeps its place among those of its device until they are sent, or can't be."""
 
-    def __init__(self, coordinator: Coordinator, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
+    def __init__(self, place: ExitStack, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(pieces, status, headers, "application/octet-stream")
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            await super().__call__(scope, receive, send)
+
+
+class _Carrier:
+    """Serves fetches and takes updates of the devices that may still fetch or put anything."""
+
+    def __init__(self, coordinator: Coordinator, clock: Callable[[], float]) -> None:
         self._coordinator = coordinator
         self._clock = clock
-        self._threads = threads
-        self._members: dict[bytes, tuple[str | None, float]] = {}
+        self._threads = anyio.CapacityLimiter(CARRIER_THREADS)
+        self._known: dict[bytes, tuple[str | None, float]] = {}
         self._busy: Counter[str] = Counter()
         self._refused = CountedEvent(coordinator.events, "carrier_refused", clock)
 
-    async def device(self, request: Request) -> str:
+    async def _device(self, request: Request) -> str:
         """The device of the connection.
 
         Raises:
             RefusedError: the certificate is no member's.
         """
         shown = request.scope[PEER]
-        name, read_at = self._members.get(shown, (None, float("-inf")))
+        name, read_at = self._known.get(shown, (None, float("-inf")))
         if self._clock() - read_at >= MEMBER_S:
             name = await anyio.to_thread.run_sync(self._read, request, limiter=self._threads)
-            if len(self._members) >= MAX_REMEMBERED:
-                self._members.clear()
-            self._members[shown] = (name, self._clock())
+            if len(self._known) >= MAX_REMEMBERED:
+                self._known.clear()
+            self._known[shown] = (name, self._clock())
         if name is None:
             raise self._refusal(request)
         return name
-
-    async def is_open(self, request: Request) -> bool:
-        """Whether the device of the connection is still a member, in the middle of an answer."""
-        try:
-            await self.device(request)
-        except RefusedError:
-            return False
-        return True
 
     def _read(self, request: Request) -> str | None:
         peer = peer_of(request)
@@ -299,7 +303,7 @@ class _MemberCheck:
         return None if member is None else member.id
 
     @contextmanager
-    def occupied(self, device: str) -> Iterator[None]:
+    def _occupied(self, device: str) -> Iterator[None]:
         """Count a request for as long as it is served.
 
         Raises:
@@ -320,32 +324,16 @@ class _MemberCheck:
         self._refused.count(certificate=None if peer is None else common_name(peer))
         return RefusedError("this certificate is no member's (any more); ask the operator")
 
-
-class _Fetched(StreamingResponse):
-    """Pieces of an artifact; the request keeps its place among those of its device until they are sent, or can't be."""
-
-    def __init__(self, place: ExitStack, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
-        super().__init__(pieces, status, headers, "application/octet-stream")
-        self._place = place
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
-            await super().__call__(scope, receive, send)
-
-
-class _Transfers:
-    """Serves fetches and takes updates."""
-
-    def __init__(self, coordinator: Coordinator, members: _MemberCheck, threads: anyio.CapacityLimiter) -> None:
-        self._coordinator = coordinator
-        self._members = members
-        self._threads = threads
+    async def ready(self, request: Request) -> Response:
+        """Whether the device may transfer anything."""
+        await self._device(request)
+        return Response(status_code=204)
 
     async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
         """Whole chunks or any other range of the spec or of an aggregate."""
-        device = await self._members.device(request)
+        device = await self._device(request)
         with ExitStack() as place:
-            place.enter_context(self._members.occupied(device))
+            place.enter_context(self._occupied(device))
             source = await self._source(device, artifact)
             size, wanted = source.ref.size, request.headers.get("range")
             try:
@@ -372,7 +360,9 @@ class _Transfers:
         file = await anyio.to_thread.run_sync(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads)
         try:
             for start in range(span.first, span.last + 1, PIECE_BYTES):
-                if not await self._members.is_open(request):
+                try:
+                    await self._device(request)
+                except RefusedError:
                     request.scope[HANG_UP]()
                     await asyncio.sleep(HTTPS_STALL_S)  # ended by the disconnect
                 length = min(PIECE_BYTES, span.last + 1 - start)
@@ -382,8 +372,8 @@ class _Transfers:
 
     async def take(self, artifact: ArtifactId, request: Request) -> Response:
         """Chunks of the update that the device has announced; each counts as soon as it is here."""
-        device = await self._members.device(request)
-        with self._members.occupied(device):
+        device = await self._device(request)
+        with self._occupied(device):
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
                 raise RefusedError(f"Content-Length must be {span.length}, as in Content-Range", status=400)
@@ -402,7 +392,7 @@ class _Transfers:
         async for piece in request.stream():
             body += piece
             while length and len(body) >= length:
-                await self._members.device(request)
+                await self._device(request)
                 chunk = Chunk(ref.id, index, bytes(body[:length]))
                 del body[:length]
                 await asyncio.wrap_future(receiver.chunk(device, chunk))
@@ -418,18 +408,12 @@ def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> 
         coordinator: has the artifacts to fetch, and takes updates.
         clock: monotonic seconds.
     """
-    threads = anyio.CapacityLimiter(CARRIER_THREADS)
-    members = _MemberCheck(coordinator, clock, threads)
-    transfers = _Transfers(coordinator, members, threads)
+    carrier = _Carrier(coordinator, clock)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
-    async def ready(request: Request) -> Response:
-        await members.device(request)
-        return Response(status_code=204)
-
-    application.add_api_route(READY_PATH, ready, methods=["GET"])
-    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", transfers.fetch, methods=["GET"])
-    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", transfers.take, methods=["PUT"])
+    application.add_api_route(READY_PATH, carrier.ready, methods=["GET"])
+    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", carrier.fetch, methods=["GET"])
+    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", carrier.take, methods=["PUT"])
     application.add_exception_handler(RefusedError, _explain)
     application.add_exception_handler(WireError, _explain)
     application.add_exception_handler(ClientDisconnect, _explain)

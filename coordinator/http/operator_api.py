@@ -28,16 +28,15 @@ from coordinator.facts.federations import (
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.metrics import CONTENT_TYPE, metrics_text
 from coordinator.facts.problems import Problem, open_problems
-from coordinator.facts.tokens import ApiTokenFacts, TokenFacts, api_token_facts, token_facts
 from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
 from coordinator.http.refusals import PROBLEMS, ProblemError
-from coordinator.members.api_tokens import DAYS, MAX_DAYS
-from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS
+from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_token_facts
+from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS, TokenFacts, WantedToken, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.operations.create_federation import OperatorPlan
-from coordinator.operations.operations import MAX_REASON, MadeToken, Operations
-from coordinator.rounds.records import DeviceRecord, DeviceState, FederationRecord
+from coordinator.operations.operations import MAX_REASON, Operations
+from coordinator.rounds.records import DeviceState, FederationRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
@@ -311,13 +310,21 @@ class NewApiToken(_Content):
     days: Annotated[float, Field(gt=0, le=MAX_DAYS)] = DAYS
 
 
+class MadeToken(TokenFacts, frozen=True):
+    """A new enrolment token; `token` is shown this once, `url` is where the device enrols."""
+
+    token: str
+    url: str | None
+
+
 class MadeApiToken(ApiTokenFacts, frozen=True):
     """A new API token; `token` is shown this once."""
 
     token: str
 
 
-def _operations(request: Request) -> Operations:
+def operations_of(request: Request) -> Operations:
+    """The operations of the application that serves a request."""
     operations: Operations = request.app.state.operations
     return operations
 
@@ -330,7 +337,7 @@ def changing(role: Role) -> APIRouter:
     )
 
 
-Doing = Annotated[Operations, Depends(_operations)]
+Doing = Annotated[Operations, Depends(operations_of)]
 NO_REASON = Reason()
 steering, steering_admin = changing(Role.OPERATOR), changing(Role.ADMIN)
 
@@ -407,13 +414,15 @@ def change_policy(
 @steering.post("/devices/{device}/disable")
 def disable(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> DeviceFacts:
     """Invite a device no more until it is enabled; it stays enrolled."""
-    return _device(request, doing.disable(device, why.reason))
+    doing.disable(device, why.reason)
+    return one_device(known_from(request), device)
 
 
 @steering.post("/devices/{device}/enable")
 def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
     """Invite a disabled device again."""
-    return _device(request, doing.enable(device))
+    doing.enable(device)
+    return one_device(known_from(request), device)
 
 
 @steering.post("/devices/{device}/revoke")
@@ -426,7 +435,8 @@ async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_R
 @steering.post("/enrolment-tokens", status_code=201)
 def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
     """Make a one-time token with which a device enrols; it is shown this once."""
-    return doing.create_enrolment_token(**wanted.model_dump())
+    token, record = doing.create_enrolment_token(WantedToken(**wanted.model_dump()))
+    return MadeToken(token=token.text, url=token.url, **token_facts(record, time.time()).model_dump())
 
 
 @steering.delete("/enrolment-tokens/{token}")
@@ -450,7 +460,3 @@ def revoke_api_token(token: str, request: Request) -> ApiTokenFacts:
 
 def _federation(request: Request, changed: FederationRecord) -> FederationFacts:
     return federation_facts(known_from(request), changed)
-
-
-def _device(request: Request, changed: DeviceRecord) -> DeviceFacts:
-    return one_device(known_from(request), changed.id)

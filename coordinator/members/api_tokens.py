@@ -8,8 +8,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+
+from pydantic import BaseModel
 
 from coordinator.errors import NotFoundError, SteeringError
 from coordinator.paths import Home
@@ -58,6 +60,24 @@ class NewToken:
 
     text: str
     record: ApiTokenRecord
+
+
+class ApiTokenFacts(BaseModel, frozen=True):
+    """A token of this API; `is_valid`: neither revoked nor expired."""
+
+    id: str
+    name: str
+    role: Role
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+    is_valid: bool
+
+
+def api_token_facts(token: ApiTokenRecord, now: float) -> ApiTokenFacts:
+    """An API token without its hash."""
+    return ApiTokenFacts(is_valid=token.is_valid(now), **asdict(token))
 
 
 class ApiTokens:

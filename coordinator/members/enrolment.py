@@ -11,11 +11,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
+from pydantic import BaseModel
 
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import EnrolmentError, NotFoundError
@@ -39,8 +41,8 @@ from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
 
-def enrol(
-    home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str | None = None
+def make_bundles(
+    home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str
 ) -> dict[str, Path]:
     """Make a bundle per device and register its public key.
 
@@ -50,21 +52,10 @@ def enrol(
         ids: new devices.
         out: bundles go to `out/<id>`.
         now: unix time.
-        federation: that their agent.toml names; None for the only one.
+        federation: that their agent.toml names; it may be opened later (`federation_to_join` finds the only one).
 
     Returns:
         Where each bundle is.
-
-    Raises:
-        EnrolmentError: an id that can't be used, is taken or named twice, or no federation to join; nothing was written.
-    """
-    return make_bundles(home, store, ids, out, now, federation_to_join(store, federation))
-
-
-def make_bundles(
-    home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str
-) -> dict[str, Path]:
-    """`enrol` for a federation that may be opened later.
 
     Raises:
         EnrolmentError: an id that can't be used, is taken or named twice; nothing was written.
@@ -169,41 +160,41 @@ MAX_TOKEN_HOURS = 24.0 * 90
 _NO_HASH = "0" * 64
 
 
-def create_token(
-    home: Home,
-    store: Store,
-    now: float,
-    *,
-    device: str | None = None,
-    replaces: str | None = None,
-    hours: float = TOKEN_HOURS,
-    url: str | None = None,
-    federation: str | None = None,
-) -> Token:
-    """Make a token; only its hash is kept.
+@dataclass(frozen=True)
+class WantedToken:
+    """An enrolment token to make.
 
-    Args:
-        home: the coordinator's directory.
-        store: its database.
-        now: unix time.
+    Attributes:
         device: the only id that it enrols; None lets the device choose.
         replaces: the device whose place a new one takes.
         hours: for how long it can be used.
         url: where devices reach the enrolment listener, when it is not the one in coordinator.toml.
         federation: that the device's agent.toml names; None for the only one.
+    """
+
+    device: str | None = None
+    replaces: str | None = None
+    hours: float = TOKEN_HOURS
+    url: str | None = None
+    federation: str | None = None
+
+
+def create_token(home: Home, store: Store, now: float, wanted: WantedToken) -> tuple[Token, TokenRecord]:
+    """Make a token; only its hash is kept.
 
     Raises:
         EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
         ConfigError: the home's configuration is not usable.
         HomeError: the message key can't be loaded.
     """
-    url = url or _listener_url(home.config())
+    replaces, hours = wanted.replaces, wanted.hours
+    url = wanted.url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
         raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT, with a port of 1 to 65535")
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
-    federation = federation_to_join(store, federation)
-    _check_device(store, device, replaces)
+    federation = federation_to_join(store, wanted.federation)
+    _check_device(store, wanted.device, replaces)
     authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     token = Token(
         id=secrets.token_hex(8),
@@ -211,13 +202,32 @@ def create_token(
         authority=certificate_key_digest(authority),
         coordinator=message_key_digest(load_signing_identity(home, store).key.public.hex),
         url=url,
-        device=replaces or device,
+        device=replaces or wanted.device,
     )
     expires_at = now + hours * 3600
     kept = _hash(token.secret)
     record = TokenRecord(token.id, kept, token.device, replaces is not None, now, expires_at, federation=federation)
     store.register.add_token(record)
-    return token
+    return token, record
+
+
+class TokenFacts(BaseModel, frozen=True):
+    """An enrolment token without its secret; for the fields see `TokenRecord`."""
+
+    id: str
+    state: TokenState
+    device: str | None
+    replaces: bool
+    federation: str | None
+    created_at: float
+    expires_at: float
+    used_at: float | None
+    used_by: str | None
+
+
+def token_facts(token: TokenRecord, now: float) -> TokenFacts:
+    """An enrolment token without its hash."""
+    return TokenFacts(state=token.state(now), **asdict(token))
 
 
 def _check_device(store: Store, device: str | None, replaces: str | None) -> None:

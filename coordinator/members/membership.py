@@ -8,6 +8,7 @@ Every refusal has two texts: the answer to the device, and the reason in the eve
 import hashlib
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.broker.access_lists import NOT_APPLIED, publish_access
 from coordinator.config import CoordinatorConfig
-from coordinator.errors import NotFoundError, RefusedError
+from coordinator.errors import RefusedError
 from coordinator.members.enrolment import certificate_record, is_secret_of, problem_with_new
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of, issue
@@ -61,17 +62,13 @@ class Admission:
         config: its configuration.
         events: the event log.
         clock: unix time.
-        publish: writes the broker's lists and makes it apply them; False when it reached none.
-        evict: ends the sessions that a replaced device, with its public message key, still has at the broker.
     """
 
     home: Home
     store: Store
     config: CoordinatorConfig
     events: EventLog
-    clock: Callable[[], float]
-    publish: Callable[[], bool]
-    evict: Callable[[str, str], object]
+    clock: Callable[[], float] = time.time
 
     def authority(self) -> bytes:
         """The authority's certificate, PEM; public."""
@@ -142,11 +139,11 @@ class Admission:
         record = self._certify(device, key, now)
         earlier = self.store.device(device)
         self.store.register.admit(token, purpose, request.signing_key, record, now)
-        reloaded = self.publish()
+        reloaded = publish_access(self.home)
         if not reloaded:
             log.warning("%s is enrolled. %s", device, NOT_APPLIED)
         if earlier is not None:
-            self.evict(device, earlier.public_key)
+            evict(self.home, device, earlier.public_key, [record.id for record in self.store.federations()])
         self.events.write(
             "device_enrolled",
             client=device,
@@ -263,13 +260,7 @@ class Revoked:
 
 
 def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Revoked:
-    """Revoke a device: from now on it is refused everywhere. Revoking it again repeats the steps that failed.
-
-    Raises:
-        NotFoundError: there is no such device.
-    """
-    if store.device(device) is None:
-        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+    """Revoke a device of this coordinator: from now on it is refused everywhere. Revoking it again repeats the steps that failed."""
     with changing_members(home):
         was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
         reloaded = publish_access(home)

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -43,8 +41,7 @@ COMPLETE_S = 100.0
 """Longest time that a plan may take to complete; the commands wait 120 s. Parts near the bound of an artifact take about 40 s."""
 
 
-@dataclass(frozen=True)
-class InitialArtifacts:
+class InitialArtifacts(BaseModel, frozen=True):
     """Artifact ids of a new federation, and the size of its initial aggregate."""
 
     spec: str
@@ -169,7 +166,7 @@ def make_artifacts(
     request = _Request(
         plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
     )
-    return InitialArtifacts(**json.loads(_completed(request, complete)))
+    return InitialArtifacts.model_validate_json(_completed(request, complete))
 
 
 def _completed(request: _Request, complete: Complete | None = None) -> str:
@@ -298,7 +295,7 @@ def answer(given: str) -> tuple[int, str]:
         made = _make(request)
     except (ValueError, LearningError, WireError, PlanError) as error:
         return BAD_PLAN, "\n".join(_all_refused(request.plan, error))
-    return 0, json.dumps(made and asdict(made))
+    return 0, "" if made is None else made.model_dump_json()
 
 
 def _all_refused(plan: FederationPlan, first: Exception) -> list[str]:

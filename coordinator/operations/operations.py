@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import NotFoundError, PlanError, SteeringError, StoppingError, StoreError
-from coordinator.members.enrolment import create_token, revoke_token
+from coordinator.members.enrolment import WantedToken, create_token, revoke_token
 from coordinator.members.membership import Revoked, revoke
 from coordinator.operations import create_federation
 from coordinator.operations.create_federation import Complete, make_artifacts, too_few_for_sums
@@ -40,6 +40,7 @@ from fedcg.config_file import listed, problems_of
 from fedcg.errors import EXISTS
 from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
+from fedcg.wire.messages.enrolment_messages import Token
 
 NO_REASON = "no reason given"
 MAX_REASON = 300
@@ -47,17 +48,6 @@ MAX_REASON = 300
 
 ResultT = TypeVar("ResultT")
 GivenP = ParamSpec("GivenP")
-
-
-class Follow(Protocol):
-    """Brings a running coordinator's service of a federation to what the database holds."""
-
-    def __call__(self, federation: str, *, resume: bool = False) -> None:
-        """Do so; `resume` lets a federation go on that stalled."""
-
-
-def nobody_follows(federation: str, *, resume: bool = False) -> None:
-    """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
 
 
 def federation_of(store: Store, federation: str) -> FederationRecord:
@@ -99,18 +89,6 @@ def _one_at_a_time(
 
 
 @dataclass(frozen=True)
-class MadeToken:
-    """A new enrolment token; `token` is shown this once."""
-
-    id: str
-    token: str
-    device: str | None
-    replaces: bool
-    url: str | None
-    expires_at: float
-
-
-@dataclass(frozen=True)
 class Operations:
     """What an operator can change.
 
@@ -118,7 +96,7 @@ class Operations:
         home: the coordinator's directory.
         store: its database.
         events: the event log.
-        follow: of the running coordinator, or one that does nothing.
+        follow: `Coordinator.follow`.
         clock: unix time.
         stopping: set when the program ends: nothing is created any more.
     """
@@ -126,7 +104,7 @@ class Operations:
     home: Home
     store: Store
     events: EventLog
-    follow: Follow = nobody_follows
+    follow: Callable[..., None] = lambda federation, resume=False: None
     clock: Callable[[], float] = time.time
     stopping: threading.Event = field(default_factory=threading.Event)
     _changing: threading.RLock = field(default_factory=threading.RLock)
@@ -302,6 +280,7 @@ class Operations:
         Raises:
             NotFoundError: there is none of that id.
         """
+        device_of(self.store, device)
         done = revoke(self.home, self.store, device, bounded_reason(reason), self.clock())
         self.events.write(
             "device_revoked",
@@ -312,27 +291,15 @@ class Operations:
         )
         return done
 
-    def create_enrolment_token(
-        self,
-        *,
-        device: str | None = None,
-        replaces: str | None = None,
-        hours: float = 24.0,
-        url: str | None = None,
-        federation: str | None = None,
-    ) -> MadeToken:
-        """Make a one-time token with which a device enrols; for the arguments see `members.tokens.create_token`.
+    def create_enrolment_token(self, wanted: WantedToken) -> tuple[Token, TokenRecord]:
+        """Make a one-time token with which a device enrols.
 
         Raises:
             EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
         """
-        now = self.clock()
-        made = create_token(
-            self.home, self.store, now, device=device, replaces=replaces, hours=hours, url=url, federation=federation
-        )
-        expires_at = now + hours * 3600
-        self.events.write("token_created", token=made.id, client=made.device or "", until=expires_at)
-        return MadeToken(made.id, made.text, made.device, replaces is not None, made.url, expires_at)
+        token, record = create_token(self.home, self.store, self.clock(), wanted)
+        self.events.write("token_created", token=token.id, client=token.device or "", until=record.expires_at)
+        return token, record
 
     def revoke_enrolment_token(self, token: str) -> TokenRecord:
         """Make a token that was not used yet unusable.

@@ -17,13 +17,14 @@ from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
-from coordinator.facts.tokens import token_facts
 from coordinator.http.access import Role, access_of, end_session, require, set_session
-from coordinator.http.changes import in_turn
+from coordinator.http.changes import ChangeRoute, in_turn
+from coordinator.http.operator_api import operations_of
 from coordinator.http.refusals import ProblemError
+from coordinator.members.enrolment import WantedToken, token_facts
 from coordinator.operations.create_federation import example_plan, read_plan
 from coordinator.operations.operations import Operations
-from coordinator.page.views import FormRoute, PageRoute, View, form_of, own_path, plain_page, see_other, view_of
+from coordinator.page.views import View, form_of, own_path, plain_page, see_other, view_of
 from coordinator.rounds.records import FederationStatus
 from coordinator.storage.event_store import Event, EventFilter
 from fedcg.config_file import numbered
@@ -43,7 +44,7 @@ COLUMNS |= {name: name for name in ("online", "enrolled_at", "seen_at", "agent",
 COLUMNS |= {name: name for name in ("accuracy", "last_round", "remarks")}
 """Fields of a device by the columns of its table for a spreadsheet."""
 Asked = Annotated[View, Depends(view_of)]
-router = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
+router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
 @router.get("/")
@@ -219,9 +220,9 @@ CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
 }
 """Changes of a federation by the last part of the form's address."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
-sessions = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
+sessions = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 forms = APIRouter(
-    route_class=FormRoute,
+    route_class=ChangeRoute,
     include_in_schema=False,
     default_response_class=HTMLResponse,
     dependencies=[Depends(require(Role.OPERATOR))],
@@ -262,16 +263,16 @@ def make_token(view: Asked, fields: Fields) -> Response:
     hours = fields.get("hours", "24")
     if hours not in HOURS:
         raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
-    made = _operations(view.request).create_enrolment_token(
-        device=fields.get("device") or None, hours=float(hours), federation=fields.get("federation") or None
-    )
-    return view.render("enrolment.html", **enrolment_values(view), made=made)
+    device, federation = fields.get("device") or None, fields.get("federation") or None
+    wanted = WantedToken(device, hours=float(hours), federation=federation)
+    made, record = operations_of(view.request).create_enrolment_token(wanted)
+    return view.render("enrolment.html", **enrolment_values(view), made=made, expires_at=record.expires_at)
 
 
 @forms.post("/enrolment/{token}/delete")
 def delete_token(token: str, view: Asked) -> Response:
     """Make a token unusable."""
-    _operations(view.request).revoke_enrolment_token(token)
+    operations_of(view.request).revoke_enrolment_token(token)
     return see_other("/enrolment")
 
 
@@ -280,9 +281,9 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
     """Disable or enable a device."""
     reason = fields.get("reason", "")
     if action == "disable":
-        _operations(view.request).disable(device, reason)
+        operations_of(view.request).disable(device, reason)
     elif action == "enable":
-        _operations(view.request).enable(device)
+        operations_of(view.request).enable(device)
     else:
         raise SteeringError(f"a device is enabled or disabled, not {action!r}")
     view.changed()
@@ -296,7 +297,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
 
     def create() -> Response:
         try:
-            federation = _created(_operations(request), text, start=start)
+            federation = _created(operations_of(request), text, start=start)
         except PlanError as error:
             problems = [line for line in map(str.strip, numbered(text, str(error).split("\n  "))) if line]
             return view.render("new_federation.html", status=422, plan=text, start=start, problems=problems)
@@ -316,7 +317,7 @@ def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response
     if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
         raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
     more = int(rounds) if action == "extend" else 0
-    change(_operations(view.request), federation, reason, more)
+    change(operations_of(view.request), federation, reason, more)
     view.changed()
     return see_other("/federations")
 
@@ -331,8 +332,3 @@ def _created(operations: Operations, text: str, *, start: bool) -> str:
         except PlanError as error:
             raise PlanError(str(error).replace(str(path), "the plan")) from error
     return operations.create_federation(plan, start=start).id
-
-
-def _operations(request: Request) -> Operations:
-    operations: Operations = request.app.state.operations
-    return operations

@@ -5,7 +5,7 @@ A value that is None is written as "unavailable".
 
 import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -16,20 +16,17 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse
-from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from coordinator.errors import CoordinatorError
-from coordinator.facts.known import Known, known_of
+from coordinator.facts.known import Known
 from coordinator.facts.problems import open_problems
 from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, form_fields
-from coordinator.http.changes import SECRET_FIELDS, Changes
-from coordinator.http.refusals import ProblemError, problem_of
-from coordinator.service.coordinator import Coordinator
-from fedcg.text_output import wrong_value
+from coordinator.http.changes import SECRET_FIELDS
+from coordinator.http.operator_api import known_from
+from coordinator.http.refusals import UNFORESEEN, ProblemError, problem_of
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -49,9 +46,8 @@ def moment(at: float | None) -> str | Markup:
     """A time on the coordinator's clock; the page's script writes it in the reader's zone."""
     if at is None:
         return UNAVAILABLE
-    stamp = datetime.fromtimestamp(at, timezone.utc)
-    text = stamp.strftime("%Y-%m-%d %H:%M:%S UTC")
-    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp.isoformat(), f"{at:.0f}", text)
+    stamp = datetime.fromtimestamp(at, timezone.utc).isoformat()
+    return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", _clock(at))
 
 
 def ago(at: float | None) -> str | Markup:
@@ -126,7 +122,6 @@ def _clock(at: float) -> str:
 
 
 FactsT = TypeVar("FactsT")
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 MAX_AGE_S = 1.0
 """Facts are kept for so long: many watchers of one page ask for the same ones, and they are worked out once."""
 MAX_KEPT = 64
@@ -239,15 +234,19 @@ class View:
         """Whether the forms that change something are shown."""
         return self.identity.role.includes(Role.OPERATOR)
 
+    @property
+    def recent(self) -> Recent:
+        """The facts that are kept."""
+        recent: Recent = self.request.app.state.recent
+        return recent
+
     def facts(self, function: Callable[..., FactsT], *arguments: Any) -> FactsT:
         """Facts that are at most a second old."""
-        recent: Recent = self.request.app.state.recent
-        return recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
+        return self.recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
 
     def changed(self) -> None:
         """Forget kept facts: the next page shows what was changed."""
-        recent: Recent = self.request.app.state.recent
-        recent.clear()
+        self.recent.clear()
 
     def render(
         self,
@@ -282,8 +281,7 @@ class View:
         }
         page = _environment().get_template(template)
         if values["is_part"]:
-            recent: Recent = self.request.app.state.recent
-            return HTMLResponse(recent.get(("part", template, url), lambda: page.render(values)), status)
+            return HTMLResponse(self.recent.get(("part", template, url), lambda: page.render(values)), status)
         form_token = access_of(self.request).form_token(self.request.cookies.get(COOKIE, ""))
         return HTMLResponse(page.render(values, view=self, form_token=form_token), status)
 
@@ -311,8 +309,7 @@ async def view_of(request: Request) -> View:
         to = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         raise HTTPException(303, "log in first", {"Location": f"/login?to={quote(to)}"})
     request.state.identity = identity
-    coordinator: Coordinator = request.app.state.coordinator
-    return View(request, identity, known_of(coordinator, request.app.state.home.root))
+    return View(request, identity, known_from(request))
 
 
 async def form_of(request: Request) -> dict[str, str]:
@@ -337,50 +334,6 @@ def own_path(text: str) -> str:
     return text if is_own and text.isprintable() else "/"
 
 
-class PageRoute(APIRoute):
-    """A route whose errors are pages."""
-
-    def get_route_handler(self) -> Handler:
-        """The handler of a request."""
-        handle = self.plain_handler()
-
-        async def guarded(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except HTTPException as error:
-                if error.status_code == 303:
-                    return RedirectResponse((error.headers or {})["Location"], 303)
-                found = ProblemError(error.status_code, str(error.detail))
-            except RequestValidationError as error:
-                found = ProblemError(422, "; ".join(wrong_value(each) for each in error.errors())[:300])
-            except (ProblemError, CoordinatorError) as error:
-                found = problem_of(error)
-            sent = await _sent(request)
-            if found.status == 401 and request.method not in READING and not sent:
-                return see_other("/login")
-            return _error_page(request, found, sent)
-
-        return guarded
-
-    def plain_handler(self) -> Handler:
-        """The handler without its errors."""
-        return super().get_route_handler()
-
-
-class FormRoute(PageRoute):
-    """A route that changes something: its requests are lines of the audit log, as those of the API are."""
-
-    def plain_handler(self) -> Handler:
-        """The handler without its errors."""
-        handle = super().plain_handler()
-
-        async def audited(request: Request) -> Response:
-            changes: Changes = request.app.state.changes
-            return await changes.make(request, handle)
-
-        return audited
-
-
 async def _sent(request: Request) -> dict[str, str]:
     """What a person wrote into the form of a request that a route has read."""
     try:
@@ -392,18 +345,22 @@ async def _sent(request: Request) -> dict[str, str]:
 
 async def as_page(request: Request, error: Exception) -> Response:
     """The answer to a request that ended with an error: a page for a browser, a problem for a program."""
-    found, is_browser = problem_of(error), "text/html" in request.headers.get("Accept", "")
+    if isinstance(error, HTTPException) and error.status_code == 303:
+        return see_other((error.headers or {})["Location"])
+    found, headers = problem_of(error), request.headers
+    is_browser = "text/html" in headers.get("Accept", "") or "HX-Request" in headers
     if request.url.path.startswith("/api/") or not is_browser:
         return found.answer(request.url.path)
-    page = _error_page(request, found)
+    sent = {} if found.status == UNFORESEEN else await _sent(request)
+    if found.status == 401 and request.method not in READING and not sent:
+        return see_other("/login")
+    page = _error_page(request, found, sent)
     page.headers.update(found.headers)
     return page
 
 
-def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str] | None = None) -> HTMLResponse:
+def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str]) -> HTMLResponse:
     """A page with what is wrong, and with the fields of the form that was sent, to be sent again where that is allowed."""
     may_not = found.status in (401, 403)
     form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
-    return plain_page(
-        "error.html", found.status, found=found, path=request.url.path, sent=sent or {}, form_token=form_token
-    )
+    return plain_page("error.html", found.status, found=found, path=request.url.path, sent=sent, form_token=form_token)

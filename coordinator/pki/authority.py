@@ -26,8 +26,7 @@ from fedcg.wire.tls import AUTHORITY_NAME, SET_CLOCK, ServerRole, clock_time
 
 CA_NAME = "ca"
 CA_LIFE = timedelta(days=3650)
-LEAF_DAYS = 825
-LEAF_LIFE = timedelta(days=LEAF_DAYS)
+LEAF_LIFE = timedelta(days=825)
 RENEW_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
 """Devices without a battery-backed clock start with a date in the past; a fresh certificate must already be valid for them."""
@@ -72,7 +71,7 @@ def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
         decipher_only=False,
     )
     certificate = (
-        _builder(subject, subject, key.public_key(), _start(now), CA_LIFE)
+        _builder(subject, subject, key.public_key(), (now or datetime.now(timezone.utc)) - CLOCK_SLACK, CA_LIFE)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
@@ -256,10 +255,6 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
 def credential_of(directory: Path, name: str) -> Credential:
     """The paths under which `name`'s certificate and key lie in `directory`, whether or not they exist."""
     return Credential(directory / f"{name}.pem", directory / f"{name}.key")
-
-
-def _start(now: datetime | None) -> datetime:
-    return (now or datetime.now(timezone.utc)) - CLOCK_SLACK
 
 
 def _builder(

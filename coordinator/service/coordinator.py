@@ -47,6 +47,7 @@ class Coordinator:
         self.events = events
         self._context_of = context_of
         self._on_failure: Callable[[BaseException], None] = _raise
+        self._is_started = False
         self._running: dict[str, _Running] = {}
         self._changing = threading.Lock()
 
@@ -79,14 +80,18 @@ class Coordinator:
             on_failure: gets the error of a service that failed, on its thread; the process must end then.
         """
         self._on_failure = on_failure
+        self._is_started = True
         for record in self.store.federations():
             self.follow(record.id)
 
     def follow(self, federation: str, *, resume: bool = False) -> None:
-        """Bring the service of a federation to what the database holds: start it, or pass it the changes. From any thread."""
+        """Bring the service of a federation to what the database holds: start it, or pass it the changes. From any thread.
+
+        Nothing is done before `start`, which reads the database.
+        """
         with self._changing:
             record = self.store.federation(federation)
-            if record.status is FederationStatus.CREATED:
+            if not self._is_started or record.status is FederationStatus.CREATED:
                 return
             running = self._running.get(federation)
             if running is not None and self._goes_on(running.service, record):

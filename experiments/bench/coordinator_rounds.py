@@ -24,7 +24,7 @@ import psutil
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
 from coordinator.members.api_tokens import ApiTokens, Role
-from coordinator.members.enrolment import enrol
+from coordinator.members.enrolment import make_bundles
 from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
@@ -124,7 +124,7 @@ def set_up(home: Home, sessions: int, rounds: int) -> list[Callable[..., None]]:
     devices, names = home.root.parent / "devices", tuple(map(device_name, range(sessions)))
     with contextlib.closing(Store.of(home)) as store, changing_members(home):
         record = open_federation(home, store, plan)
-        enrol(home, store, names, devices, time.time())
+        make_bundles(home, store, names, devices, time.time(), FEDERATION)
         publish_access(home)
     spec = ArtifactStore(home.artifacts).get(record.spec)
     replay = Replay(spec, *_recorded(run, FederationSpec.parse(spec)))

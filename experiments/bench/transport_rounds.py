@@ -32,7 +32,7 @@ from coordinator.aggregation.jobs import (
 )
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
-from coordinator.members.enrolment import enrol
+from coordinator.members.enrolment import make_bundles
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
@@ -209,7 +209,7 @@ def _set_up(home: Home, spec: FederationSpec, names: tuple[str, ...]) -> Path:
     initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
     with closing(Store.of(home)) as store, changing_members(home):
         store.add_federation(record, initial)
-        enrol(home, store, names, bundles, time.time())
+        make_bundles(home, store, names, bundles, time.time(), FEDERATION)
         publish_access(home)
     return bundles
 

@@ -105,8 +105,8 @@ _NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def laws_mosquitto(mosquitto_factory: Callable[[str], RunningMosquitto]) -> RunningMosquitto:
-    return mosquitto_factory(acl_for(TOPICS.federation))
+def laws_mosquitto(mosquitto: Callable[[str], RunningMosquitto]) -> RunningMosquitto:
+    return mosquitto(acl_for(TOPICS.federation))
 
 
 @pytest.fixture(scope="module")

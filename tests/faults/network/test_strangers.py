@@ -23,7 +23,7 @@ from coordinator.members.membership import revoke
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
-from tests.floods import FLOODER, HONEST, ROUNDS, flooded
+from tests.support.broker.floods import FLOODER, HONEST, ROUNDS, flooded
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.serving import Server, install_versions

@@ -26,9 +26,9 @@ from tests.support.waiting import wait_until
 class Api:
     """A running interface over the directory of a coordinator; with `coordinator`, over one that runs federations."""
 
-    def __init__(self, home: Home, store: Store, url: str, application: FastAPI) -> None:
-        self.home, self.store, self.url, self.application = home, store, url, application
-        self.tokens = ApiTokens(store.api)
+    def __init__(self, home: Home, store: Store, port: int, application: FastAPI) -> None:
+        self.home, self.store, self.port, self.application = home, store, port, application
+        self.url, self.tokens = f"http://127.0.0.1:{port}", ApiTokens(store.api)
 
     @property
     def access(self) -> Access:
@@ -50,7 +50,7 @@ def running_api(home: Home, coordinator: Coordinator | None = None, **settings: 
         raise AssertionError(f"{record.id} was not to be started")
 
     store = Store(home.database) if coordinator is None else coordinator.store
-    made = coordinator or _Still(
+    made = coordinator or Coordinator(
         store, ArtifactStore(home.artifacts), coordinator_log(home.events_file, store.events), no_context
     )
 
@@ -63,21 +63,14 @@ def running_api(home: Home, coordinator: Coordinator | None = None, **settings: 
 
     application: FastAPI = create_app(home, made, ended, until_finished=False, beside=nothing, **settings)
     listener = Listener("api", "127.0.0.1", 0, Connections(Caps(64, 64)))
-    server = uvicorn.Server(http_config(application, listener, lifespan="off"))
+    server = uvicorn.Server(http_config(application, listener, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         wait_until(lambda: server.started, "the interface listens")
-        yield Api(home, store, f"http://127.0.0.1:{listener.getsockname()[1]}", application)
+        yield Api(home, store, listener.getsockname()[1], application)
     finally:
         server.should_exit = True
         thread.join(20)
         if coordinator is None:
             store.close()
-
-
-class _Still(Coordinator):
-    """Runs no service, whatever is changed."""
-
-    def follow(self, federation: str, *, resume: bool = False) -> None:
-        """Do nothing."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.http.device_api import create_enrolment_app, listening, serving
 from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.members.enrolment import create_token
+from coordinator.members.enrolment import WantedToken, create_token
 from coordinator.members.membership import Admission
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_context, server_credential
@@ -47,8 +47,6 @@ class Desk:
 
     home: Home
     store: Store
-    published: list[float] = field(default_factory=list)
-    evicted: list[str] = field(default_factory=list)
     ahead_s: float = 0.0
 
     @property
@@ -72,12 +70,8 @@ class Desk:
     def clock(self) -> float:
         return time.time() + self.ahead_s
 
-    def publish(self) -> bool:
-        self.published.append(self.clock())
-        return True
-
     def token(self, device: str | None = None, **wishes: Any) -> Token:
-        return create_token(self.home, self.store, self.clock(), device=device, **wishes)
+        return create_token(self.home, self.store, self.clock(), WantedToken(device, **wishes))[0]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [dict(event) for event in read_events(self.home.events_file) if event["event"] == name]
@@ -88,15 +82,7 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
     """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
     config, store = home.config(), Store(home.database)
     desk = Desk(home, store)
-    admission = Admission(
-        home=home,
-        store=store,
-        config=config,
-        events=EventLog(home.events_file, time.time),
-        clock=desk.clock,
-        publish=desk.publish,
-        evict=lambda device, key: desk.evicted.append(device),
-    )
+    admission = Admission(home, store, config, EventLog(home.events_file, time.time), desk.clock)
     limits = FailureLimits(time.monotonic, per_address, everybody)
     device_limits = FailureLimits(time.monotonic, per_address, everybody)
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import URL, Engine
 
-from coordinator.members.enrolment import enrol
+from coordinator.members.enrolment import make_bundles
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.database import make_engine
@@ -33,7 +33,7 @@ def add_federation(
     with closing(Store.of(home)) as store:
         store.add_federation(federation, initial)
         if devices:
-            enrol(home, store, devices, home.root.parent / "bundles", time.time())
+            make_bundles(home, store, devices, home.root.parent / "bundles", time.time(), name)
 
 
 def bundle(home: Home, device: str) -> Path:

@@ -1,28 +1,51 @@
-"""The page of federations on a broker in memory, over real HTTP, and a client with cookies and without script."""
+"""The page of federations on a broker in memory, over real HTTP; a client with cookies and without script; databases with many devices."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import re
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
-import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import insert
 
-from coordinator.config import CoordinatorConfig, EnrolmentSettings, render_config
-from coordinator.http.app import create_app
+from coordinator.config import CoordinatorConfig, EnrolmentSettings, RoundSettings, render_config
+from coordinator.facts.known import Known
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page import add_page
 from coordinator.paths import Home
+from coordinator.rounds.records import (
+    AttemptRecord,
+    AttemptState,
+    CertificateRecord,
+    ConditionRecord,
+    DeviceRecord,
+    ParticipantRecord,
+    ParticipantState,
+    PresenceRecord,
+    UpdateRecord,
+)
+from coordinator.service.service import Service
+from coordinator.storage import schema
 from coordinator.storage.database import HighWater
+from coordinator.storage.store import Store
 from fedcg.files import checked_secret
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages.schemas import Outcome
+from tests.support.coordinator.api import running_api
 from tests.support.coordinator.federations import Federations
-from tests.support.waiting import free_port, wait_until
+from tests.support.coordinator.toy_artifacts import tiny_spec
+from tests.support.coordinator.world import World
+from tests.support.wire.golden_files import CONDITION
 
+GATHER = RoundSettings(gather_s=60.0, retry_s=0.0)
 FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]+)"')
 
 
@@ -47,7 +70,7 @@ class Reader:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         cookies = {"Cookie": self.cookie} if self.cookie else {}
         try:
-            link.request(method, path, body or None, {**cookies, **self.headers, **headers})
+            link.request(method, path, body or None, {"Accept": "text/html", **cookies, **self.headers, **headers})
             answer = link.getresponse()
             return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
         finally:
@@ -85,6 +108,24 @@ class ServedPage:
 
 
 @contextmanager
+def tiny_page(
+    root: Path, *names: str, rounds: int = 2, prepare: Callable[[World], object] = lambda world: None, **options: Any
+) -> Iterator[ServedPage]:
+    """The page of the federation "tiny" with the options of `World`, and of federations with these names; `prepare` comes before it runs."""
+    world = World(root / "home", tiny_spec(rounds), **{"pacing": GATHER, **options})
+    made = Federations(world, *names)
+    prepare(world)
+    with served(made) as page:
+        yield page
+    world.store.close()
+
+
+def known_of(world: World, spec: FederationSpec | None = None, services: Mapping[str, Service] | None = None) -> Known:
+    """What facts of a world are made of, with another spec than its own, and without a service unless some are named."""
+    return Known(world.store, lambda record: spec or world.spec, world.root, services or {})
+
+
+@contextmanager
 def served(made: Federations) -> Iterator[ServedPage]:
     """Run the coordinator of these federations with its page; its devices are started by the test."""
     home = Home(made.world.root)
@@ -92,23 +133,58 @@ def served(made: Federations) -> Iterator[ServedPage]:
     home.config_file.write_text(render_config(config))
     home.secret_file.write_bytes(checked_secret(b"s" * 32))
     HighWater(home, made.world.store._engine).lift()  # of the world's database, which has no home before
-    ended: list[int] = []
-    application = create_app(home, made.coordinator, ended.append, until_finished=False, beside=lambda _: nullcontext())
-    add_page(application)
-    port = free_port()
-    server = uvicorn.Server(
-        uvicorn.Config(application, port=port, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the page is served")
-        assert server.started
-        yield ServedPage(made, port, application)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        for device in (device for devices in made.devices.values() for device in devices):
-            if hasattr(device, "transport"):
-                device.stop()
-    assert not ended
+    with made.running(), running_api(home, made.coordinator) as api:
+        add_page(api.application)
+        yield ServedPage(made, api.port, api.application)
+
+
+def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: float) -> None:
+    """Devices with certificates, presence, and an update each to every closed round; round `rounds` + 1 is open for all of them.
+
+    Every eighth device reports that it is worse off than alone, every tenth declined the open round.
+    """
+    first, names = store.aggregates(federation)[0], [f"line-{number:04d}" for number in range(devices)]
+    condition, declined = CONDITION.model_dump_json(), (ParticipantState.DECLINED, "no_data")
+    rows: defaultdict[str, list[Any]] = defaultdict(list)
+    for index, name in enumerate(names):
+        rows["devices"].append(DeviceRecord(name, "0" * 64, now - 9e5, now - index, "0.1.0"))
+        rows["certificates"].append(CertificateRecord(f"{index:x}", name, now - 9e5, now + 9e5, None, "x" * 800))
+        ages = (7200.0, 1800.0, 600.0)
+        rows["presence"] += [PresenceRecord(federation, name, now - age, age != 1800.0) for age in ages]
+        rows["conditions"].append(ConditionRecord(federation, name, now - 60, condition))
+    for number in range(1, rounds + 2):
+        is_open, opened = number > rounds, now - (rounds - number + 2) * 600
+        state, closed = (AttemptState.COLLECTING, None) if is_open else (AttemptState.CLOSED, opened + 480)
+        at: dict[str, Any] = {"federation": federation, "round": number, "attempt": 1}
+        rows["attempts"].append(
+            AttemptRecord(
+                **at, state=state, base=first.artifact, opened_at=opened, deadline_at=now + 900, closed_at=closed
+            )
+        )
+        for index, name in enumerate(names):
+            answer = declined if is_open and index % 10 == 3 else (ParticipantState.ACCEPTED, "")
+            rows["participants"].append({**at, **asdict(ParticipantRecord(name, *answer))})
+            if not is_open:
+                rows["updates"].append(_update(federation, number, index, name, opened + 600))
+        if not is_open:
+            rows["aggregates"].append(replace(first, round=number, attempt=1, stored_at=opened + 600))
+    with store._engine.begin() as connection:
+        for table, values in rows.items():
+            found = [value if isinstance(value, dict) else asdict(value) for value in values]
+            connection.execute(insert(schema.metadata.tables[table]), found)
+
+
+def _update(federation: str, number: int, index: int, name: str, at: float) -> UpdateRecord:
+    alone = 0.62 + 0.02 * number + 0.0001 * (index % 100)
+    report = {
+        "examples": 100 + index,
+        "accuracy": alone + (-0.03 if index % 8 == 5 else 0.05),
+        "shadow": alone,
+        "health": "ok",
+        "downloaded": alone - 0.1,
+        "per_class": {"accuracy": [alone, None, 0.9], "shadow": [alone - 0.01, None, 0.8], "downloaded": None},
+    }
+    artifact, size, stored = f"{index:032x}{number:032x}", 120_000 + index, at + index * 0.001
+    told = json.dumps(report)
+    record = UpdateRecord(federation, number, 1, name, artifact, size, Outcome.ACCEPTED, "", told, at, stored)
+    return replace(record, weight=100 + index)

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from coordinator.config import (
+    EVERY_ADDRESS,
     AggregationSettings,
     ApiSettings,
     BrokerSettings,
@@ -17,6 +18,7 @@ from coordinator.config import (
     render_config,
 )
 from coordinator.errors import ConfigError
+from coordinator.paths import Home
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,31 @@ def test_the_http_interface_is_shown_to_a_network_only_behind_tls() -> None:
         check_api_host(ApiSettings(host=everywhere))
     with pytest.raises(ValidationError, match="name both"):
         ApiSettings(certificate="api.pem")
+
+
+def test_a_setting_that_is_none_is_named_with_its_line_and_the_nearest_one(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    path.write_text(render_config(CoordinatorConfig()).replace("certificate_days", "certificate_dais"))
+    number = 1 + next(n for n, line in enumerate(path.read_text().splitlines()) if "certificate_dais" in line)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    assert f"line {number}: enrolment.certificate_dais" in str(refused.value)
+    assert "did you mean `certificate_days`?" in str(refused.value)
+
+
+def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path) -> None:
+    config = CoordinatorConfig(aggregation=AggregationSettings(public_data='a "b"'))
+    assert Home(tmp_path).public_data(config) == tmp_path / 'a "b"'
+    assert Home(tmp_path).public_data(CoordinatorConfig()) is None
+
+
+def test_enrolment_is_off_without_a_port_and_the_listener_is_where_devices_reach_the_broker() -> None:
+    assert CoordinatorConfig().enrolment_url is None
+    for host, settings, address, url in (
+        ("127.0.0.1", EnrolmentSettings(port=1), "127.0.0.1", "https://127.0.0.1:1"),
+        ("10.1.2.3", EnrolmentSettings(port=18444), EVERY_ADDRESS, "https://10.1.2.3:18444"),
+        ("broker.example", EnrolmentSettings(port=8444, host="::1"), "127.0.0.1", "https://[::1]:8444"),
+        ("broker.example", EnrolmentSettings(port=8, listen="10.0.0.1"), "10.0.0.1", "https://broker.example:8"),
+    ):
+        config = CoordinatorConfig(broker=BrokerSettings(host=host), enrolment=settings)
+        assert (config.enrolment.address(config.enrolment_host), config.enrolment_url) == (address, url)

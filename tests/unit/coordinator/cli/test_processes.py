@@ -3,8 +3,10 @@
 import json
 import shutil
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +37,27 @@ def get(home: Home, path: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
-@pytest.mark.slow
-def test_a_coordinator_serves_its_federation_rounds_and_devices_over_http_and_ends_on_sigterm(
-    home: Home, processes: Plant
-) -> None:
-    process = processes.fedcg("coordinator", "coordinator", "run")
+def started(home: Home, processes: Plant, *words: str, name: str = "coordinator") -> subprocess.Popen[bytes]:
+    """A coordinator that answers."""
+    process = processes.fedcg(name, "coordinator", "run", *words)
     wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
-    assert process.poll() is None, processes.log("coordinator")
+    assert process.poll() is None, processes.log(name)
+    return process
+
+
+@pytest.mark.slow
+def test_a_coordinator_serves_its_federation_over_http_alone_and_ends_on_sigterm(home: Home, processes: Plant) -> None:
+    process = started(home, processes)
     assert get(home, "/readyz")[0] == 503
     _, federation = get(home, "/api/v1/federations/tiny")
     assert (federation["federation"], federation["phase"], federation["epoch"]) == (FEDERATION, "waiting", 1)
     assert federation["upload"] == ["classifier", "generator"]
     assert get(home, "/api/v1/federations/tiny/rounds") == (200, [])
     assert get(home, "/api/v1/federations/tiny/rounds/1")[0] == 404
-    _, devices = get(home, "/api/v1/devices")
-    assert [(device["id"], device["online"]) for device in devices] == [("a", []), ("b", [])]
-    store = Store(home.database)
-    store.open_attempt(FEDERATION, RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
-    store.close()
-    _, rounds = get(home, "/api/v1/federations/tiny/rounds/1")
-    told = {"share": 1.0, "accepted_at": None, "predicted_s": None}
-    assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": "", **told}]
+    with closing(Store(home.database)) as store:
+        store.open_attempt(FEDERATION, RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+    (person,) = get(home, "/api/v1/federations/tiny/rounds/1")[1]["attempts"][0]["participants"]
+    assert (person["client"], person["state"], person["share"]) == ("a", "invited", 1.0)
 
     second = processes.fedcg("second", "coordinator", "run")
     assert second.wait(timeout=30) == ALREADY_RUNNING
@@ -76,8 +78,7 @@ def children(pid: int) -> list[int]:
 def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_nothing_afterwards(
     home: Home, processes: Plant
 ) -> None:
-    process = processes.fedcg("coordinator", "coordinator", "run")
-    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers")
+    process = started(home, processes)
     headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"}
     image = {"mode": "RGB", "height": 64, "width": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
 
@@ -126,10 +127,8 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
     first.kill()
     first.wait()
     wait_until(lambda: not Path(f"/proc/{worker_pid()}").exists(), "the worker is gone")
-    processes.fedcg("again", "coordinator", "run")
-    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
-    _, federation = get(home, "/api/v1/federations/tiny")
-    assert federation["epoch"] == 2
+    started(home, processes, name="again")
+    assert get(home, "/api/v1/federations/tiny")[1]["epoch"] == 2
 
 
 @pytest.mark.slow
@@ -155,8 +154,7 @@ def test_a_coordinator_that_can_not_start_names_the_file_and_the_remedy(
 def test_a_killed_coordinator_whose_database_lost_a_revocation_to_a_flipped_bit_does_not_start_until_the_loss_is_accepted(
     home: Home, processes: Plant
 ) -> None:
-    first = processes.fedcg("coordinator", "coordinator", "run")
-    wait_until(lambda: get(home, "/healthz")[0] == 200 or first.poll() is not None, "it answers")
+    first = started(home, processes)
     revoked = run_fedcg("device", "revoke", "a", "--dir", home.root)
     assert revoked.exit_code == 0, revoked.output
     first.kill()
@@ -172,8 +170,7 @@ def test_a_killed_coordinator_whose_database_lost_a_revocation_to_a_flipped_bit_
     assert "has lost commits" in said
     assert "revoked certificates (0 now, 1 before)" in said
     assert "Traceback" not in said
-    processes.fedcg("third", "coordinator", "run", "--accept-loss")
-    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
+    started(home, processes, "--accept-loss", name="third")
     assert get(home, "/api/v1/federations/tiny")[1]["epoch"] > 1_000_000
 
 
@@ -189,9 +186,7 @@ def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_wa
     assert store.register.end_membership("a", DeviceState.REVOKED, "", 1.0)
     (certificate,) = store.register.certificates("a")
     store.close()
-    process = processes.fedcg("coordinator", "coordinator", "run")
-    wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
-    assert process.poll() is None, processes.log("coordinator")
+    started(home, processes)
     wait_until(lambda: "user late" in (home.broker / "acl").read_text().splitlines(), "the broker has the new list")
     _, _, of_a = (home.broker / "acl").read_text().partition("user a\n")
     assert of_a.strip() == "topic read fedcg/1/tiny/devices/a/down/control", "where it is told that it is revoked"
@@ -212,16 +207,15 @@ def test_a_second_broker_for_the_same_home_is_refused_and_the_first_ends_on_sigt
     assert first.wait(timeout=20) == 0, processes.log("broker")
 
 
-def test_without_mosquitto_the_command_says_how_to_get_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_can_not_run_here_is_refused_with_the_way_to_one(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coordinator.broker.broker_process.find_mosquitto", lambda: None)
-    refused = run_fedcg("broker", "run", "--dir", home.root)
-    assert refused.exit_code == 2
-    assert "make setup-broker" in refused.stderr
-    assert "For a demo on this machine --broker amqtt" in refused.stderr
-
-
-def test_the_embedded_broker_serves_no_other_machine(tmp_path: Path) -> None:
-    home = create_home(tmp_path / "other", CoordinatorConfig(broker=BrokerSettings(host="broker.example")))
-    refused = run_fedcg("broker", "run", "--dir", home.root, "--broker", "amqtt")
-    assert refused.exit_code == 2
-    assert "for demos on this machine" in refused.stderr
+    elsewhere = create_home(tmp_path / "other", CoordinatorConfig(broker=BrokerSettings(host="broker.example")))
+    for words, why in (
+        (("--dir", home.root), "make setup-broker"),
+        (("--dir", home.root), "For a demo on this machine --broker amqtt"),
+        (("--dir", elsewhere.root, "--broker", "amqtt"), "for demos on this machine"),
+    ):
+        refused = run_fedcg("broker", "run", *words)
+        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr

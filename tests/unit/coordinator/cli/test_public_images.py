@@ -9,10 +9,8 @@ import pytest
 from PIL import Image
 
 from coordinator.aggregation.worker import public_images
-from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
 from coordinator.operations.create_federation import check_plan, make_artifacts, read_plan
-from coordinator.paths import Home
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
@@ -107,12 +105,6 @@ def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_s
     assert first is images(GREY)
     with pytest.raises(DataError, match="no such folder"):
         public_images(tmp_path / "nowhere", 9)(GREY)
-
-
-def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path) -> None:
-    config = CoordinatorConfig(aggregation=AggregationSettings(public_data='a "b"'))
-    assert Home(tmp_path).public_data(config) == tmp_path / 'a "b"'
-    assert Home(tmp_path).public_data(CoordinatorConfig()) is None
 
 
 def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Path) -> None:

@@ -1,17 +1,31 @@
-"""Who may use the HTTP interface: tokens, roles, sessions of the page, and limits; over real connections."""
+"""Who may use the HTTP interface: tokens, roles, sessions of the page, limits, and other machines; over real connections."""
 
+import ssl
 import stat
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
+import httpx
 import pytest
 
-from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, MAX_SESSIONS, SESSION_S, Access, Role
-from coordinator.http.refusals import PER_ADDRESS
+from coordinator.cli.opening import create_home
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, render_config
+from coordinator.http.access import COOKIE, MAX_SESSIONS, SESSION_S, Access, Role
+from coordinator.http.refusals import PER_ADDRESS, FailureLimits, Rate
 from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
 from coordinator.page import add_page
 from coordinator.paths import Home
+from coordinator.pki.authority import issue
 from coordinator.storage.register import USED_EVERY_S
+from coordinator.token_buckets import MAX_KEYS
+from fedcg.files import replace_durably
+from tests.support.broker.broker_plant import Plant
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.api import Api, running_api
+from tests.support.coordinator.homes import add_federation
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.waiting import free_port, wait_until
 
 FEDERATIONS = "/api/v1/federations"
 
@@ -29,6 +43,9 @@ def test_health_needs_no_token_and_everything_else_a_valid_one(api: Api) -> None
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         assert refused.headers["content-type"] == "application/problem+json"
         assert refused.json()["instance"] == FEDERATIONS
+        for path in ("/api/v1/events/stream", "/openapi.json", "/metrics"):
+            assert nobody.get(path).status_code == 401
+        assert FEDERATIONS in viewer.get("/openapi.json").json()["paths"]
         assert viewer.get(FEDERATIONS).status_code == 200
         wrong = viewer.headers["authorization"][:-1] + "x"
         assert viewer.get(FEDERATIONS, headers={"Authorization": wrong}).status_code == 401
@@ -141,11 +158,51 @@ def test_a_token_expires_unless_it_is_that_of_the_commands_on_this_machine(home:
     assert [token.name for token in api.tokens.list() if token.expires_at is None] == [LOCAL_NAME]
 
 
-def test_the_schema_of_the_api_needs_a_token(api: Api) -> None:
-    with api.as_(None) as nobody, api.as_(Role.VIEWER) as viewer:
-        assert nobody.get("/openapi.json").status_code == 401
-        assert "/api/v1/federations" in viewer.get("/openapi.json").json()["paths"]
+def test_refusals_of_an_address_and_of_all_together_are_refilled_and_success_costs_nothing() -> None:
+    now = 100.0
+    limits = FailureLimits(lambda: now, Rate(2, 0.1), Rate(5, 0.5))
+    assert [limits.wait_s("10.0.0.1") for _ in range(1000)] == [0.0] * 1000
+    for address in ("10.0.0.1", "10.0.0.1", "2001:db8::1", "2001:db8::2"):  # of one IPv6 network of 64 bits
+        assert limits.wait_s(address) == 0
+        limits.refused(address)
+    waits = [limits.wait_s(address) for address in ("10.0.0.1", "2001:db8::ffff", "10.0.0.2", "2001:db8:0:1::1")]
+    assert waits == [pytest.approx(10.0), pytest.approx(10.0), 0, 0]
+    limits.refused("10.0.0.3")
+    assert limits.wait_s("10.9.9.9") == pytest.approx(2.0)  # a refusal of anybody
+    now += 10.0
+    assert limits.wait_s("10.0.0.1") == limits.wait_s("10.9.9.9") == 0
 
 
-def test_names_of_the_cookie_protocol_stay_as_the_page_and_the_documentation_have_them() -> None:
-    assert (COOKIE, ACTION_HEADER, FORM_FIELD) == ("fedcg_session", "X-FedCG", "form_token")
+def test_memory_is_bounded_however_many_addresses_come() -> None:
+    limits = FailureLimits(lambda: 100.0, Rate(1, 0.1), Rate(10**6, 1.0))
+    addresses = [f"10.{number >> 16}.{(number >> 8) & 255}.{number & 255}" for number in range(MAX_KEYS + 100)]
+    for address in addresses:
+        limits.refused(address)
+    assert sum(limits.wait_s(address) > 0 for address in addresses) == MAX_KEYS
+
+
+def test_the_address_that_a_proxy_names_is_audited_and_one_that_a_stranger_names_is_not(home: Home) -> None:
+    named = {"X-Forwarded-For": "203.0.113.9, 198.51.100.7", "X-Forwarded-Proto": "https"}
+    for proxy, audited in (("127.0.0.1", "198.51.100.7"), ("10.0.0.2", "127.0.0.1")):
+        with running_api(home, proxy=proxy) as api, api.as_(Role.OPERATOR, **named) as operator:
+            assert operator.post("/api/v1/federations/casting/pause").status_code == 200
+        last = home.audit_file.read_text().splitlines()[-1]
+        assert f'"address": "{audited}"' in last
+
+
+def test_with_a_certificate_the_interface_speaks_https_only_and_commands_follow(tmp_path: Path) -> None:
+    broker, api = BrokerSettings(port=free_port()), ApiSettings(port=free_port())
+    encrypted = create_home(tmp_path / "home", CoordinatorConfig(broker=broker, api=api))
+    add_federation(encrypted, FEDERATION, ["a"])
+    own = issue(encrypted.pki, "api", server=True, sans=("127.0.0.1",))
+    api = ApiSettings(port=api.port, certificate=str(own.certificate), key=str(own.key))
+    replace_durably(encrypted.config_file, render_config(CoordinatorConfig(broker=broker, api=api)))
+    with closing(Plant(tmp_path, encrypted)) as processes:
+        process = processes.fedcg("coordinator", "coordinator", "run")
+        wait_until(lambda: "https://" in processes.log("coordinator") or process.poll() is not None, "it listens")
+        shown = run_fedcg("federation", "show", "--dir", encrypted.root, "--json")
+        assert data_of(shown.stdout)["epoch"] == 1, processes.log("coordinator")
+        trusted = ssl.create_default_context(cafile=str(encrypted.pki / "ca.pem"))
+        assert httpx.get(f"{api.url}/healthz", verify=trusted, trust_env=False).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{api.url}/healthz".replace("https", "http"), trust_env=False)

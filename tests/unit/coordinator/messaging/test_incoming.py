@@ -16,7 +16,7 @@ import pytest
 from coordinator.broker.access_lists import end_silences, publish_access, refresh_access, silence
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
-from coordinator.members.enrolment import enrol
+from coordinator.members.enrolment import make_bundles
 from coordinator.messaging import incoming
 from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, LineLimit
 from coordinator.paths import Home
@@ -144,7 +144,9 @@ def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile
     assert listed(home) == set()
     silence(home, ["a"])
     store = Store(home.database)
-    enrol(home, store, ["c"], tmp_path / "more", time.time())  # as another process does, which writes the list anew
+    make_bundles(
+        home, store, ["c"], tmp_path / "more", time.time(), "casting"
+    )  # as another process does, which writes the list anew
     store.close()
     publish_access(home)
     assert listed(home) == {"b", "c"}

@@ -1,5 +1,6 @@
-"""What operators change, without a coordinator that runs: what is refused, in which words, and what repeating it does."""
+"""What operators change: what is refused, in which words, what repeating it does, and devices that stop being members while the service runs."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -8,17 +9,23 @@ from typing import Any
 import pytest
 
 from coordinator.errors import NotFoundError, SteeringError
+from coordinator.facts.problems import open_problems
 from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.operations.operations import Operations
 from coordinator.paths import Home
-from coordinator.rounds.records import FederationStatus
+from coordinator.rounds.engine import Phase
+from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
-from fedcg.wire.messages.schemas import RoundAttempt
+from fedcg.wire.messages.envelopes import SigningKey
+from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation
-from tests.support.coordinator.toy_artifacts import tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
+from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.page.pages import known_of
+from tests.support.waiting import wait_until
 
 WHOLE = "must be a whole number"
 
@@ -95,6 +102,7 @@ def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_rea
 
 
 def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason_takes_over(doing: Operations) -> None:
+    doing.store.add_device("casting", "cc" * 32, 1.0)
     assert doing.start("casting").status is FederationStatus.RUNNING
     changes: tuple[Callable[..., Any], ...] = (doing.pause, doing.stop)
     for change in changes:
@@ -103,6 +111,10 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
     assert [doing.archive("casting").status for _ in range(2)] == [FederationStatus.ARCHIVED] * 2
     with pytest.raises(SteeringError, match=r"casting was archived \(second\); `fedcg"):
         doing.resume("casting")
+    assert doing.extend("casting", 1).status is FederationStatus.RUNNING
+    for refused in (doing.disable, doing.pause, doing.stop):
+        with pytest.raises(SteeringError, match="the reason has 5000 characters; write at most 300"):
+            refused("casting", "x" * 5000)
 
 
 def test_a_federation_that_is_finished_is_changed_by_more_rounds_alone(home: Home, doing: Operations) -> None:
@@ -127,3 +139,85 @@ def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled
             change("b")
         with pytest.raises(NotFoundError, match="no device 'nobody'"):
             change("nobody")
+
+
+KEY = (FEDERATION, RoundAttempt(2, 1))
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    made = make_world(clients=("a", "b", "c"))
+    for device in made.devices.values():
+        device.silent = True
+    return made
+
+
+def waiting_for_c(world: World, running: RunningService) -> None:
+    """Round 2 is open with all three, and only c has not delivered."""
+    for name in ("a", "b"):
+        world.devices[name].start()
+    wait_until(lambda: running.service.state.phase is Phase.COLLECTING, "round 1 is open")
+    world.devices["c"].start()
+    wait_until(lambda: len(running.service.state.online) == 3, "all are online")
+    for name in ("a", "b"):
+        world.devices[name].silent = False
+        world.devices[name].act()
+    wait_until(lambda: running.service.state.round == 2 and running.service.state.outstanding == {"c"}, "c is missing")
+
+
+def revoke(world: World, device: str) -> None:
+    assert world.store.register.end_membership(device, DeviceState.REVOKED, "stolen", time.time())
+
+
+def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        revoke(world, "c")
+        assert world.wait_event("departed")["client"] == "c"
+        world.wait_event("finished")
+        assert world.events("distilling")[-1]["clients"] == ["a", "b"]
+    stored = {person.client: person.state for person in world.store.participants(*KEY)}
+    assert stored["c"] is ParticipantState.DECLINED
+
+
+def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_did_neither_decline_nor_fail(
+    world: World,
+) -> None:
+    token = TokenRecord("t", "0" * 64, "c", replaces=True, created_at=1.0, expires_at=2.0)
+    now = time.time()
+    certificate = CertificateRecord("1f", "c", now, now + 86_400, None, "")
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        world.store.register.add_token(token)
+        world.store.register.admit(token, "", SigningKey.generate().public.hex, certificate, time.time())
+        world.wait_event("departed")
+        world.wait_event("finished")
+    world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")
+    (problem,) = (each for each in open_problems(known_of(world)) if each.device == "c")
+    assert (problem.kind, problem.what) == (
+        "dropped",
+        f"dropped in round 2 of {FEDERATION}: another box replaces it",
+    )
+    assert problem.remedy.startswith("Nothing is broken")
+
+
+def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        revoke(world, "c")
+        wait_until(lambda: "c" not in running.service.state.online, "it is gone")
+        invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("forged", 0)
+        world.devices["c"].hello()
+        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "its hello is refused")
+        assert "c" not in running.service.state.online
+        assert len(world.devices["c"].of(Invite)) == invites
+
+
+def test_who_departed_while_no_coordinator_ran_holds_up_no_round_afterwards(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        running.stop()
+    revoke(world, "c")
+    with RunningService(world):
+        world.wait_event("finished")
+        assert world.events("distilling")[-1]["clients"] == ["a", "b"]

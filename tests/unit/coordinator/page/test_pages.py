@@ -14,21 +14,16 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from coordinator.aggregation.jobs import Progressed
-from coordinator.config import RoundSettings
 from coordinator.facts.sent import SENT, own_fields
 from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus, PresenceRecord
-from coordinator.service.service_context import MakeWorker
 from coordinator.storage import schema
 from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
-from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
-from tests.support.page.crowds import add_crowd
-from tests.support.page.pages import Reader, ServedPage, served
+from tests.support.page.pages import Reader, ServedPage, add_crowd, tiny_page
 from tests.support.waiting import wait_until
 
 MAX_FIRST_PAINT_BYTES, MAX_SCRIPT_BYTES = 150_000, 70_000
@@ -38,25 +33,10 @@ WORTHLESS = json.dumps({"accuracy": 0.0})
 MORE_SCREENS = ("/enrolment", "/federations", "/federations/new", "/confirm/stop/tiny")
 
 
-def make(
-    tmp_path: Path,
-    *names: str,
-    clients: tuple[str, ...] = ("a", "b", "c"),
-    rounds: int = 2,
-    make_worker: MakeWorker | None = None,
-) -> Federations:
-    spec = tiny_spec(rounds)
-    base, gather = aggregate_bytes(spec, 0, 0, seed=1), RoundSettings(gather_s=60.0, retry_s=0.0)
-    world = World(tmp_path / "home", spec, base, clients=clients, min_clients=2, pacing=gather, make_worker=make_worker)
-    return Federations(world, *names)
-
-
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[ServedPage]:
-    made = make(tmp_path, "second")
-    with served(made) as running:
+    with tiny_page(tmp_path, "second", clients=("a", "b", "c")) as running:
         yield running
-    made.world.store.close()
 
 
 def start(page: ServedPage, federation: str = "tiny") -> None:
@@ -104,15 +84,15 @@ def test_a_wrong_token_is_answered_with_the_form_and_the_reason(page: ServedPage
 
 
 def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update_is_expected(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    made.world.change_policy(pace="equal-time")
-    for device, seconds in zip(made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
-        device.full_round_s = seconds
-    made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
-    with served(made) as page:
+    def prepare(world: World) -> None:
+        world.change_policy(pace="equal-time")
+
+    with tiny_page(tmp_path, clients=("a", "b", "c"), prepare=prepare) as page:
+        for device, seconds in zip(page.made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
+            device.full_round_s = seconds
+        page.made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
         start(page)
         shows(page.reader(), "/f/tiny", "update expected", "(25 % of the steps)")
-    made.world.store.close()
 
 
 def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: ServedPage) -> None:
@@ -165,9 +145,8 @@ class StillMerging(OddC):
 
 
 def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_by_page_and_commands(tmp_path: Path) -> None:
-    made = make(tmp_path, clients=("a", "b", "c", "d"), make_worker=StillMerging)
     why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
-    with served(made) as page:
+    with tiny_page(tmp_path, clients=("a", "b", "c", "d"), make_worker=StillMerging) as page:
         start(page)
         reader, escaped = page.reader(), html.escape(why, quote=True).replace("&#x27;", "&#39;")
         shown = shows(reader, "/f/tiny", "3 delivered", "1 quarantined", "4<small> of 4 wanted")
@@ -187,7 +166,6 @@ def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_by_pa
     assert "updates 4 of 4 (quorum 2)" in told
     assert re.search(rf"^c +quarantined +{re.escape(why)} *$", told, re.MULTILINE), told
     assert "round 1: 3 updates are merged" in told
-    made.world.store.close()
 
 
 def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:
@@ -275,72 +253,36 @@ def test_a_presence_timeline_has_gaps_where_nothing_was_observed(page: ServedPag
 
 
 def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -> None:
-    operator, viewer = page.reader(), page.reader(Role.VIEWER)
-    store = page.made.world.store
-
-    def status() -> FederationStatus:
-        return store.federation("tiny").status
-
-    assert operator.post("/federations/tiny/pause", form_of="/confirm/pause/tiny", reason="cleaning")[0] == 303
-    assert (status(), store.federation("tiny").status_reason) == (FederationStatus.PAUSED, "cleaning")
-    assert ">Resume</button>" in operator.get("/federations")[1].partition('id="f-tiny"')[2]
-    assert 'badge warn">paused' in operator.get("/f/tiny")[1]
-    shows(operator, "/events", "tiny: an operator paused it, and a round that is open ends before: cleaning")
-    assert operator.post("/federations/tiny/resume", form_of="/federations")[0] == 303
-    assert status() is FederationStatus.RUNNING
-    shows(operator, "/events", "tiny: an operator lets it run")
-    assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="5")[0] == 303
-    assert store.federation("tiny").policy.rounds == 7
-    assert operator.post("/federations/tiny/extend", form_of="/federations", rounds="-5")[0] == 409
-    assert operator.post("/devices/a/disable", form_of="/confirm/disable/a", reason="moved")[0] == 303
-    assert "disabled: moved" in operator.get("/devices/a")[1]
-    assert operator.post("/devices/a/enable", form_of="/devices/a")[0] == 303
-    assert "disabled: moved" not in operator.get("/devices/a")[1]
-    for form, of in (
-        ("devices/a/disable", "disable/a"),
-        ("devices/b/disable", "disable/b"),
-        ("federations/tiny/stop", "stop/tiny"),
+    operator, viewer, store = page.reader(), page.reader(Role.VIEWER), page.made.world.store
+    for form, form_of, fields, shown, text in (
+        ("federations/tiny/pause", "/confirm/pause/tiny", {"reason": "cleaning"}, "/f/tiny", 'badge warn">paused'),
+        ("federations/tiny/resume", "/federations", {}, "/events", "tiny: an operator lets it run"),
+        ("federations/tiny/extend", "/federations", {"rounds": "5"}, "/f/tiny", "of 7"),
+        ("devices/a/disable", "/confirm/disable/a", {"reason": "moved"}, "/devices/a", "disabled: moved"),
+        ("devices/a/enable", "/devices/a", {}, "/events", "a is invited again"),
+        ("federations/tiny/stop", "/confirm/stop/tiny", {}, "/federations", "stopped"),
+        ("federations/tiny/archive", "/federations", {}, "/federations?archived=true", 'id="f-tiny"'),
     ):
-        # also where nothing would change
-        code, _, text = operator.post(f"/{form}", form_of=f"/confirm/{of}", reason="x" * 5000)
-        assert (code, "the reason has 5000 characters; write at most 300" in text) == (409, True)
-    assert operator.post("/federations/tiny/stop", form_of="/confirm/stop/tiny")[0] == 303
-    assert status() is FederationStatus.STOPPED
+        assert operator.post(f"/{form}", form_of=form_of, **fields)[0] == 303, form
+        shows(operator, shown, text)
+    assert 'id="f-tiny"' not in operator.get("/federations")[1]
+    assert operator.get("/f/tiny")[0] == 200  # the data of an archived one stay
+    for form, fields, answer, text in (
+        ("federations/second/extend", {"rounds": "-5"}, 409, "whole number"),
+        ("federations/second/stop", {"reason": "x" * 5000}, 409, "write at most 300"),
+        ("federations/second/stop", {"form_token": "0" * 64}, 403, "form&#39;s own token"),  # of another site
+    ):
+        code, _, found = operator.post(f"/{form}", form_of="" if answer == 403 else "/federations", **fields)
+        assert (code, text in found) == (answer, True), form
     assert "<form" not in viewer.get("/federations")[1].partition('id="live"')[2]
     assert viewer.post("/federations/second/stop", form_of="/federations")[0] == 403
     assert store.federation("second").status is FederationStatus.RUNNING
-
-
-def test_a_session_that_was_ended_is_over_in_every_browser_that_has_its_cookie(page: ServedPage) -> None:
-    reader = page.reader()
-    copy = Reader(page.port, reader.cookie)
-    assert copy.get("/devices")[0] == 200
-    assert reader.post("/logout", form_of="/devices")[0] == 303
-    assert copy.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
-
-
-def test_an_archived_federation_leaves_the_page_but_for_its_own_address_and_the_archive(page: ServedPage) -> None:
-    operator, store = page.reader(), page.made.world.store
-    assert operator.post("/federations/tiny/stop", form_of="/confirm/stop/tiny")[0] == 303
-    assert operator.post("/federations/tiny/archive", form_of="/federations")[0] == 303
-    assert store.federation("tiny").status is FederationStatus.ARCHIVED
-    shown, archived = operator.get("/federations")[1], operator.get("/federations?archived=true")[1]
-    assert ('id="f-tiny"' in shown, 'id="f-second"' in shown, "1 archived" in shown) == (False, True, True)
-    assert ('id="f-tiny"' in archived, 'id="f-second"' in archived) == (True, False)
-    assert "/f/tiny" not in operator.get("/")[1]
-    assert operator.get("/f/tiny")[0] == 200  # its data stays
+    assert operator.post("/logout", form_of="/devices")[0] == 303
+    assert operator.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
 
 
 def test_the_first_page_marks_the_screen_that_it_shows(page: ServedPage) -> None:
     assert re.search(r'<a href="/f/\w+" aria-current="page">Now</a>', page.reader().get("/")[1])
-
-
-def test_a_form_of_another_site_changes_nothing(page: ServedPage) -> None:
-    operator = page.reader()
-    status, _, text = operator.post("/federations/tiny/stop")
-    assert (status, "form&#39;s own token" in text) == (403, True)
-    assert operator.post("/federations/tiny/stop", form_token="0" * 64)[0] == 403
-    assert page.made.world.store.federation("tiny").status is FederationStatus.RUNNING
 
 
 def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: ServedPage) -> None:
@@ -385,7 +327,8 @@ def test_an_unknown_address_is_a_page_for_a_browser_and_a_problem_for_a_program(
         status, headers, text = reader.ask("GET", "/no/such/page", **browser)
         assert (status, headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert "<h1>Not found</h1>" in text
-        assert reader.ask("GET", "/no/such/page")[1]["content-type"] == "application/problem+json"
+        program = reader.ask("GET", "/no/such/page", Accept="*/*")[1]
+        assert program["content-type"] == "application/problem+json"
         assert reader.ask("GET", "/api/v1/none", **browser)[1]["content-type"] == "application/problem+json"
     assert "<h1>" in Reader(page.port).ask("PUT", "/devices", **browser)[2]
 
@@ -426,18 +369,18 @@ def test_names_that_are_markup_are_shown_as_text(page: ServedPage) -> None:
 
 
 def test_an_empty_coordinator_says_how_to_begin(tmp_path: Path) -> None:
-    made = make(tmp_path, clients=())
-    with made.world.store._engine.begin() as connection:
-        connection.exec_driver_sql("DELETE FROM aggregates")
-        connection.exec_driver_sql("DELETE FROM federations")
-    with served(made) as page:
+    def prepare(world: World) -> None:
+        with world.store._engine.begin() as connection:
+            connection.exec_driver_sql("DELETE FROM aggregates")
+            connection.exec_driver_sql("DELETE FROM federations")
+
+    with tiny_page(tmp_path, clients=(), prepare=prepare) as page:
         reader = page.reader()
         assert "No federation yet" in reader.get("/")[1]
         assert "No device is enrolled yet" in reader.get("/devices")[1]
         assert "Nothing to repair" in reader.get("/repairs")[1]
         for path in ("/federations", "/events", "/enrolment"):
             assert reader.get(path)[0] == 200
-    made.world.store.close()
 
 
 def first_paint(reader: Reader, path: str) -> tuple[int, int]:
@@ -473,9 +416,10 @@ def test_files_have_their_content_in_the_address_and_are_sent_once_and_compresse
 
 @pytest.mark.slow
 def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
-    made = make(tmp_path, clients=(), rounds=20)
-    add_crowd(made.world.store, "tiny", 1000, 8, time.time())
-    with served(made) as page:
+    def prepare(world: World) -> None:
+        add_crowd(world.store, "tiny", 1000, 8, time.time())
+
+    with tiny_page(tmp_path, clients=(), rounds=20, prepare=prepare) as page:
         reader = page.reader()
         for path in (*SCREENS, *MORE_SCREENS, "/devices/line-0005"):
             status, text = reader.get(path)
@@ -490,4 +434,3 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
         assert (len(rows), rows[0]["device"], rows[0]["accuracy"]) == (1000, "line-0999", "")
         report = reader.get("/f/tiny/sent.html")[1]
         assert report.count("<h3>line-") == 1000
-    made.world.store.close()

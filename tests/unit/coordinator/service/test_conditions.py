@@ -30,10 +30,9 @@ from fedcg.wire.messages.schemas import (
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report, RoundCost
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService
-from tests.support.page.pages import ServedPage, served
+from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
 from tests.support.wire.golden_files import CONDITION
-from tests.unit.coordinator.page.test_pages import make, start
 
 NOTHING = DeviceCondition()
 BOOTS = ("1" * 32, "2" * 32)
@@ -76,16 +75,15 @@ SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[ServedPage]:
-    with served(make(tmp_path)) as running:
+    with tiny_page(tmp_path, clients=("a", "b", "c")) as running:
         yield running
-    running.made.world.store.close()
 
 
 def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the_interface(page: ServedPage) -> None:
     device, reader = page.made.devices["tiny"][0], page.reader()
     for each in page.made.devices["tiny"]:
         each.silent = True  # no report waits behind an update
-    start(page)
+        each.start()
     wait_until(lambda: device.session is not None, "a session")
     read = Readings(temperature_c=81.4, limit_c=95.0, watts=7.3, battery=0.4, on_mains=False, slowed_by=("hardware",))
     told = Report(

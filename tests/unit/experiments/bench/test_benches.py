@@ -185,7 +185,7 @@ def test_the_throughput_is_that_of_the_median_run() -> None:
 
 @pytest.mark.broker
 @pytest.mark.slow
-def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto_factory: object) -> None:
+def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto: object) -> None:
     command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
     runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
     case, one_round = (

@@ -16,7 +16,7 @@ from export.serving.judge import (
     apart,
     least_agreement,
 )
-from tests.watch_rates import DAMAGE, TRAFFIC, taken_back
+from tests.support.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 STAGE = Stage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10

@@ -1,41 +1,33 @@
-"""Every number that comes from outside has bounds, and none within them breaks a page or an answer."""
+"""Numbers and requests that a machine makes up: every number has bounds, and none of them breaks a page or an answer."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.config import CoordinatorConfig
-from coordinator.http import operator_api
-from coordinator.members.api_tokens import Role
+from coordinator.http.access import Access, Role
+from coordinator.http.operator_api import MoreRounds, NewApiToken, NewFederation, NewToken, Reason
+from coordinator.http.refusals import Rate
 from coordinator.operations.create_federation import OperatorPlan
+from coordinator.paths import Home
 from edge_client.agent.owner import OwnerRequest
 from edge_client.config import AgentConfig
 from fedcg.learning.spec import FederationSpec, RoundPolicy
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
-from fedcg.wire.messages import enrolment_messages
+from fedcg.wire.messages.enrolment_messages import EnrolAnswer, EnrolRequest, RenewRequest, Token
 from fedcg.wire.messages.schemas import AnyMessage
-from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
-from tests.support.coordinator.world import World
-from tests.support.page.pages import ServedPage, served
+from tests.support.coordinator.api import Api, running_api
+from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
 
-BODIES = (
-    operator_api.NewFederation,
-    operator_api.Reason,
-    operator_api.MoreRounds,
-    operator_api.NewToken,
-    operator_api.NewApiToken,
-)
-ENROLMENT = (
-    enrolment_messages.EnrolRequest,
-    enrolment_messages.EnrolAnswer,
-    enrolment_messages.RenewRequest,
-    enrolment_messages.Token,
-)
+BODIES = (NewFederation, Reason, MoreRounds, NewToken, NewApiToken)
+ENROLMENT = (EnrolRequest, EnrolAnswer, RenewRequest, Token)
 SCHEMAS: dict[str, Any] = {
     "plan.toml": OperatorPlan,
     "spec": FederationSpec,
@@ -46,44 +38,18 @@ SCHEMAS: dict[str, Any] = {
     "header of an artifact": ArtifactHeader,
     **{kind.__name__: kind for kind in (*BODIES, *ENROLMENT)},
 }
-EXTREMES = (
-    str(2**63),
-    "9" * 400,
-    "1e400",
-    "Infinity",
-    "NaN",
-    "1e300",
-    "31622400",
-    "100000",
-    "2",
-    "1",
-    "0",
-    "-1",
-    "-1e300",
-    "1e-300",
-)
+WORDS = "1e400 Infinity NaN 1e300 31622400 100000 2 1 0 -1 -1e300 1e-300"
+EXTREMES = (str(2**63), "9" * 400, *WORDS.split())
 JSON = "application/json"
-PAGES = (
-    "/",
-    "/f/tiny",
-    "/f/tiny/worth",
-    "/f/tiny/models",
-    "/f/tiny/sent",
-    "/f/tiny/sent.html",
-    "/devices",
-    "/devices/a",
-)
-MORE_PAGES = ("/devices.csv", "/repairs", "/events", "/enrolment", "/federations", "/federations/new", "/metrics")
+PAGES = "/f/tiny /f/tiny/worth /f/tiny/models /f/tiny/sent /f/tiny/sent.html /devices /devices/a /devices.csv /metrics"
+MORE_PAGES = "/ /repairs /events /enrolment /federations /federations/new"
+ANSWERS = "devices devices/a problems events enrolment-tokens"
 OF_FEDERATION = ("", "/policy", "/rounds", "/rounds/1", "/now")
-ANSWERS = (
-    "devices",
-    "devices/a",
-    "problems",
-    "events",
-    "enrolment-tokens",
-    *(f"federations/tiny{p}" for p in OF_FEDERATION),
+GIVEN = (
+    *f"{PAGES} {MORE_PAGES}".split(),
+    *(f"/api/v1/{path}" for path in ANSWERS.split()),
+    *(f"/api/v1/federations/tiny{path}" for path in OF_FEDERATION),
 )
-GIVEN = (*PAGES, *MORE_PAGES, *(f"/api/v1/{path}" for path in ANSWERS))
 
 
 def unbounded(
@@ -120,11 +86,8 @@ def test_the_walk_finds_a_number_without_bounds() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[ServedPage]:
-    spec = tiny_spec()
-    made = Federations(World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), min_clients=2))
-    with served(made) as running:
+    with tiny_page(tmp_path) as running:
         yield running
-    made.world.store.close()
 
 
 @pytest.mark.slow
@@ -158,3 +121,53 @@ def test_no_number_that_a_policy_or_a_token_takes_breaks_a_page_or_an_answer(
 
 def _is_number(schema: dict[str, Any]) -> bool:
     return any(each.get("type") in ("number", "integer") for each in (schema, *schema.get("anyOf", ())))
+
+
+STARTS_A_PROCESS = "POST /api/v1/federations"
+"""The route that starts a process with torch for content that fits."""
+ENDLESS = "GET /api/v1/events/stream"
+"""Its answer ends with its reader: test_streams.py has it."""
+REAL = {"federation": "casting", "device": "a", "number": 1}
+
+
+@pytest.fixture
+def api(home: Home) -> Iterator[Api]:
+    with running_api(home) as running:
+        running.store.add_device("a", "aa" * 32, 1.0)
+        plenty = Rate(1_000_000, 1_000_000.0)
+        running.application.state.access = Access(running.tokens, home.secret(), per_token=plenty)
+        yield running
+
+
+@pytest.mark.slow
+def test_no_request_that_the_schema_allows_or_almost_allows_is_answered_with_a_server_error(api: Api) -> None:
+    token = {"Authorization": f"Bearer {api.tokens.create('machine', Role.ADMIN).text}"}
+    schema: Any = schemathesis.openapi.from_url(f"{api.url}/openapi.json", headers=token)
+    operations = [found.ok() for found in schema.get_all_operations() if found.ok().label != ENDLESS]
+    asked = {operation.label: asked_of(operation, token) for operation in operations}
+    assert len(asked) >= 25
+    assert {200, 404} <= asked["GET /api/v1/federations/{federation}"]
+    assert 200 in asked["PATCH /api/v1/federations/{federation}/policy"]
+
+
+def asked_of(operation: Any, token: dict[str, str]) -> set[int]:
+    """Make requests to one route; returns the statuses of the answers."""
+    statuses = set()
+
+    @settings(
+        max_examples=4 if operation.label == STARTS_A_PROCESS else 40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(), is_real=st.booleans(), key=st.sampled_from(["", "again"]))
+    def ask(case: Any, is_real: bool, key: str) -> None:
+        if is_real:
+            case.path_parameters = {name: REAL.get(name, value) for name, value in case.path_parameters.items()}
+        answer = case.call(headers={**token, **({"Idempotency-Key": key} if key else {})}, timeout=60)
+        statuses.add(answer.status_code)
+        assert answer.status_code < 500 or operation.label == "GET /readyz", (case.body, answer.text)
+
+    ask()
+    return statuses

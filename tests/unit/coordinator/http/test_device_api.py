@@ -1,31 +1,39 @@
-"""The HTTPS carrier's listener over real mutual TLS, beside a running service: who may fetch and put what, and what is refused."""
+"""The TLS listeners for devices beside a running service: who may fetch and put what, revocation in the handshake, lives of connections, and who waits for whom."""
 
 import contextlib
 import http.client
 import ssl
 import threading
 import time
+from asyncio.sslproto import _SSLProtocolTransport
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from coordinator.http import device_api
-from coordinator.http.device_api import MEMBER_S, REQUESTS_AT_ONCE
+from coordinator.http.device_api import MEMBER_S, REQUESTS_AT_ONCE, hang_up
 from coordinator.members.enrolment import certificate_record
+from coordinator.paths import CRL_NAME
+from coordinator.pki.authority import write_revocations
 from coordinator.rounds.records import DeviceState
 from coordinator.service.service import Service
+from edge_client.config import load_config
+from edge_client.identity.credentials import load_keys, renew
+from edge_client.identity.enrol import enrol
 from edge_client.link.https_client import check_ready
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages.enrolment_messages import load_certificate
-from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH, RENEW_PATH, load_certificate
+from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome, Welcome
 from fedcg.wire.tls import ServerRole
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.chunks import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
-from tests.support.broker.brokers import HOST, Pki
+from tests.support.broker.brokers import DEVICES, HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
+from tests.support.coordinator.enrolments import Desk
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
@@ -54,6 +62,9 @@ class Bench:
         assert device.pending is not None
         return device.pending
 
+    def ready(self, name: str) -> int:
+        return ask(self.port, self.pki, name, READY_PATH).status
+
     def get(self, name: str, artifact: str, wanted: str | None = None) -> Answer:
         headers = {} if wanted is None else {"Range": wanted}
         return ask(self.port, self.pki, name, f"{ARTIFACTS_PATH}/{artifact}", headers=headers)
@@ -77,12 +88,12 @@ class Bench:
 
 
 @pytest.fixture
-def bench(make_world: MakeWorld, pki: Pki) -> Iterator[Bench]:
+def bench(tmp_path: Path, make_world: MakeWorld) -> Iterator[Bench]:
     world = make_world(1)
     for device in world.devices.values():
         device.carrier = Carrier.HTTPS
-    made = Bench(world, pki, free_port())
-    with RunningService(world, lambda service: carrying(pki.directory, made.port, service, made.clock)) as running:
+    made = Bench(world, Pki.create(tmp_path / "pki", ("coordinator", "observer", *DEVICES)), free_port())
+    with RunningService(world, lambda service: carrying(made.pki.directory, made.port, service, made.clock)) as running:
         made.service = running.service
         world.start_devices()
         yield made
@@ -93,16 +104,11 @@ def test_an_aggregate_is_fetched_whole_and_by_range(bench: Bench) -> None:
     whole = bench.get("a", name)
     assert (whole.status, whole.body) == (200, base)
     part = bench.get("b", name, "bytes=100-299")
-    assert (part.status, part.body) == (206, base[100:300])
-    assert part.headers["Content-Range"] == f"bytes 100-299/{len(base)}"
-    rest = bench.get("a", name, f"bytes={len(base) - 7}-")
-    assert (rest.status, rest.body) == (206, base[-7:])
-    over = bench.get("a", name, f"bytes={len(base) - 7}-{len(base) + 1000}")
-    assert (over.status, over.body) == (206, base[-7:])
-
-
-def test_a_range_behind_the_end_and_one_that_is_none_are_refused(bench: Bench) -> None:
-    base, name = bench.world.base, bench.world.base_id
+    assert (part.status, part.headers["Content-Range"]) == (206, f"bytes 100-299/{len(base)}")
+    assert part.body == base[100:300]
+    for end in ("", len(base) + 1000):
+        rest = bench.get("a", name, f"bytes={len(base) - 7}-{end}")
+        assert (rest.status, rest.body) == (206, base[-7:])
     beyond = bench.get("a", name, f"bytes={len(base)}-")
     assert (beyond.status, beyond.headers["Content-Range"]) == (416, f"bytes */{len(base)}")
     for wrong in ("bytes=-5", "bytes=9-3", "bytes=0-1,5-6", "lines=0-1", "bytes=0-" + "9" * 40):
@@ -185,20 +191,20 @@ def test_nobody_gets_in_without_a_certificate_of_the_authority_or_with_older_tls
     older = bench.pki.tls("a").context(ServerRole.CARRIER)
     older.minimum_version = older.maximum_version = ssl.TLSVersion.TLSv1_2
     for context in (anonymous, foreign, older):
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            ready(connect(bench.port, context))
+        with pytest.raises(REFUSED):
+            status_of(connect(bench.port, context))
 
 
-def ready(connection: http.client.HTTPSConnection) -> int:
+def status_of(connection: http.client.HTTPSConnection, method: str = "GET", path: str = READY_PATH) -> int:
     with contextlib.closing(connection):
-        connection.request("GET", READY_PATH)
+        connection.request(method, path, b"{}" if method == "POST" else None)
         return connection.getresponse().status
 
 
 def test_a_certificate_of_no_registered_device_is_refused_and_logged(bench: Bench) -> None:
-    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
+    assert bench.ready("a") == 204
     for identity in ("c", "observer", "coordinator"):
-        assert ask(bench.port, bench.pki, identity, READY_PATH).status == 403
+        assert bench.ready(identity) == 403
         assert ask(bench.port, bench.pki, identity, f"{ARTIFACTS_PATH}/{bench.world.base_id}").status == 403
     logged = bench.world.events("carrier_refused")
     assert [event["certificate"] for event in logged] == ["c"]  # the others within the same ten seconds
@@ -216,12 +222,12 @@ def test_a_revoked_device_can_neither_fetch_nor_put(bench: Bench) -> None:
 
 
 def test_the_certificate_of_a_replaced_box_is_refused_although_the_new_one_has_its_name(bench: Bench) -> None:
-    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
+    assert bench.ready("a") == 204
     old = load_certificate(bench.pki.tls("a").cert.read_bytes())
     record = replace(certificate_record("a", old, time.time()), revoked_at=time.time())
     bench.world.store.register.add_certificate(record)
     bench.ahead_s += MEMBER_S
-    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 403
+    assert bench.ready("a") == 403
 
 
 def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
@@ -268,7 +274,7 @@ def test_fetches_that_wait_for_the_disk_count_among_a_devices_requests(
         return source(artifact)
 
     monkeypatch.setattr(device_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
-    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204  # takes no place
+    assert bench.ready("a") == 204  # takes no place
     monkeypatch.setattr(published, "source", slow_source)
     with ThreadPoolExecutor(7) as threads:
         fetches = [threads.submit(bench.get, "a", base) for _ in range(7)]
@@ -292,3 +298,95 @@ def test_an_aggregate_is_broadcast_only_when_somebody_listens(
         a = world.devices["a"]
         wait_until(lambda: bool(a.asked_for), "a has what it needs and is granted chunks of its update")
         assert (a.topics.aggregate in a.received_on) == is_broadcast
+
+
+REFUSED = (ssl.SSLError, ConnectionError)
+
+
+@pytest.mark.parametrize("was_deleted", [False, True])
+def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_a_list_names_it(
+    bench: Bench, was_deleted: bool
+) -> None:
+    """Also where the file was deleted before, and the new list knows of none before it."""
+    assert [bench.ready(name) for name in ("a", "b")] == [204, 204]
+    now = datetime.now(timezone.utc)
+    if was_deleted:
+        (bench.pki.directory / CRL_NAME).unlink()
+    serial = load_certificate(bench.pki.tls("a").cert.read_bytes()).serial_number
+    write_revocations(bench.pki.directory, [(serial, now)], now=now + timedelta(seconds=2 * was_deleted))
+    with pytest.raises(REFUSED):
+        bench.ready("a")
+    assert bench.ready("b") == 204
+
+
+def test_nobody_gets_in_while_the_revocation_list_cannot_be_read(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    crl = bench.pki.directory / CRL_NAME
+    kept = crl.rename(crl.with_name("kept.pem"))
+    for _ in range(3):
+        with pytest.raises(REFUSED):
+            bench.ready("b")
+    assert caplog.text.count("revocation list") == 1
+    kept.rename(crl)
+    assert bench.ready("b") == 204
+
+
+def test_no_session_is_resumed_because_that_would_skip_the_certificate(bench: Bench) -> None:
+    connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
+    connection.request("GET", READY_PATH)
+    assert connection.getresponse().status == 204
+    assert isinstance(connection.sock, ssl.SSLSocket)
+    session = connection.sock.session
+    connection.close()
+    assert session is None or not session.has_ticket
+
+
+def test_reads_of_the_carrier_that_hang_hold_up_no_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than asyncio has threads of its own; a hello is answered after a call of the database."""
+    go = threading.Event()
+    reading: list[None] = []
+
+    def hang(*_: object) -> None:
+        reading.append(None)
+        go.wait()
+
+    monkeypatch.setattr(device_api, "member_of", hang)
+    held = [
+        connect(bench.port, bench.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)
+    ]
+    for connection in held:
+        connection.request("GET", READY_PATH)
+    wait_until(lambda: len(reading) >= device_api.CARRIER_THREADS, "the carrier's threads hang")
+    device = bench.world.devices["a"]
+    welcomes = len(device.of(Welcome))
+    device.hello()
+    try:
+        wait_until(lambda: len(device.of(Welcome)) > welcomes, "the hello is answered")
+    finally:
+        go.set()
+        for connection in held:
+            connection.close()
+
+
+def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited_too(
+    desk: Desk, tmp_path: Path
+) -> None:
+    enrol(desk.token("line-4"), tmp_path / "box")
+    answers = [status_of(connect(desk.port, desk.context()), "POST", ENROL_PATH) for _ in range(21)]
+    assert set(answers) == {422, 429}, "strangers at this address have to wait"
+    assert len(desk.events("enrolment_refused")) == answers.count(422)
+    assert desk.events("enrolment_limited")
+    config = load_config(tmp_path / "box" / "agent.toml", {})
+    renew(config, load_keys(config).signing)
+    assert len(desk.events("certificate_renewed")) == 1
+    assert config.tls is not None
+    own = desk.context()
+    own.load_cert_chain(config.tls.cert, config.tls.key)
+    assert 429 in [status_of(connect(desk.port, own), "POST", RENEW_PATH) for _ in range(21)]
+
+
+def test_a_connection_that_closed_by_itself_a_moment_ago_is_hung_up_on_without_an_error() -> None:
+    closed = _SSLProtocolTransport(None, None)  # type: ignore[arg-type]  # as asyncio leaves one
+    hang_up(closed)
+    assert closed.is_closing()

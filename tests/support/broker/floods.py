@@ -1,7 +1,7 @@
 """A federation with one device that floods: broker and coordinator in processes of their own, three honest devices, the flooder.
 
 Nothing is trained. The broker is Mosquitto as `fedcg broker run` configures it, the coordinator the real service over a real
-home, with a worker that merges nothing. Run `python -m tests.floods` for the table of all kinds and rates.
+home, with a worker that merges nothing.
 """
 
 import itertools
@@ -9,7 +9,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from fedcg.wire.messages.schemas import (
     SPOKEN,
     Decline,
     DeclineReason,
-    DeviceStatus,
     Heartbeat,
     Hello,
     Invite,
@@ -51,7 +49,7 @@ from tests.support.wire.artifact_chunks import make_ref
 
 HONEST = ("a", "b", "c")
 FLOODER = "flooder"
-KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks", "statuses", "needs")
+KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks")
 CHUNK = 2 * 1024
 READY = 200
 DECLINE_S = 0.2
@@ -186,16 +184,6 @@ class Flooder:
             "5" * 64, next(self.numbers), self.garbage, b"12345678"
         )
 
-    def _statuses(self) -> tuple[str, bytes]:
-        status = DeviceStatus(**self.box.addressed(), online=next(self.numbers) % 2 == 0)
-        return self.box.topics.status(self.box.name), seal(status, self.box.key)
-
-    def _needs(self) -> tuple[str, bytes]:
-        offer = self.box.offer
-        assert offer is not None
-        need = Need(**self.box.addressed(), artifact=offer.aggregate.id, ranges=((0, 256),))
-        return self._signed(need)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -232,7 +220,7 @@ def plant(root: Path) -> Iterator[Plant]:
     policy = policy_of(ROUNDS, len(HONEST), 10, DEADLINE_S)
     devices = (*HONEST, FLOODER)
     with open_plant(root, "run", devices, FEDERATION, spec=tiny_spec(ROUNDS), policy=policy) as made:
-        made.start_python("coordinator", "tests.floods", "coordinator", str(root))
+        made.start_python("coordinator", "tests.support.broker.floods", "coordinator", str(root))
         wait_until(lambda: any(event["up"] for event in events(made, "link")), "the coordinator is connected")
         yield made
 
@@ -245,7 +233,7 @@ def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float 
     """Run a federation to its end while its device `FLOODER` floods."""
     root.mkdir(exist_ok=True)
     with plant(root) as made:
-        made.start_python("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(hard_rate))
+        made.start_python("flooder", "tests.support.broker.floods", "flood", str(root), kind, str(rate), str(hard_rate))
         wait_until(lambda: bool(events(made, "online")), f"the flooder is online {made.log('flooder')}")
         boxes = [box(root, name).start() for name in HONEST]
         try:
@@ -286,27 +274,8 @@ def _coordinate(root: Path) -> None:
             service.close()
 
 
-def _table(kinds: tuple[str, ...]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for number, kind in enumerate(kinds):
-            sys.stdout.write(f"{kind:15} {_row(Path(folder) / str(number), kind)}\n")
-            sys.stdout.flush()
-
-
-def _row(root: Path, kind: str) -> str:
-    try:
-        seen = flooded(root, kind, 500, 4000)
-    except AssertionError as error:
-        return f"not finished: {str(error)[:60]}"
-    silenced = "-" if seen.silenced_s is None else f"{seen.silenced_s:.1f} s"
-    rounds = f"{seen.calm_s:6.2f} s {seen.flooded_s:6.2f} s"
-    return f"{rounds}  log {seen.log_bytes:8} bytes  silenced {silenced}, then done after {seen.hard_s:.1f} s"
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["coordinator"]:
         _coordinate(Path(sys.argv[2]))
-    elif sys.argv[1:2] == ["flood"]:
-        Flooder(box(Path(sys.argv[2]), FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()
     else:
-        _table(tuple(sys.argv[1].split(",")) if len(sys.argv) > 1 else KINDS)
+        Flooder(box(Path(sys.argv[2]), FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()

@@ -1,25 +1,33 @@
-"""Changes over HTTP: federations, devices and tokens, once per key, with an audit line; and the pages that are read."""
+"""Changes over HTTP: federations, devices and tokens, once per key; the audit log, which nothing keeps a line out of; and the facts that are read."""
 
 import json
+import os
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from coordinator.http import changes
-from coordinator.http.access import COOKIE, FORM_FIELD, MAX_BODY_BYTES, Access, Role
+from coordinator.http.access import COOKIE, FORM_FIELD, MAX_BODY_BYTES, READING, Access, Role
+from coordinator.http.changes import DAY_S, AuditLog
 from coordinator.http.refusals import Rate
 from coordinator.operations import create_federation
+from coordinator.operations.create_federation import example_plan
+from coordinator.page import add_page
 from coordinator.paths import Home
+from coordinator.rounds.records import FederationStatus
 from fedcg.event_log import EventValue, read_events
 from tests.support.coordinator.api import Api, running_api
 from tests.support.waiting import wait_until
 
 CASTING = "/api/v1/federations/casting"
-PAUSE = "/api/v1/federations/{federation}/pause"
+PAUSE_ROUTE = "POST /api/v1/federations/{federation}/pause"
 PLAN = {
     "federation": "second",
     "classes": ["x", "y"],
@@ -32,6 +40,7 @@ PLAN = {
 @pytest.fixture
 def api(home: Home) -> Iterator[Api]:
     with running_api(home) as running:
+        add_page(running.application)
         for number, name in enumerate(("a", "b", "c", "d", "e")):
             running.store.add_device(name, f"{number:02x}" * 32, float(number))
         yield running
@@ -97,6 +106,7 @@ def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api
         ("resume", None),
         ("extend", {"rounds": 4}),
         ("stop", {"reason": "enough"}),
+        ("archive", None),
     ):
         view = operator.post(f"{second}/{action}", json=content)
         assert view.status_code == 200, view.text
@@ -107,6 +117,7 @@ def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api
         ("running", 1, ""),
         ("running", 5, ""),
         ("stopped", 5, "enough"),
+        ("archived", 5, "enough"),
     ]
     again = operator.post("/api/v1/federations", json={"plan": PLAN})
     assert (again.status_code, again.json()["type"]) == (409, "urn:fedcg:exists")
@@ -123,6 +134,23 @@ def test_a_federation_goes_on_from_the_last_weights_of_another(api: Api, operato
     assert (made.status_code, made.json()["continued_from"]) == (201, "first"), made.text
     other = operator.post("/api/v1/federations", json={**wanted, "continued_from": "nobody"})
     assert (other.status_code, "casting" in other.json()["detail"]) == (404, True)
+
+
+def test_a_token_that_the_page_makes_is_shown_once_and_can_be_deleted(api: Api, operator: httpx.Client) -> None:
+    made = operator.post("/enrolment", data={"device": "line-9", "hours": "24"})
+    (secret,) = re.findall(r'id="token">([^<]+)<', made.text)
+    (token,) = api.store.register.tokens()
+    shown = operator.get("/enrolment").text
+    assert (made.text.count(secret) > 0, secret in shown, "line-9" in shown) == (True, False, True)
+    assert operator.post(f"/enrolment/{token.id}/delete").status_code == 303
+    assert "revoked" in operator.get("/enrolment").text
+
+
+def test_the_page_creates_a_federation_from_the_text_of_a_plan(api: Api, operator: httpx.Client) -> None:
+    text = example_plan().replace('"casting"', '"second"')
+    made = operator.post("/federations/new", data={"plan": text})
+    assert (made.status_code, made.headers["location"]) == (303, "/f/second")
+    assert api.store.federation("second").status is FederationStatus.CREATED
 
 
 def test_all_errors_of_a_plan_and_of_a_policy_come_at_once(operator: httpx.Client) -> None:
@@ -182,8 +210,8 @@ def test_every_change_is_audited_with_who_what_and_outcome_and_without_secrets(a
     assert [(line["event"], line["identity"], line["route"], line["names"], line.get("outcome")) for line in lines] == [
         ("intent", "admin", "POST /api/v1/api-tokens", [], None),
         ("outcome", "admin", "POST /api/v1/api-tokens", [], 201),
-        ("intent", "admin", f"POST {PAUSE}", ["casting"], None),
-        ("outcome", "admin", f"POST {PAUSE}", ["casting"], 200),
+        ("intent", "admin", PAUSE_ROUTE, ["casting"], None),
+        ("outcome", "admin", PAUSE_ROUTE, ["casting"], 200),
         ("intent", "admin", "POST /api/v1/federations/{federation}/stop", ["nobody"], None),
         ("outcome", "admin", "POST /api/v1/federations/{federation}/stop", ["nobody"], 404),
     ]
@@ -194,23 +222,16 @@ def test_every_change_is_audited_with_who_what_and_outcome_and_without_secrets(a
     assert [line["route"] for line in admin.get("/api/v1/audit").json()["events"]] == [line["route"] for line in lines]
 
 
-@pytest.mark.parametrize("role", [Role.VIEWER, Role.OPERATOR, Role.ADMIN])
-def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role) -> None:
+@pytest.mark.parametrize(("role", "allowed"), [(Role.VIEWER, 1), (Role.OPERATOR, 2), (Role.ADMIN, 4)])
+def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role, allowed: int) -> None:
     with api.as_(role) as client:
-        allowed = [
-            client.get("/api/v1/devices").status_code == 200,
-            client.post(f"{CASTING}/pause").status_code == 200,
-            client.get("/api/v1/audit").status_code == 200,
-            client.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer"}).status_code == 201,
+        answers = [
+            client.get("/api/v1/devices"),
+            client.post(f"{CASTING}/pause"),
+            client.get("/api/v1/audit"),
+            client.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer"}),
         ]
-    assert (
-        allowed
-        == {
-            Role.VIEWER: [True, False, False, False],
-            Role.OPERATOR: [True, True, False, False],
-            Role.ADMIN: [True, True, True, True],
-        }[role]
-    )
+    assert [answer.is_success for answer in answers] == [number < allowed for number in range(4)]
 
 
 def test_a_body_that_cannot_be_read_is_refused_only_to_a_role_that_may_make_the_change(api: Api) -> None:
@@ -347,3 +368,163 @@ def test_the_documentation_names_every_route(api: Api, operator: httpx.Client) -
     }
     documented = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
     assert {route for route in routes if route not in documented} == set()
+
+
+PAUSE = "/api/v1/federations/casting/pause"
+MALFORMED = (
+    b'{"x": 1}',
+    b"[" * 60_000,
+    b'{"reason":' * 9000,
+    b"\xff\xfe\x00",
+    b"&a=" * 2000,
+    b'{"rounds": ' + b"9" * 5000 + b"}",
+)
+REAL = {"federation": "casting", "device": "a", "action": "pause", "token": "0" * 16}
+NO_CHANGE = {"/login", "/logout"}
+"""They open and end a session, and change nothing else."""
+
+
+def test_every_route_that_changes_something_writes_the_intent_before_and_the_outcome_after_whatever_it_is_sent(
+    api: Api,
+) -> None:
+    api.application.state.access = Access(api.tokens, api.home.secret(), per_token=Rate(10**6, 1e6))
+    found = [(route, method) for route in _routes(api) for method in (route.methods or set()) - set(READING)]
+    seen = set()
+    assert len(found) >= 19
+    with api.as_(Role.ADMIN) as admin:
+        for route, method in found:
+            for body in MALFORMED:
+                path, before = route.path.format(**REAL), len(audited(api.home))
+                answer = admin.request(method, path, content=body, headers={"Content-Type": media_of(route)})
+                assert answer.status_code < 500, (path, body[:20], answer.text)
+                own = audited(api.home)[before:]
+                if not own:  # the body is no JSON: the route was never reached
+                    assert answer.status_code in (400, 422), (path, body[:20])
+                    continue
+                seen.add(route.path)
+                assert [line["event"] for line in own] == ["intent", "outcome"], (path, body[:20])
+                assert own[1]["outcome"] == answer.status_code
+                assert own[0]["route"] == own[1]["route"] == f"{method} {route.path}"
+    assert seen == {route.path for route, _ in found}
+
+
+def test_nothing_keeps_the_content_of_a_change_out_of_its_line(api: Api) -> None:
+    padded = b'{"device": "hidden", "federation": "casting"' + b" " * 70_000 + b"}"
+    form, form_headers = "/devices/a/disable", {"Content-Type": "application/x-www-form-urlencoded"}
+    with api.as_(Role.ADMIN) as admin:
+        assert admin.post(
+            "/api/v1/enrolment-tokens", content=padded, headers={"Content-Type": "application/json"}
+        ).is_success
+        assert '"hidden"' in str(audited(api.home)[-2]["changed"])
+        assert admin.post(form, content=b"a=" + b"x" * 6000 + b"&reason=worn", headers=form_headers).status_code == 303
+        assert '"worn"' in str(audited(api.home)[-2]["changed"])
+        before = len(audited(api.home))
+        many = b"&".join(b"f%d=%s" % (number, b"x" * 90) for number in range(99)) + b"&reason=worn"
+        refused = admin.post(form, content=many, headers=form_headers)
+        assert refused.status_code == 422
+        assert "more content than a line of the audit log holds" in refused.text
+    assert len(audited(api.home)) == before
+
+
+def media_of(route: APIRoute) -> str:
+    return "application/json" if route.path.startswith("/api") else "application/x-www-form-urlencoded"
+
+
+def _routes(api: Api) -> list[APIRoute]:
+    included = [getattr(each, "original_router", api.application).routes for each in api.application.routes]
+    routes = [route for routes in included for route in routes if isinstance(route, APIRoute)]
+    return [route for route in routes if route.path not in NO_CHANGE]
+
+
+def test_requests_that_are_refused_are_counted_as_an_event_and_not_audited(api: Api) -> None:
+    with api.as_(Role.OPERATOR) as operator, api.as_(Role.VIEWER) as viewer, api.as_(None) as nobody:
+        assert operator.post(PAUSE).status_code == 200
+        before = api.home.audit_file.read_bytes()
+        for number in range(30):
+            long = f"/api/v1/federations/{'a' * 12_000}/pause"
+            assert viewer.post(long, content=b"x" * 9000).status_code == 403, number
+        assert nobody.post(PAUSE).status_code == 401
+        assert viewer.post("/federations/casting/stop").status_code == 403
+    assert api.home.audit_file.read_bytes() == before
+    refused = [event for event in read_events(api.home.events_file) if event["event"] == "api_refused"]
+    assert [(event["identity"], event["route"], event["refused"]) for event in refused] == [
+        ("viewer", "POST /api/v1/federations/{federation}/pause", 1)
+    ]
+
+
+def test_changes_that_fail_are_limited_for_their_token_and_keep_no_line_of_a_real_change_out(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "FAILING", Rate(5, 1 / 60))
+    with running_api(home) as api, api.as_(Role.OPERATOR) as operator, api.as_(Role.ADMIN) as other:
+        for _ in range(8):
+            assert operator.post(PAUSE).status_code == 200  # these cost nothing
+        before = len(audited(home))
+        answers = [operator.post(PAUSE, json={"reason": "x" * 400}).status_code for _ in range(12)]
+        assert answers == [422] * 5 + [429] * 7
+        assert len(audited(home)) == before + 2 * 5
+        limited = operator.post(PAUSE)
+        assert (limited.status_code, "changes that failed" in limited.json()["detail"]) == (429, True)
+        assert other.post(PAUSE).status_code == 200
+    assert [line["event"] for line in audited(home)[-2:]] == ["intent", "outcome"]
+    refused = [event for event in read_events(home.events_file) if event["event"] == "api_refused"]
+    assert refused[0]["identity"] == "operator"
+
+
+def test_a_line_is_bounded_and_readable_whatever_a_request_names(api: Api) -> None:
+    with api.as_(Role.OPERATOR) as operator:
+        operator.post(f"/api/v1/federations/{'%1B%C2%9B' * 1000}/pause", json={"reason": '"\x1b' * 5000})
+    assert [len(line) < 12_000 for line in api.home.audit_file.read_bytes().splitlines()] == [True, True]
+    assert len(audited(api.home)) == 2
+
+
+def test_nothing_is_changed_where_the_audit_log_can_t_be_written_and_there_is_no_outcome(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = AuditLog.write
+
+    def full(log: AuditLog, fields: Mapping[str, EventValue]) -> None:
+        if fields["event"] == "intent":
+            raise OSError(28, "No space left on device")
+        write(log, fields)
+
+    monkeypatch.setattr(AuditLog, "write", full)
+    with api.as_(Role.OPERATOR) as operator:
+        refused = operator.post(PAUSE)
+    assert (refused.status_code, "audit log" in refused.json()["detail"]) == (503, True)
+    assert api.store.federation("casting").status is FederationStatus.RUNNING
+    assert audited(api.home) == []
+
+
+def test_a_line_that_a_full_disk_cut_leaves_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl", keep_days=1)
+    log.write({"event": "one"})
+    before = log.path.read_bytes()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:9]))
+    with pytest.raises(OSError, match="No space"):
+        log.write({"event": "two"})
+    assert log.path.read_bytes() == before
+
+
+def test_lines_stay_for_their_days_however_many_files_they_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "ROTATE_BYTES", 300)
+    log = AuditLog(tmp_path / "audit.jsonl", keep_days=2)
+    for number in range(40):
+        log.write({"event": "intent", "number": number})
+    files = list(tmp_path.glob("audit*.jsonl"))
+    assert len(files) > 4
+    kept = [json.loads(line)["number"] for file in files for line in file.read_text().splitlines()]
+    assert sorted(kept) == list(range(40))
+    for file, days in zip(sorted(tmp_path.glob("audit.1*.jsonl"))[:2], (3, 1), strict=True):
+        at = time.time() - days * DAY_S
+        os.utime(file, (at, at))
+    for number in range(10):
+        log.write({"event": "intent", "number": 40 + number})
+    left = {
+        json.loads(line)["number"] for file in tmp_path.glob("audit*.jsonl") for line in file.read_text().splitlines()
+    }
+    assert {*range(50)} - left == {0, 1, 2, 3, 4, 5} - left
+    assert 0 not in left

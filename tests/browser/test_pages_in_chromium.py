@@ -1,7 +1,4 @@
-"""The page of a coordinator in this process, in a real Chromium: tabs, contrast, charts for everybody, forms that keep their input.
-
-`FEDCG_SCREENSHOTS=DIR` keeps pictures.
-"""
+"""The coordinator's page and the audit's page in a real Chromium: tabs, contrast, charts for everybody, light and dark, wide and narrow."""
 
 import os
 import time
@@ -12,18 +9,22 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
+from audit.report import render
 from coordinator.aggregation.jobs import Progressed
-from coordinator.config import RoundSettings
-from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.audit import SUBJECT, VERDICTS, findings
 from tests.support.coordinator.world import World
-from tests.support.page.crowds import add_crowd
-from tests.support.page.pages import ServedPage, served
+from tests.support.page.pages import ServedPage, add_crowd, tiny_page
 from tests.support.waiting import wait_until
 
 LogIn = Callable[..., BrowserContext]
 TABS = 10
 DEADLINE_MS = 30_000
+DARK = "rgb(16, 20, 28)"
+LOADED = "performance.getEntriesByType('resource').map((each) => each.name).join(' ')"
+SCRIPT_BYTES = (
+    "performance.getEntriesByType('resource').filter((each) => each.name.includes('.js?'))"
+    ".reduce((sum, each) => sum + each.transferSize, 0)"
+)
 SET_VISIBILITY = """(state) => {
   Object.defineProperty(document, "hidden", { value: state === "hidden", configurable: true });
   Object.defineProperty(document, "visibilityState", { value: state, configurable: true });
@@ -31,31 +32,23 @@ SET_VISIBILITY = """(state) => {
 }"""
 
 
-def made_in(folder: Path) -> World:
-    spec = tiny_spec(9)
-    pacing = RoundSettings(gather_s=60.0, retry_s=0.0)
-    base, clients = aggregate_bytes(spec, 0, 0, seed=1), ("a", "b", "c")
-    return World(folder / "home", spec, base, clients=clients, min_clients=2, pacing=pacing)
-
-
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[ServedPage]:
-    world = made_in(tmp_path)
-    with served(Federations(world)) as running:
+    with tiny_page(tmp_path, rounds=9, clients=("a", "b", "c")) as running:
         yield running
-    world.store.close()
 
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Iterator[ServedPage]:
     """The page with thirty devices, three closed rounds, an open one, and the losses of a merge."""
-    world = made_in(tmp_path)
-    add_crowd(world.store, "tiny", 30, 3, time.time())
-    with served(Federations(world)) as running:
+
+    def prepare(world: World) -> None:
+        add_crowd(world.store, "tiny", 30, 3, time.time())
+
+    with tiny_page(tmp_path, rounds=9, clients=("a", "b", "c"), prepare=prepare) as running:
         for step, loss in ((10, 1.5), (20, 0.75), (30, 0.5)):
-            world.workers[0].notify(Progressed(4, 1, 1, "distil", step, 40, loss))
+            running.made.world.workers[0].notify(Progressed(4, 1, 1, "distil", step, 40, loss))
         yield running
-    world.store.close()
 
 
 @pytest.fixture
@@ -180,6 +173,9 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
     crowd: ServedPage, logged_in: LogIn, theme: str, width: int
 ) -> None:
     tab, faint, looked = logged_in(crowd, theme, width).new_page(), {}, Counter[str]()
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    scripts = 0
     for path in (*(f"/f/tiny{part}" for part in SCREENS), *MORE_SCREENS):
         tab.goto(path)
         found, numbers = tab.evaluate(FAINT)
@@ -187,8 +183,14 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
         if found:
             faint[path] = found
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
+        assert (tab.evaluate("getComputedStyle(document.body).backgroundColor") == DARK) == (theme == "dark")
+        for plot in tab.locator(".plot").all():
+            expect(plot.locator("> *").first).to_be_visible()
+        assert ("uplot" in tab.evaluate(LOADED)) == (tab.locator(".u-wrap").count() > 0), path
+        scripts += tab.evaluate(SCRIPT_BYTES)
         keep(tab, f"{path.strip('/').replace('/', '-')}-{theme}-{width}")
-    assert faint == {}
+    assert (faint, errors) == ({}, [])
+    assert 10_000 < scripts < 70_000  # all screens together: each file crosses the network once
     assert looked["text"] > 500
     assert looked["graphics"] > 50
 
@@ -213,8 +215,61 @@ def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: Se
     assert tab.locator("th:not([scope])").count() == 0
 
 
+def test_what_a_person_typed_stays_while_data_change(page: ServedPage, logged_in: LogIn) -> None:
+    tab = logged_in(page).new_page()
+    tab.goto("/devices")
+    search = tab.get_by_role("searchbox")
+    search.press_sequentially("b")
+    rows = tab.locator("tbody tr")
+    expect(rows).to_have_count(1)
+    expect(tab).to_have_url("/devices?q=b&state=&sort=device")
+    expect(rows).to_contain_text("offline")
+    page.made.devices["tiny"][1].start()
+    expect(rows).to_contain_text("online", timeout=DEADLINE_MS)
+    expect(search).to_have_value("b")
+    expect(search).to_be_focused()
+    expect(rows).to_have_count(1)
+
+
+def test_the_theme_switch_wins_over_the_system_and_is_remembered(page: ServedPage, logged_in: LogIn) -> None:
+    tab = logged_in(page).new_page()
+    tab.goto("/")
+    tab.get_by_role("button", name="Light or dark").click()
+    tab.goto("/devices")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == DARK
+
+
 def keep(tab: Page, name: str) -> None:
     folder = os.environ.get("FEDCG_SCREENSHOTS")
     if folder:
         tab.wait_for_timeout(300)
         tab.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width: int) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(render(SUBJECT, findings(), VERDICTS, "2026-11-23 10:00 UTC"))
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})  # type: ignore[arg-type]
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(file.as_uri())
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    assert page.get_by_text("1 of 3 attacks got something back from this update").is_visible()
+    verdict = page.locator("#verdict").bounding_box()
+    assert verdict is not None
+    assert verdict["height"] < 900 or width < 1280  # one screen, where there is room for one
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    images = page.evaluate("[...document.images].map(image => image.naturalWidth)")
+    assert images == [64, 64, 64]
+    ink, ground = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+    assert (_lightness(ink) < _lightness(ground)) is (scheme == "light")
+    if folder := os.environ.get("FEDCG_SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / f"audit-{scheme}-{width}.png"), full_page=True)
+    page.close()
+
+
+def _lightness(colour: str) -> float:
+    red, green, blue = (int(piece) for piece in colour[4:-1].split(",")[:3])
+    return 0.3 * red + 0.6 * green + 0.1 * blue

@@ -1,10 +1,6 @@
-"""How often the server takes a good version back, and how many predictions a bad one makes before it goes; by seeded streams.
+"""How often the server takes a good version back, and how many predictions a bad one makes before it goes; by seeded streams."""
 
-`python -m tests.watch_rates` prints the tables of docs/serving.md.
-"""
-
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,31 +94,3 @@ DAMAGE: dict[str, Callable[[Traffic], Traffic]] = {
     "10% of requests fail": lambda one: replace(one, failing=0.1),
     "every request fails": lambda one: replace(one, failing=1.0),
 }
-
-
-def _lines(swaps: int) -> Iterator[str]:
-    yield "| traffic | good versions taken back | bad ones (one class for every image) | after |"
-    yield "|---|---|---|---|"
-    worst = DAMAGE["one class for every image"]
-    for name, traffic in TRAFFIC.items():
-        good, (bad, after) = taken_back(traffic, traffic, swaps)[0], taken_back(traffic, worst(traffic), swaps // 4)
-        yield f"| {name} | {good:.1%} | {bad:.0%} | {after:.0f} |"
-    yield ""
-    yield "| a version that says | is taken back, 10 classes, each image for itself | after | in runs of 20 | after |"
-    yield "|---|---|---|---|---|"
-    for name, damage in DAMAGE.items():
-        cells = []
-        for how in ("each image for itself", "in runs of 20"):
-            traffic = TRAFFIC[f"10 classes, {how}"]
-            share, after = taken_back(traffic, damage(traffic), swaps // 4)
-            cells.append(f"{share:.0%} | {after:.0f}" if share else "0% | never")
-        yield f"| {name} | {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--swaps", type=int, default=400, help="changes of versions per line (a quarter of them for bad ones)"
-    )
-    for line in _lines(parser.parse_args().swaps):
-        print(line, flush=True)  # noqa: T201 - it is a command

@@ -1,0 +1,172 @@
+"""What every view shows: where a federation stands and its problems, what left devices, and the metrics."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.facts.federations import current_round
+from coordinator.facts.metrics import metrics_text
+from coordinator.facts.problems import REMEDIES, open_problems
+from coordinator.facts.sent import sent
+from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
+from fedcg.sentences import DECLINE_ADVICE
+from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
+from fedcg.wire.parts import Part, ReportField, TensorLayout
+from tests.support.coordinator.federations import Federations
+from tests.support.coordinator.world import MakeWorld
+from tests.support.page.pages import add_crowd, known_of
+from tests.support.waiting import wait_until
+
+
+@pytest.mark.parametrize(
+    ("status", "is_open", "stands"),
+    [
+        (FederationStatus.PAUSED, False, ("paused", "cleaning", "")),
+        (FederationStatus.PAUSED, True, ("collecting", "it pauses when this round is over: cleaning", "")),
+        (FederationStatus.CREATED, False, ("waiting", "", "its start: `fedcg federation start tiny`")),
+    ],
+)
+def test_where_a_federation_stands_that_no_coordinator_runs(
+    make_world: MakeWorld, status: FederationStatus, is_open: bool, stands: tuple[str, str, str]
+) -> None:
+    world = make_world(rounds=9, clients=())
+    if is_open:
+        add_crowd(world.store, "tiny", 4, 2, time.time())
+    world.store.set_status("tiny", status, "cleaning" if status is FederationStatus.PAUSED else "")
+    found = current_round(known_of(world), "tiny")
+    assert (found.phase, found.reason, found.waits_for) == stands
+    assert (found.round_s, found.ends_at) == (480.0 if is_open else None, None)
+
+
+def test_failed_attempts_stall_it_which_is_a_problem_that_a_resume_ends(make_world: MakeWorld) -> None:
+    world = make_world(clients=("a",), max_attempts=1)
+    world.store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "no update came", 3.0)
+    found = current_round(known_of(world), "tiny")
+    assert (found.status, found.phase, found.ends_at) == ("running", "stalled", None)
+    (problem,) = (each for each in open_problems(known_of(world)) if each.subject == "tiny")
+    assert (problem.kind, problem.is_severe) == ("stalled", True)
+    assert "`fedcg federation resume tiny`" in problem.remedy
+
+
+@pytest.mark.parametrize(("min_cohort", "lower"), [(1, "min_clients=N"), (2, "min_clients=N min_cohort=N")])
+def test_too_few_devices_have_a_remedy_that_lowers_what_asks_for_more(
+    make_world: MakeWorld, min_cohort: int, lower: str
+) -> None:
+    made = Federations(make_world(clients=("a", "b"), min_clients=2))
+    made.operations.change_policy("tiny", {"min_cohort": min_cohort})
+    with made.running():
+        made.devices["tiny"][0].start()
+        services = made.coordinator.services
+        wait_until(lambda: "tiny" in services and len(services["tiny"].state.online) == 1, "one of two is online")
+        known = known_of(made.world, services=services)
+        (problem,) = (each for each in open_problems(known) if each.kind == "too few devices")
+        assert f"`fedcg federation set tiny {lower}`" in problem.remedy
+
+
+def test_a_rejected_update_and_a_declined_round_are_different_problems_with_remedies_of_their_own(
+    make_world: MakeWorld,
+) -> None:
+    store = (world := make_world(clients=("a", "b"))).store
+    store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)
+    store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.ACCEPTED, "")
+    store.answer("tiny", RoundAttempt(1, 1), "b", ParticipantState.DECLINED, "no_data")
+    store.end_update(UpdateRecord("tiny", 1, 1, "a", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
+    found = {each.device: each for each in open_problems(known_of(world)) if each.device}
+    assert (found["a"].kind, found["a"].what) == (
+        "update rejected",
+        "update rejected in round 1 of tiny: it holds NaN",
+    )
+    assert "`fedcg device revoke`" in found["a"].remedy
+    assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")
+
+
+DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
+ROW = re.compile(r"^\| `(fedcg_[a-z_]+)` \| ([^|]*) \|", re.MULTILINE)
+
+
+def test_every_metric_is_in_the_docs_with_its_labels_and_every_one_there_exists(make_world: MakeWorld) -> None:
+    world = make_world(rounds=9, clients=())
+    add_crowd(world.store, "tiny", 20, 2, time.time())
+    known = known_of(world)
+    with_service = {"fedcg_messages_refused"}  # counted by running services alone
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics_text(known).decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        found[name] = {label for sample in family.samples for label in sample.labels}
+        assert family.samples or family.name in with_service, family.name
+    listed = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in ROW.findall(DOCS.read_text())}
+    found["fedcg_messages_refused_total"] = {"federation", "reason"}
+    assert listed == found
+
+
+def test_figures_are_those_of_the_database(make_world: MakeWorld) -> None:
+    world = make_world(rounds=9, clients=())
+    add_crowd(world.store, "tiny", 20, 2, time.time())
+    text = metrics_text(known_of(world)).decode()
+    assert 'state="collecting"' not in text, "the third round is open, and its attempt is counted when it is over"
+    for line in (
+        'fedcg_devices{state="enrolled"} 20.0',
+        'fedcg_problems_open{kind="no data"} 2.0',
+        'fedcg_round{federation="tiny"} 3.0',
+        'fedcg_round_seconds{federation="tiny"} 480.0',
+        'fedcg_updates_total{federation="tiny",outcome="accepted"} 40.0',
+        'fedcg_attempts_total{federation="tiny",state="closed"} 2.0',
+        'fedcg_negative_transfer{federation="tiny"} 0.1',
+    ):
+        assert line in text, line
+
+
+def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=())
+    network = world.spec.network.model_copy(
+        update={"split": "resnet18+project:16", "weights": "ab" * 32, "freeze": "all-but:layer4"}
+    )
+    spec = world.spec.model_copy(update={"network": network})
+    facts = sent(known_of(world, spec), "tiny")
+    assert facts.start == (
+        "backbone public (sha256 abababababab, frozen before layer4), projection from the cohort secret, or the public spec seed on a "
+        "device without one"
+    )
+    assert facts.open_start == []
+
+
+def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=())
+    spec = world.spec.model_copy(
+        update={
+            "report": (*world.spec.report, ReportField.LABEL_COUNTS),
+            "optional_report": (ReportField.LABEL_COUNTS,),
+        }
+    )
+    when = {field: why for field, (_, why) in sent(known_of(world, spec), "tiny").fields.items()}
+    assert when["examples"] == "the method needs it; a device whose owner does not allow it declines"
+    assert when["label_counts"] == "where a device's owner allows it; the method uses it then"
+    assert {when[name] for name in ("accuracy", "health", "shadow", "telemetry")} == {
+        "where a device's owner allows it"
+    }
+    known = known_of(world)
+    assert sent(known, "tiny").fields["label_counts"][1] == "never: the method does not use it"
+    needed = spec.model_copy(update={"optional_report": ()})
+    fields = sent(known_of(world, needed), "tiny").fields
+    assert fields["label_counts"][1] == when["examples"]
+
+
+def test_a_part_of_whole_numbers_is_not_said_to_be_coded_as_weights_are(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1, clients=())
+    counts = (TensorLayout(name="outputs", dtype="int64", shape=(2, 3), low=0.0, high=9.0),)
+    changes = {"upload": (*world.spec.upload, Part.STATISTICS), "codec": "i8-delta"}
+    layouts = {**world.spec.layouts, Part.STATISTICS: counts}
+    spec = world.spec.model_copy(update={**changes, "layouts": layouts})
+    parts = {one.part: one for one in sent(known_of(world, spec), "tiny").parts}
+    assert (parts["statistics"].codec, parts["statistics"].numbers) == ("whole numbers", 6)
+    assert parts["classifier"].codec.startswith("i8")
+
+
+@pytest.mark.parametrize("reason", DeclineReason)
+def test_a_person_reads_what_to_do_about_a_reason(reason: DeclineReason) -> None:
+    assert DECLINE_ADVICE[reason.value]
+    assert all(REMEDIES[reason.value])
