@@ -47,9 +47,7 @@ def observe(
     observer.start()
     ready = {"message": "ready", "record": str(out)}
     observer.run(
-        stop,
-        until_finished=until_finished,
-        on_ready=lambda: print_data(ready) if as_json else typer.echo("ready"),
+        stop, until_finished=until_finished, on_ready=lambda: print_data(ready) if as_json else typer.echo("ready")
     )
     if not as_json:
         typer.echo(f"Next: fedcg audit compare --observed {out} --private STATE.safetensors")

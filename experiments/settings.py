@@ -110,8 +110,7 @@ class Setting(BaseModel):
     lr: Annotated[float | None, Field(gt=0, description="local learning rate; default: the method's")] = None
     method: Annotated[str, Field(description="fedcg, fedmd_cg, local, ...: see `fedcg method list`")] = "fedcg"
     network: Annotated[
-        str,
-        Field(description="split of extractor and classifier: a name of `fedcg network list`, or module:function"),
+        str, Field(description="split of extractor and classifier: a name of `fedcg network list`, or module:function")
     ] = "lenet5_relu"
     # Records from before these two, and those that leave them at their defaults, are alike.
     weights: Annotated[

@@ -207,10 +207,7 @@ def _describe(
 
 
 fedcg = typer.Typer(
-    cls=_Fedcg,
-    callback=_describe,
-    no_args_is_help=True,
-    context_settings={"help_option_names": sorted(HELP_FLAGS)},
+    cls=_Fedcg, callback=_describe, no_args_is_help=True, context_settings={"help_option_names": sorted(HELP_FLAGS)}
 )
 app = _as_command(fedcg, "fedcg")
 

@@ -222,10 +222,7 @@ class View:
         """Those that are tried, in this order: the one that was sent; else the wanted ones that the attacker can have, and `TRUE`."""
         if self.shares_extractor:
             return (Extractor.SENT,)
-        missing = {
-            Extractor.SURROGATE: self.auxiliary is None,
-            Extractor.COLLUDER: self.colluder is None,
-        }
+        missing = {Extractor.SURROGATE: self.auxiliary is None, Extractor.COLLUDER: self.colluder is None}
         return tuple(one for one in wanted if not missing.get(one, False))
 
     def with_private(self, parts: Mapping[Part, Weights]) -> View:

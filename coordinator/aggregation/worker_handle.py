@@ -28,11 +28,7 @@ class AggregationWorker:
         deliver: gets every reply of the process, on a thread; must only enqueue it for `follow`.
     """
 
-    def __init__(
-        self,
-        settings: jobs.WorkerSettings,
-        deliver: Callable[[jobs.Reply | Exited], None],
-    ) -> None:
+    def __init__(self, settings: jobs.WorkerSettings, deliver: Callable[[jobs.Reply | Exited], None]) -> None:
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
         self._wanted: list[jobs.Request] = []
         self._is_ready = False

@@ -286,9 +286,7 @@ def broker_run(
     directory: Annotated[
         Path,
         typer.Option(
-            "--dir",
-            envvar=HOME_VARIABLE,
-            help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`.",
+            "--dir", envvar=HOME_VARIABLE, help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`."
         ),
     ],
     broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",

@@ -318,11 +318,7 @@ def _last_deliveries(known: Known, device: str | None = None) -> dict[str, Deliv
 
 
 def _facts(
-    known: Known,
-    device: DeviceRecord,
-    certificates: Sequence[CertificateRecord],
-    last: Delivery | None,
-    live: _Live,
+    known: Known, device: DeviceRecord, certificates: Sequence[CertificateRecord], last: Delivery | None, live: _Live
 ) -> DeviceFacts:
     services = known.services
     states = {federation: service.state for federation, service in services.items()}

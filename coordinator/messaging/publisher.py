@@ -187,8 +187,7 @@ class Publisher:
     def need(self, device: str, manifest: schemas.Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""
         return self._send(
-            device,
-            schemas.Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
+            device, schemas.Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges)
         )
 
     def receipt(

@@ -70,12 +70,7 @@ def _table(
     return Table(name, metadata, *columns)
 
 
-leases = Table(
-    "leases",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("epoch", _Count, nullable=False),
-)
+leases = Table("leases", metadata, Column("id", Integer, primary_key=True), Column("epoch", _Count, nullable=False))
 devices = _table("devices", records.DeviceRecord, ("id",))
 certificates = _table("certificates", records.CertificateRecord, ("serial",), {"device": devices})
 tokens = _table("tokens", records.TokenRecord, ("id",))

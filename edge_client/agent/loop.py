@@ -151,10 +151,7 @@ class Agent:
         self._reporter = EventReporter(store.root, events, clock)
         self.hardware = HardwareWatch(config)
         self.self_reporter = SelfReporter(
-            config.policy,
-            store.root / "models",
-            lambda: self.hardware.last_read,
-            keepalive_s=config.broker.keepalive_s,
+            config.policy, store.root / "models", lambda: self.hardware.last_read, keepalive_s=config.broker.keepalive_s
         )
         https = https_carrier(config, self._put, events)
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
 
 app = typer.Typer(
-    help="Give the devices of a federation their common secret; the coordinator never sees it.",
-    no_args_is_help=True,
+    help="Give the devices of a federation their common secret; the coordinator never sees it.", no_args_is_help=True
 )
 
 

@@ -179,10 +179,7 @@ SinceOption = Annotated[
 
 
 @prints
-def sent_command(
-    config: ConfigOption = Path("agent.toml"),
-    since: SinceOption = None,
-) -> Result:
+def sent_command(config: ConfigOption = Path("agent.toml"), since: SinceOption = None) -> Result:
     """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.
@@ -231,10 +228,7 @@ def _sent_line(item: dict[str, Any]) -> str:
 
 
 @prints
-def ledger_command(
-    config: ConfigOption = Path("agent.toml"),
-    since: SinceOption = None,
-) -> Result:
+def ledger_command(config: ConfigOption = Path("agent.toml"), since: SinceOption = None) -> Result:
     """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
 
     Exit codes: 0 listed; 2 --since is no time.

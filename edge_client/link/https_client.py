@@ -266,9 +266,7 @@ class Line:
         self._exchange(lambda connection: connection.request("GET", path, headers={"Range": span.range}), take)
 
     def _exchange(
-        self,
-        ask: Callable[[http.client.HTTPSConnection], None],
-        take: Callable[[http.client.HTTPResponse], None],
+        self, ask: Callable[[http.client.HTTPSConnection], None], take: Callable[[http.client.HTTPResponse], None]
     ) -> None:
         """One request and its answer. A kept connection that turns out to be dead is replaced once: every request may be repeated."""
         kept = self._connection is not None

@@ -196,14 +196,7 @@ def _advance_wanted(state: SessionState, now: float) -> Step:
 
 
 _ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
-    Purpose.TRAIN: (
-        _advance_hello,
-        _advance_trainer,
-        _advance_round,
-        _advance_end,
-        _advance_delivery,
-        _advance_wanted,
-    ),
+    Purpose.TRAIN: (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted),
     Purpose.GREET: (_advance_hello, _advance_greeting),
     Purpose.LEAVE: (_advance_hello, _advance_leave),
 }

@@ -263,14 +263,7 @@ class Generations:
             outbox = OutboxEntry(new.round_attempt, artifact_id(new.update), len(new.update))
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         generation = Generation(
-            number,
-            new.round_attempt,
-            new.spec,
-            new.snapshot.digest,
-            dict(new.scores),
-            outbox,
-            checksums,
-            new.backbone,
+            number, new.round_attempt, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums, new.backbone
         )
         self._write(generation, files)
         replace_durably(self._pointer, f"{number} {_check_of(number)}\n")

@@ -107,11 +107,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: AgentConfig,
-        store: PrivateStore,
-        events: EventLog,
-        working: Callable[[], None] = lambda: None,
+        self, config: AgentConfig, store: PrivateStore, events: EventLog, working: Callable[[], None] = lambda: None
     ) -> None:
         self._obstacle: str | None = None
         self._events = events

@@ -153,8 +153,7 @@ def coordinator_command(
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
     ] = None,
     sum_devices: Annotated[
-        list[int] | None,
-        typer.Option(min=4, max=1000, help="Instead: masked sums of so many devices; again for more."),
+        list[int] | None, typer.Option(min=4, max=1000, help="Instead: masked sums of so many devices; again for more.")
     ] = None,
     lost: Annotated[
         float,

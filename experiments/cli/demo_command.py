@@ -38,8 +38,7 @@ class DemoOptions(BaseModel):
     """What a demo is asked for beside its setting."""
 
     public_images: Annotated[
-        int | None,
-        Field(ge=0, description="images without labels, held out for the server; default: what feddf needs"),
+        int | None, Field(ge=0, description="images without labels, held out for the server; default: what feddf needs")
     ] = None
     params: Annotated[list[str], Field(description="a parameter of the method, key=value; repeat for more")] = []
     broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto where there is one")] = "auto"

@@ -51,8 +51,7 @@ class SimulateOptions(BaseModel):
     """What a simulation is asked for beside the settings of its runs."""
 
     method: Annotated[
-        list[str],
-        Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more"),
+        list[str], Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more")
     ] = []
     params: Annotated[
         list[str],
@@ -66,12 +65,10 @@ class SimulateOptions(BaseModel):
         ),
     ] = []
     generator: Annotated[
-        list[str],
-        Field(description="mlp (default), conv, ...; METHOD=NAME for one method; repeat for more"),
+        list[str], Field(description="mlp (default), conv, ...; METHOD=NAME for one method; repeat for more")
     ] = []
     discriminator: Annotated[
-        list[str],
-        Field(description="default: goes with the generator; METHOD=NAME for one method; repeat for more"),
+        list[str], Field(description="default: goes with the generator; METHOD=NAME for one method; repeat for more")
     ] = []
     privacy: Annotated[
         list[str],

@@ -131,8 +131,7 @@ def _simulation(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) ->
 
     published = rest["label_distribution"]
     aggregate = Aggregate(
-        {Part(name): tree["aggregate"][name] for name in rest["parts"]},
-        None if published is None else tuple(published),
+        {Part(name): tree["aggregate"][name] for name in rest["parts"]}, None if published is None else tuple(published)
     )
     extras = {name: tree.get("extra", {}).get(name, {}) for name in rest["extras"]}
     held = {"server": ServerState(aggregate, extras), "states": states("state"), "shadows": states("shadow")}

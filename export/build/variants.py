@@ -84,13 +84,7 @@ class HeldOut:
             raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
 
 
-def add_variants(
-    directory: Path,
-    held_out: HeldOut,
-    *,
-    budget: float = BUDGET,
-    threads: int = 0,
-) -> Manifest:
+def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, threads: int = 0) -> Manifest:
     """Try variants of the model in a directory, write those that pay beside it, and name the one to serve in its manifest.
 
     Args:

@@ -367,9 +367,7 @@ def _accuracies(verification: Verification) -> str:
 @model_app.command("use")
 @prints
 def use_version(
-    root: Root,
-    version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")],
-    signed_by: SignedBy = None,
+    root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], signed_by: SignedBy = None
 ) -> Result:
     """Put a version in use, after checking it.
 

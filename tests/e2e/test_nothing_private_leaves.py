@@ -138,9 +138,7 @@ def test_no_log_has_a_weight(stack: _Talkative) -> None:
         assert not spelt & numbers, path
 
 
-def test_the_console_of_an_agent_reports_each_thing_that_a_person_waits_for_in_order(
-    stack: _Talkative,
-) -> None:
+def test_the_console_of_an_agent_reports_each_thing_that_a_person_waits_for_in_order(stack: _Talkative) -> None:
     lines = (stack.root / "site-2.log").read_text().splitlines()
     wanted = [
         r"\[info +\] connected to the broker$",

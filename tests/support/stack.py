@@ -36,11 +36,7 @@ def draw_image(label: int, generator: np.random.Generator) -> Image.Image:
     rows, columns = np.mgrid[0:32, 0:32]
     y, x = generator.integers(12, 20, size=2)
     distance = np.hypot(rows - y, columns - x)
-    shapes = (
-        np.abs(distance - 8) < 2,
-        (np.abs(rows - y) < 2) | (np.abs(columns - x) < 2),
-        (rows + x) % 8 < 3,
-    )
+    shapes = (np.abs(distance - 8) < 2, (np.abs(rows - y) < 2) | (np.abs(columns - x) < 2), (rows + x) % 8 < 3)
     pixels = 160.0 * shapes[label] + generator.normal(40, 25, size=(32, 32))
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 

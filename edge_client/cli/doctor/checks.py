@@ -325,11 +325,7 @@ def _store(config: AgentConfig, now: datetime) -> Result:
     except EdgeError as error:
         return "failed", str(error), "the agent does not start with it"
     if problems:
-        return (
-            "warning",
-            "; ".join(problems),
-            "the agent goes on with what is whole, and makes anew what it needs",
-        )
+        return ("warning", "; ".join(problems), "the agent goes on with what is whole, and makes anew what it needs")
     return "ok", "all files pass their checks", ""
 
 

@@ -28,10 +28,7 @@ RATE_S = 1.0
 
 
 def examine_hardware(
-    settings: EligibilitySettings,
-    store: Path,
-    root: Path = LIVE_ROOT,
-    wait: Callable[[float], None] = time.sleep,
+    settings: EligibilitySettings, store: Path, root: Path = LIVE_ROOT, wait: Callable[[float], None] = time.sleep
 ) -> tuple[Finding, ...]:
     """The box and its readings, each with a verdict: "ok", "warning" (works, but look at it), or "failed" (can't train).
 

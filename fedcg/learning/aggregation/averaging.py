@@ -27,16 +27,7 @@ from pathlib import Path
 import torch
 
 from fedcg.files import replace_durably
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    Combination,
-    DivergedError,
-    ServerState,
-    Spill,
-    Update,
-    Weights,
-)
+from fedcg.learning.method import Aggregate, Aggregator, Combination, DivergedError, ServerState, Spill, Update, Weights
 from fedcg.wire.parts import Part
 
 MOST_TERMS = 1 << 20

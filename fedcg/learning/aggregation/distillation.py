@@ -163,9 +163,7 @@ def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, la
 
 def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:
     """Generator and classifier with copies of these weights, on the round's device."""
-    return Pair(
-        *(load_part(ctx.spec, part, parts[part], ctx.device) for part in (Part.GENERATOR, Part.CLASSIFIER)),
-    )
+    return Pair(*(load_part(ctx.spec, part, parts[part], ctx.device) for part in (Part.GENERATOR, Part.CLASSIFIER)))
 
 
 Watch = Callable[[slice, torch.Tensor], None]

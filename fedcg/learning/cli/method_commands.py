@@ -34,9 +34,7 @@ def list_methods() -> Result:
 
 @method_app.command("show")
 @prints
-def show_method(
-    name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")],
-) -> Result:
+def show_method(name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")]) -> Result:
     """What a method shares, what it keeps, and its parameters with their defaults.
 
     Example: fedcg method show fedcg

@@ -29,15 +29,7 @@ from torch import nn
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
-from fedcg.learning.method import (
-    Aggregate,
-    ClientState,
-    LocalResult,
-    Method,
-    RoundContext,
-    SharedResult,
-    Weights,
-)
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext, SharedResult, Weights
 from fedcg.learning.networks.assembly import skeleton
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.privacy import PrivacySettings

@@ -19,17 +19,7 @@ from torch import nn
 from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.method import (
-    Aggregate,
-    Aux,
-    Average,
-    RoundContext,
-    ServerState,
-    Spill,
-    Taught,
-    Update,
-    Weights,
-)
+from fedcg.learning.method import Aggregate, Aux, Average, RoundContext, ServerState, Spill, Taught, Update, Weights
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams

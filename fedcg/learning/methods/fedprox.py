@@ -47,9 +47,5 @@ def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundCo
 
 
 METHOD = averaging_method(
-    "fedprox",
-    "FedProx: FedAvg with a proximal term",
-    FedproxParams,
-    PERSONAL,
-    penalty_of=proximal,
+    "fedprox", "FedProx: FedAvg with a proximal term", FedproxParams, PERSONAL, penalty_of=proximal
 )

@@ -379,11 +379,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
     )
     encrypt = scrambling_by(spec, kept).encrypt
-    own = {
-        Part.IMAGE_GENERATOR: nets.generator,
-        Part.EXTRACTOR: nets.extractor,
-        Part.CLASSIFIER: nets.classifier,
-    }
+    own = {Part.IMAGE_GENERATOR: nets.generator, Part.EXTRACTOR: nets.extractor, Part.CLASSIFIER: nets.classifier}
     average = moving_average(own, params, own)
     told = run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx, average), ctx)
     losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))

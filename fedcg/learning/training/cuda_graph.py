@@ -21,12 +21,7 @@ _WARM_UP_STEPS = 3  # lazy initialisation of cuBLAS, cuDNN and the optimiser's s
 LEAST_STEPS = 50  # fewer are taken sooner than a graph is captured: that alone costs four, and its instantiation
 
 
-def graphed(
-    step: Step,
-    modules: Sequence[nn.Module],
-    optimisers: Sequence[torch.optim.Optimizer],
-    steps: int,
-) -> Step:
+def graphed(step: Step, modules: Sequence[nn.Module], optimisers: Sequence[torch.optim.Optimizer], steps: int) -> Step:
     """The step, under a CUDA graph from its first call on where that has its inputs on a CUDA device and the graph can be captured.
 
     Args:

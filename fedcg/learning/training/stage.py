@@ -413,9 +413,7 @@ class MovingAverage:
 
 
 def moving_average(
-    nets: Mapping[Part, nn.Module],
-    params: TrainingParams,
-    parts: Iterable[Part] = (Part.EXTRACTOR, Part.CLASSIFIER),
+    nets: Mapping[Part, nn.Module], params: TrainingParams, parts: Iterable[Part] = (Part.EXTRACTOR, Part.CLASSIFIER)
 ) -> tuple[MovingAverage, ...]:
     """Of these parts, where the parameters ask for it; for `Stage.after`."""
     return (MovingAverage({part: nets[part] for part in parts}, params.ema),) if params.ema else ()

@@ -63,10 +63,7 @@ def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> b
     `check` saves hashing where the same chunk was framed before.
     """
     return b"".join(
-        (
-            _HEAD.pack(MAGIC, bytes.fromhex(artifact), index, check or chunk_check(artifact, index, data)),
-            data,
-        )
+        (_HEAD.pack(MAGIC, bytes.fromhex(artifact), index, check or chunk_check(artifact, index, data)), data)
     )
 
 

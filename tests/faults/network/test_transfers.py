@@ -106,10 +106,7 @@ def test_a_transfer_completes_over_a_slow_and_unreliable_link(make_world: MakeWo
     assert world.link.resets == 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "way"),
-    [((), "up"), (PERSISTENCE, "up"), ((), "down"), (PERSISTENCE, "down")],
-)
+@pytest.mark.parametrize(("extra", "way"), [((), "up"), (PERSISTENCE, "up"), ((), "down"), (PERSISTENCE, "down")])
 @pytest.mark.slow
 def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
     make_world: MakeWorld, extra: tuple[str, ...], way: str

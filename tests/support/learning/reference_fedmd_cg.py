@@ -36,10 +36,7 @@ def replayed_batches(
         matched, replayed = noise[: len(index)], noise[len(index) :]
         for rows in slices(len(index), params.batch_size):
             some = data.rows(index[rows])
-            yield (
-                Batch(some.images, some.labels, augmentation[rows], matched[rows]),
-                (replayed[rows], asked[rows]),
-            )
+            yield (Batch(some.images, some.labels, augmentation[rows], matched[rows]), (replayed[rows], asked[rows]))
 
 
 def classify(

@@ -364,9 +364,7 @@ def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here(
     assert "mean features of each class" not in refused[1]
 
 
-def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_is_asked_for(
-    make_world: MakeWorld,
-) -> None:
+def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_is_asked_for(make_world: MakeWorld) -> None:
     world = connected(make_world)
     coordinator = world.coordinator
     coordinator.publish(

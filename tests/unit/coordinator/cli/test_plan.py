@@ -152,8 +152,7 @@ WRONG: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize(
-    ("command", "wrong"),
-    [*(("plan", wrong) for wrong in WRONG), ("create", "fields"), ("create", "parameters alone")],
+    ("command", "wrong"), [*(("plan", wrong) for wrong in WRONG), ("create", "fields"), ("create", "parameters alone")]
 )
 def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(
     tmp_path: Path, command: str, wrong: str

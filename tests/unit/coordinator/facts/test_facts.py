@@ -76,10 +76,7 @@ def test_a_rejected_update_and_a_declined_round_are_different_problems_with_reme
     store.answer("tiny", RoundAttempt(1, 1), "b", ParticipantState.DECLINED, "no_data")
     store.end_update(UpdateRecord("tiny", 1, 1, "a", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
     found = {each.device: each for each in open_problems(known_of(world)) if each.device}
-    assert (found["a"].kind, found["a"].what) == (
-        "update rejected",
-        "update rejected in round 1 of tiny: it holds NaN",
-    )
+    assert (found["a"].kind, found["a"].what) == ("update rejected", "update rejected in round 1 of tiny: it holds NaN")
     assert "`fedcg device revoke`" in found["a"].remedy
     assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")
 

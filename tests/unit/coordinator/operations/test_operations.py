@@ -40,14 +40,7 @@ def doing(home: Home) -> Iterator[Operations]:
     ("changes", "problems"),
     [
         (
-            {
-                "rounds": 0,
-                "fractoin": 0.5,
-                "late": "never",
-                "min_clients": "two",
-                "classes": "x",
-                "deadline_s": "inf",
-            },
+            {"rounds": 0, "fractoin": 0.5, "late": "never", "min_clients": "two", "classes": "x", "deadline_s": "inf"},
             (
                 "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
                 "deadline_s: must be a number (above 0 to 31622400; ",
@@ -194,10 +187,7 @@ def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_di
         world.wait_event("finished")
     world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")
     (problem,) = (each for each in open_problems(known_of(world)) if each.device == "c")
-    assert (problem.kind, problem.what) == (
-        "dropped",
-        f"dropped in round 2 of {FEDERATION}: another box replaces it",
-    )
+    assert (problem.kind, problem.what) == ("dropped", f"dropped in round 2 of {FEDERATION}: another box replaces it")
     assert problem.remedy.startswith("Nothing is broken")
 
 

@@ -29,15 +29,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.agent_config import render_agent_config
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, make_link, seal
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    ArtifactRef,
-    Carrier,
-    Hello,
-    KeyChain,
-    KeyLink,
-)
+from fedcg.wire.messages.schemas import COORDINATOR, EVERYONE, ArtifactRef, Carrier, Hello, KeyChain, KeyLink
 from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.broker.memory import MemoryBroker, MemoryTransport

@@ -211,9 +211,7 @@ def damaged(content: bytes, place: float, kind: str, value: int) -> bytes:
 @settings(max_examples=150, deadline=None)
 @given(damages())
 def test_a_damaged_file_never_leads_to_other_state_in_silence(
-    whole: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    damage: tuple[float, float, str, int],
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, damage: tuple[float, float, str, int]
 ) -> None:
     copy = tmp_path_factory.mktemp("damaged") / "box"
     shutil.copytree(whole, copy)

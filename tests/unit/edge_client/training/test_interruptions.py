@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.jobs import (
-    Job,
-    JobDone,
-    JobFailed,
-    WorkerDied,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation.jobs import Job, JobDone, JobFailed, WorkerDied, WorkerEvent, WorkerReady, WorkerSettings
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.signals import RoundCommitted, TrainerReady, TrainRound
@@ -65,9 +57,7 @@ def site_of(
     params: Mapping[str, ParameterValue] = MappingProxyType({}),
 ) -> Site:
     site = Site(
-        root,
-        real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS, **params),
-        shadow=shadow,
+        root, real_spec(method, network=None if privacy is None else PRIVATE, epochs=EPOCHS, **params), shadow=shadow
     )
     training = TrainingSection(shadow_every=shadow, device="cpu", threads=1, checkpoint_s=every_s)
     policy = PolicySection(
@@ -261,10 +251,7 @@ def merged_despite(settings: WorkerSettings) -> list[WorkerEvent]:
     ("first_life", "reason"),
     [
         (driven_worker.hang_once, "no progress for 1 s"),
-        (
-            driven_worker.break_the_card_once,
-            "RuntimeError: CUDA error: an illegal memory access was encountered",
-        ),
+        (driven_worker.break_the_card_once, "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
 def test_an_aggregation_worker_that_hangs_or_whose_card_broke_is_replaced_and_the_job_is_done(

@@ -152,9 +152,7 @@ def test_three_failures_of_any_kind_with_memory_near_its_end_halve_and_the_round
     assert rows_at_once[-1] == BATCH // 2
 
 
-def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_forgets_them(
-    tmp_path: Path,
-) -> None:
+def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_forgets_them(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(batch_size=BATCH))
 
     def dies() -> None:  # by a signal, as of an allocation that was not checked

@@ -178,12 +178,7 @@ def train_our_gan(nets: Networks, ctx: RoundContext) -> None:
 
 @pytest.mark.parametrize(("generator", "discriminator", "steps", "crop"), STEPPED)
 def test_the_gan_takes_the_same_steps_as_the_reference(
-    generator: str,
-    discriminator: str,
-    steps: int,
-    crop: int,
-    watched: dict[str, float],
-    request: pytest.FixtureRequest,
+    generator: str, discriminator: str, steps: int, crop: int, watched: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     # In float64, so that a difference is one in the maths, not in the order of additions.
     ctx, ours, theirs = case(generator, discriminator, steps, crop)
@@ -271,11 +266,7 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
 @pytest.mark.parametrize("params", [PRINT, CODE])
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (3, 0), (3, 4)])
 def test_the_generator_takes_the_same_steps_as_the_reference(
-    steps: int,
-    crop: int,
-    params: Params,
-    watched: dict[str, float],
-    request: pytest.FixtureRequest,
+    steps: int, crop: int, params: Params, watched: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     ctx, ours, theirs = crossed_case(steps, params, crop=crop)
     ours, theirs = in_double(ours), in_double(theirs)

@@ -232,8 +232,7 @@ def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("broken", "named"),
-    [("spec", "spec.json"), ("weights", "state.safetensors"), ("unfitting weights", "do not fit")],
+    ("broken", "named"), [("spec", "spec.json"), ("weights", "state.safetensors"), ("unfitting weights", "do not fit")]
 )
 def test_export_names_the_input_that_is_bad(
     checkpoint: tuple[Path, Path], tmp_path: Path, broken: str, named: str

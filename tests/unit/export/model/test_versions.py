@@ -14,15 +14,7 @@ import pytest
 from export.build.install_model import pass_gate
 from export.errors import GateError, ManifestError, SlotError, TamperedError
 from export.model import versions
-from export.model.manifest import (
-    Manifest,
-    ModelFile,
-    Verification,
-    digest,
-    read_manifest,
-    read_model,
-    write_manifest,
-)
+from export.model.manifest import Manifest, ModelFile, Verification, digest, read_manifest, read_model, write_manifest
 from export.model.versions import POINTER_NAME, Slots, resolve
 from fedcg.image_form import ImageForm
 from tests.support.learning.export_models import TestImages, flip_bit, install_model, labels_by

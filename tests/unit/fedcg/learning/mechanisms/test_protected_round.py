@@ -103,11 +103,7 @@ def test_what_is_off_gives_back_the_very_same_update(numbers: list[float]) -> No
     assert reduced_update(update, base, OFF, stream()) is update
 
 
-@given(
-    st.lists(st.integers(0, 50), min_size=3, max_size=3).filter(any),
-    st.floats(0.1, 30.0),
-    st.integers(0, 1000),
-)
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=3).filter(any), st.floats(0.1, 30.0), st.integers(0, 1000))
 def test_noisy_counts_pass_the_firewall(counts: list[int], scale: float, seed: int) -> None:
     report = Report(examples=sum(counts), label_counts=tuple(counts), loss=0.5)
     noisy = noisy_counts(report, scale, stream(seed))

@@ -352,10 +352,7 @@ def test_a_plan_names_codecs_that_exist() -> None:
             "backbone public (sha256 abababababab, frozen), projection from the cohort secret",
         ),
         (
-            NetworkChoice(
-                split="resnet18+project:16",
-                backbones=(BackboneChoice(name="resnet34", weights="cd" * 32),),
-            ),
+            NetworkChoice(split="resnet18+project:16", backbones=(BackboneChoice(name="resnet34", weights="cd" * 32),)),
             False,
             "resnet18: public spec seed; resnet34: backbone public (sha256 cdcdcdcdcdcd, trained on), projection from the public spec seed",
         ),

@@ -27,15 +27,7 @@ from fedcg.learning.spec import BackboneChoice, FederationSpec, ImageForm, Netwo
 from fedcg.learning.training.evaluation import logits_of
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, same
-from tests.support.learning.networks import (
-    CLASSES,
-    IMAGENET,
-    SPLIT,
-    TIMM,
-    tiny_network,
-    tiny_plan,
-    write_tiny_weights,
-)
+from tests.support.learning.networks import CLASSES, IMAGENET, SPLIT, TIMM, tiny_network, tiny_plan, write_tiny_weights
 
 
 @pytest.fixture

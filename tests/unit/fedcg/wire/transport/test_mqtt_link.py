@@ -288,8 +288,7 @@ def test_nobody_listening_is_said_so(pki: Pki) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "hint"),
-    [(TimeoutError(), "firewall"), (OSError("odd"), "odd"), (ssl.SSLError(1, "handshake"), "TLS")],
+    ("error", "hint"), [(TimeoutError(), "firewall"), (OSError("odd"), "odd"), (ssl.SSLError(1, "handshake"), "TLS")]
 )
 def test_every_failure_has_an_explanation(error: OSError, hint: str) -> None:
     assert hint in explain_failure(MqttConfig(HOST, 1, "a", insecure=True), error)
