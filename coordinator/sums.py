@@ -17,23 +17,8 @@ from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, EventValue
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SignatureError, SumError, WireError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
-from fedcg.wire.messages.schemas import (
-    MAX_SUM_DEVICES,
-    FromDevice,
-    RoundAttempt,
-    SumDealt,
-    SumKeys,
-    SumMembers,
-    SumOff,
-    SumOpening,
-    SumRevealed,
-    SumShares,
-    SumSigned,
-    SumSurvivors,
-    SumUp,
-    ToDevice,
-)
 from fedcg.wire.parts import numbers_size
 from fedcg.wire.sums import (
     MIN_DEVICES,
@@ -54,7 +39,7 @@ WAIT_S = 15.0
 """How long any other step waits for those who have not answered."""
 REPEAT_S = 4.0
 """After so long a step is sent again to those who have not answered: their link may have been lost."""
-Sends = list[tuple[str, ToDevice]]
+Sends = list[tuple[str, schemas.ToDevice]]
 
 
 class Phase(str, Enum):
@@ -87,8 +72,8 @@ class SumRecord(BaseModel):
     reason: str = ""
     ended: Phase | None = None
     awaited: set[str] = set()
-    keys: dict[str, SumKeys] = {}
-    members: SumMembers = SumMembers(announced={})
+    keys: dict[str, schemas.SumKeys] = {}
+    members: schemas.SumMembers = schemas.SumMembers(announced={})
     sealed: dict[str, dict[str, str]] = {}
     peers: tuple[str, ...] = ()
     survivors: tuple[str, ...] = ()
@@ -131,7 +116,7 @@ class SumBoard:
         """For the same board after a restart."""
         return self.record.model_dump_json()
 
-    def check(self, device: str, step: FromDevice, key: VerifyKey, weight_cap: int | None) -> None:
+    def check(self, device: str, step: schemas.FromDevice, key: VerifyKey, weight_cap: int | None) -> None:
         """Check what the other devices will check, so that one device can't cost all of them the sum.
 
         Args:
@@ -145,11 +130,11 @@ class SumBoard:
         """
         if device not in self.record.awaited:
             return
-        if isinstance(step, SumKeys) and self.record.phase is Phase.KEYS:
+        if isinstance(step, schemas.SumKeys) and self.record.phase is Phase.KEYS:
             announcement_of(device, step).check(self.at, key)
             if weight_cap is not None and step.weight > weight_cap:
                 raise SumError(f"{device}: its weight {step.weight} is above the plan's weight_cap, {weight_cap}")
-        if isinstance(step, SumSigned) and self.record.phase is Phase.SIGNATURES:
+        if isinstance(step, schemas.SumSigned) and self.record.phase is Phase.SIGNATURES:
             label = survivors_label(self.at, self.record.peers, self.record.survivors)
             if not key.verifies(bytes.fromhex(step.signature), label):
                 raise SignatureError(f"{device}: its signature is not of the list of survivors")
@@ -158,24 +143,24 @@ class SumBoard:
         """Wait for a device no longer whose step is not as it must be."""
         self.record.awaited.discard(device)
         is_last = self.waits and not self.record.awaited
-        return [(device, SumOff()), *(self._next(now) if is_last else [])]
+        return [(device, schemas.SumOff()), *(self._next(now) if is_last else [])]
 
-    def receive(self, device: str, step: FromDevice, now: float) -> Sends:
+    def receive(self, device: str, step: schemas.FromDevice, now: float) -> Sends:
         """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
         kept = self.record
-        if isinstance(step, SumKeys) and kept.phase is not Phase.KEYS:
+        if isinstance(step, schemas.SumKeys) and kept.phase is not Phase.KEYS:
             return self._again(device, step)
         if device not in kept.awaited:
             return []
-        if isinstance(step, SumKeys):
+        if isinstance(step, schemas.SumKeys):
             kept.keys[device] = step
-        elif isinstance(step, SumShares) and kept.phase is Phase.SHARES:
+        elif isinstance(step, schemas.SumShares) and kept.phase is Phase.SHARES:
             if step.sealed.keys() != kept.members.announced.keys():
                 return []
             kept.sealed[device] = step.sealed
-        elif isinstance(step, SumSigned) and kept.phase is Phase.SIGNATURES:
+        elif isinstance(step, schemas.SumSigned) and kept.phase is Phase.SIGNATURES:
             kept.signatures[device] = step.signature
-        elif isinstance(step, SumRevealed) and kept.phase is Phase.OPENING:
+        elif isinstance(step, schemas.SumRevealed) and kept.phase is Phase.OPENING:
             if not step.shares.keys() <= set(kept.peers):
                 return []
             kept.shares[device] = step.shares
@@ -245,14 +230,14 @@ class SumBoard:
         return max(MIN_DEVICES, self._threshold)
 
     @property
-    def _asked(self) -> ToDevice:
+    def _asked(self) -> schemas.ToDevice:
         """What the devices that are waited for were sent last."""
         kept = self.record
         if kept.phase is Phase.SHARES:
             return kept.members
         if kept.phase is Phase.SIGNATURES:
-            return SumSurvivors(names=kept.survivors)
-        return SumOpening(names=kept.survivors, signatures=kept.signatures)
+            return schemas.SumSurvivors(names=kept.survivors)
+        return schemas.SumOpening(names=kept.survivors, signatures=kept.signatures)
 
     def _next(self, now: float) -> Sends:
         kept = self.record
@@ -272,11 +257,11 @@ class SumBoard:
 
     def _begin(self, now: float) -> Sends:
         kept = self.record
-        chosen = sorted(kept.keys)[:MAX_SUM_DEVICES]
+        chosen = sorted(kept.keys)[: schemas.MAX_SUM_DEVICES]
         if len(chosen) < MIN_DEVICES:
             return self._off(f"{len(chosen)} of {MIN_DEVICES} devices announced keys")
-        kept.members = SumMembers(announced={device: kept.keys[device] for device in chosen})
-        left = [(device, SumOff()) for device in sorted(kept.keys.keys() - set(chosen))]
+        kept.members = schemas.SumMembers(announced={device: kept.keys[device] for device in chosen})
+        left = [(device, schemas.SumOff()) for device in sorted(kept.keys.keys() - set(chosen))]
         return [*self._ask(Phase.SHARES, chosen, now), *left]
 
     def _deal(self) -> Sends:
@@ -285,11 +270,11 @@ class SumBoard:
         if len(kept.peers) < self._needed:
             return self._off(f"{len(kept.peers)} of {self._needed} devices dealt out shares")
         kept.phase, kept.awaited = Phase.NUMBERS, set()
-        others = [(device, SumOff()) for device in kept.members.announced if device not in kept.peers]
+        others = [(device, schemas.SumOff()) for device in kept.members.announced if device not in kept.peers]
         return [*((device, self._dealt_to(device)) for device in kept.peers), *others]
 
-    def _dealt_to(self, device: str) -> SumDealt:
-        return SumDealt(sealed={peer: self.record.sealed[peer][device] for peer in self.record.peers})
+    def _dealt_to(self, device: str) -> schemas.SumDealt:
+        return schemas.SumDealt(sealed={peer: self.record.sealed[peer][device] for peer in self.record.peers})
 
     def _ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
         self.record.phase, self.record.awaited = phase, set(devices)
@@ -299,16 +284,16 @@ class SumBoard:
     def _off(self, reason: str) -> Sends:
         kept = self.record
         kept.phase, kept.reason, kept.ended, kept.awaited = Phase.OFF, reason, kept.phase, set()
-        return [(device, SumOff()) for device in sorted(kept.keys)]
+        return [(device, schemas.SumOff()) for device in sorted(kept.keys)]
 
-    def _again(self, device: str, keys: SumKeys) -> Sends:
+    def _again(self, device: str, keys: schemas.SumKeys) -> Sends:
         """What a device missed that announces its keys once more, or too late."""
         kept = self.record
         if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys:
-            return [(device, SumOff())]
+            return [(device, schemas.SumOff())]
         if kept.phase is Phase.SHARES:
             return [(device, kept.members)] if device in kept.awaited else []
-        return [(device, self._dealt_to(device) if device in kept.peers else SumOff())]
+        return [(device, self._dealt_to(device) if device in kept.peers else schemas.SumOff())]
 
 
 Merge = Callable[[OpenedSum], None]
@@ -351,12 +336,12 @@ class MaskedSums:
         cap = spec.params.get("weight_cap")
         self._key_of, self._weight_cap = key_of, cap if isinstance(cap, int) else None
         self._board: SumBoard | None = None
-        self._at = RoundAttempt(0, 0)
+        self._at = schemas.RoundAttempt(0, 0)
         self._merge: Merge | None = None
         self._stored: str | None = None
         self.failure: SumFailure | None = None
 
-    def begin(self, at: RoundAttempt, participants: Collection[str]) -> None:
+    def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
         if not self._spec.summed:
             return
@@ -369,7 +354,7 @@ class MaskedSums:
         """The attempt failed."""
         self._board = self._merge = None
 
-    def receive(self, device: str, message: SumUp) -> None:
+    def receive(self, device: str, message: schemas.SumUp) -> None:
         """Take a device's step, or leave the device out of the sum for it."""
         board, key = self._board, self._key_of(device)
         if board is None or key is None or message.at != self._at:
@@ -400,7 +385,7 @@ class MaskedSums:
         self._merge = merge
         self._follow(self._board, self._board.close(accepted, self._clock()))
 
-    def lost(self, at: RoundAttempt, reason: str) -> None:
+    def lost(self, at: schemas.RoundAttempt, reason: str) -> None:
         """The aggregate of an attempt has no sum although it could be opened."""
         self.failure = SumFailure(at.round, reason, None)
         self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)

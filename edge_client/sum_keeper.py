@@ -13,17 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import (
-    SumDealt,
-    SumKeys,
-    SumMembers,
-    SumOpening,
-    SumRevealed,
-    SumShares,
-    SumSigned,
-    SumSurvivors,
-)
 from fedcg.wire.sums import (
     MIN_DEVICES,
     Numbers,
@@ -57,7 +48,7 @@ class _Kept(BaseModel):
     attempt: int
     secrets: tuple[str, str, str]
     weight: int
-    members: SumMembers | None = None
+    members: schemas.SumMembers | None = None
     sealed: dict[str, str] = {}
     dealt: dict[str, str] = {}
     signed: tuple[str, ...] | None = None
@@ -90,7 +81,7 @@ class SumKeeper:
         self._device, self._key, self._roster = device, key, roster
         self._load, self._save = load, save
 
-    def announce(self, at: SumRound, weight: int) -> SumKeys | None:
+    def announce(self, at: SumRound, weight: int) -> schemas.SumKeys | None:
         """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
 
         Raises:
@@ -109,7 +100,7 @@ class SumKeeper:
             self._write(kept)
         return keys_of(_secrets(self._device, kept).announce(at, kept.weight, self._key))
 
-    def members(self, at: SumRound, step: SumMembers) -> SumShares:
+    def members(self, at: SumRound, step: schemas.SumMembers) -> schemas.SumShares:
         """Deal out shares among the members.
 
         Raises:
@@ -120,7 +111,7 @@ class SumKeeper:
         if kept.members is not None:
             if kept.members != step:
                 raise SumError("the coordinator names other members of the sum than before")
-            return SumShares(sealed=kept.sealed)
+            return schemas.SumShares(sealed=kept.sealed)
         secrets = _secrets(self._device, kept)
         if step.announced.get(self._device) != keys_of(secrets.announce(at, kept.weight, self._key)):
             raise SumError("the members of the sum lack this device, or have other keys of it")
@@ -128,9 +119,9 @@ class SumKeeper:
         members.check(self._roster())
         sealed = in_hex(share_out(secrets, members))
         self._write(kept.model_copy(update={"members": step, "sealed": sealed}))
-        return SumShares(sealed=sealed)
+        return schemas.SumShares(sealed=sealed)
 
-    def dealt(self, at: SumRound, step: SumDealt) -> None:
+    def dealt(self, at: SumRound, step: schemas.SumDealt) -> None:
         """Keep the shares of the peers, with whom this device masks.
 
         Raises:
@@ -149,7 +140,7 @@ class SumKeeper:
             return
         self._write(kept.model_copy(update={"dealt": dict(step.sealed)}))
 
-    def survivors(self, at: SumRound, step: SumSurvivors) -> SumSigned:
+    def survivors(self, at: SumRound, step: schemas.SumSurvivors) -> schemas.SumSigned:
         """Sign the list of survivors, one per attempt.
 
         Raises:
@@ -164,9 +155,9 @@ class SumKeeper:
         if kept.signed not in (None, names):
             raise SumError("the coordinator asks for a second list of survivors")
         self._write(kept.model_copy(update={"signed": names}))
-        return SumSigned(signature=sign_survivors(at, sorted(kept.dealt), names, self._key).hex())
+        return schemas.SumSigned(signature=sign_survivors(at, sorted(kept.dealt), names, self._key).hex())
 
-    def opening(self, at: SumRound, step: SumOpening) -> SumRevealed:
+    def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
 
         Raises:
@@ -179,17 +170,19 @@ class SumKeeper:
         survivors = Survivors(tuple(sorted(kept.dealt)), names, from_hex(step.signatures))
         members = members_of(at, kept.members)
         shares = reveal(_secrets(self._device, kept), members, from_hex(kept.dealt), survivors, self._roster())
-        return SumRevealed(shares=in_hex(shares))
+        return schemas.SumRevealed(shares=in_hex(shares))
 
-    def answer(self, at: SumRound, step: SumMembers | SumSurvivors | SumOpening) -> SumShares | SumSigned | SumRevealed:
+    def answer(
+        self, at: SumRound, step: schemas.SumMembers | schemas.SumSurvivors | schemas.SumOpening
+    ) -> schemas.SumShares | schemas.SumSigned | schemas.SumRevealed:
         """The answer to a step that asks for one.
 
         Raises:
             SumError, SignatureError, MalformedError: as of the step's own method.
         """
-        if isinstance(step, SumMembers):
+        if isinstance(step, schemas.SumMembers):
             return self.members(at, step)
-        return self.survivors(at, step) if isinstance(step, SumSurvivors) else self.opening(at, step)
+        return self.survivors(at, step) if isinstance(step, schemas.SumSurvivors) else self.opening(at, step)
 
     def _of(self, at: SumRound) -> _Kept:
         kept = self._read()

@@ -21,35 +21,16 @@ from experiments.data.source import DIGITS, Source
 from experiments.errors import ExperimentError, OptionError
 from fedcg.config_file import problems_in_words
 from fedcg.errors import FAILED, NOT_FOUND, BadInputError
+from fedcg.learning import spec, split_names
 from fedcg.learning.errors import LearningError, NetworkError
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import (
-    DEFAULT_MIN_COHORT,
-    CropPixels,
-    Freeze,
-    ImageForm,
-    NetworkChoice,
-    ParameterValue,
-    check_crop,
-)
-from fedcg.learning.split_names import (
-    IMAGENET,
-    RANDOM,
-    allow_here,
-    check_name,
-    is_projected,
-    parse_projected,
-    use_weights,
-    weights_digest,
-    weights_for,
-)
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
 
 # What the methods' own defaults, made for hours of training, become when a person waits for the result.
 # Everything else keeps its default; `--set` overrides both.
-QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
+QUICK_PARAMS: Mapping[str, Mapping[str, spec.ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
     "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
     "feddf": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
@@ -59,13 +40,13 @@ QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
 # How many public images a demo holds out by default: for methods whose server needs them.
 DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
-QUICK_LR: Mapping[str, ParameterValue] = {"lr": 1e-3}
+QUICK_LR: Mapping[str, spec.ParameterValue] = {"lr": 1e-3}
 
 NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}
 # Mean and standard deviation per channel: [0, 1] to [-1, 1], or what backbones trained on ImageNet expect (grey: their means).
 NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "imagenet": IMAGENET,
+    "imagenet": split_names.IMAGENET,
 }
 
 
@@ -120,7 +101,7 @@ class Setting(BaseModel):
             description="of BACKBONE+project: a file or folder with its weights, or random; default: the installed package's",
         ),
     ] = None
-    freeze: Annotated[Freeze, Field(exclude_if=lambda freeze: freeze == "none")] = "none"
+    freeze: Annotated[spec.Freeze, Field(exclude_if=lambda freeze: freeze == "none")] = "none"
     backbones: Annotated[
         str,
         Field(
@@ -137,7 +118,7 @@ class Setting(BaseModel):
     image_size: Annotated[int, Field(ge=4, le=1024, description="images become SIZE x SIZE pixels")] = 32
     flip: Annotated[bool, Field(description="augment by horizontal flips: for photographs, not for digits")] = False
     crop: Annotated[
-        CropPixels, Field(description="augment by random crops of images padded by PIXELS at every side; 0: off")
+        spec.CropPixels, Field(description="augment by random crops of images padded by PIXELS at every side; 0: off")
     ] = 0
     seed: Annotated[
         int, Field(ge=0, lt=1 << 63, description="root of all randomness: split, weights, order, noise")
@@ -145,18 +126,18 @@ class Setting(BaseModel):
     quick: Annotated[
         bool, Field(description="larger steps and a shorter server loop than the method's own defaults")
     ] = True
-    params: dict[str, ParameterValue] = {}
+    params: dict[str, spec.ParameterValue] = {}
 
     @field_validator("crop")
     @classmethod
     def _crop_fits(cls, pixels: int, info: ValidationInfo) -> int:
         side = info.data.get("image_size")
-        return pixels if side is None else check_crop(pixels, side)
+        return pixels if side is None else spec.check_crop(pixels, side)
 
     @field_validator("weights")
     @classmethod
     def _found_from_anywhere(cls, weights: str | None) -> str | None:
-        return str(Path(weights).resolve()) if weights not in {None, RANDOM} else weights
+        return str(Path(weights).resolve()) if weights not in {None, split_names.RANDOM} else weights
 
     def deal(self) -> DealOptions:
         """What decides who gets which images.
@@ -191,7 +172,7 @@ class Setting(BaseModel):
         Raises:
             NetworkError: a backbone's name that has no meaning, or no weights for it at hand.
         """
-        own = parse_projected(self.network).backbone if is_projected(self.network) else None
+        own = split_names.parse_projected(self.network).backbone if split_names.is_projected(self.network) else None
         others = [self._backbone(name) for name in self.backbones.split(",") if name]
         return {
             "federation": FEDERATION,
@@ -202,13 +183,13 @@ class Setting(BaseModel):
             "augment_flip": self.flip,
             "augment_crop": self.crop,
             "min_clients": self.clients,
-            "min_cohort": min(self.clients, DEFAULT_MIN_COHORT),
+            "min_cohort": min(self.clients, spec.DEFAULT_MIN_COHORT),
             "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
             "network": {
                 "split": self.network,
                 "generator": self.generator,
                 "discriminator": self.discriminator or discriminator_for(self.generator),
-                "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
+                "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, spec.NetworkChoice().noise_dim),
                 "weights": None if own is None else self._weights(own, self.weights),
                 "freeze": self.freeze,
                 "backbones": others,
@@ -218,22 +199,26 @@ class Setting(BaseModel):
 
     @staticmethod
     def _weights(backbone: str, where: str | None) -> str | None:
-        path = weights_for(backbone, where)
-        return None if path is None else weights_digest(path)
+        path = split_names.weights_for(backbone, where)
+        return None if path is None else split_names.weights_digest(path)
 
     def _backbone(self, name: str) -> dict[str, object]:
         """Another backbone of the plan; a single file of weights is the first one's."""
-        where = self.weights if self.weights == RANDOM or (self.weights and Path(self.weights).is_dir()) else None
+        where = (
+            self.weights
+            if self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
+            else None
+        )
         return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
 
-    def image_form(self, mode: Literal["L", "RGB"]) -> ImageForm:
+    def image_form(self, mode: Literal["L", "RGB"]) -> spec.ImageForm:
         """Size and normalisation for grey or colour images."""
         mean, std = NORMALISATIONS[self.normalise]
         if mode == "L":
             mean, std = ((round(sum(values) / len(values), 3),) for values in (mean, std))
-        return ImageForm(mode=mode, height=self.image_size, width=self.image_size, mean=mean, std=std)
+        return spec.ImageForm(mode=mode, height=self.image_size, width=self.image_size, mean=mean, std=std)
 
-    def all_params(self) -> dict[str, ParameterValue]:
+    def all_params(self) -> dict[str, spec.ParameterValue]:
         """The method's parameters that differ from its defaults; `params` has the last word."""
         quick = QUICK_PARAMS.get(self.method, QUICK_LR) if self.quick else {}
         chosen = {"batch_size": self.batch_size, "lr": self.lr, "steps": self.local_steps or None}
@@ -251,13 +236,13 @@ def root_secret(seed: int, purpose: str) -> bytes:
     return hashlib.sha256(f"fedcg experiment {seed} {purpose}".encode()).digest()
 
 
-def parse_params(pairs: Sequence[str], option: str = "--set") -> dict[str, ParameterValue]:
+def parse_params(pairs: Sequence[str], option: str = "--set") -> dict[str, spec.ParameterValue]:
     """Read `key=value` pairs; values are JSON where they can be (numbers, true, null), else text.
 
     Raises:
         OptionError: a pair without `=`.
     """
-    params: dict[str, ParameterValue] = {}
+    params: dict[str, spec.ParameterValue] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
@@ -292,13 +277,13 @@ def of_method(values: Mapping[str, Mapping[str, _Value]], method: str) -> dict[s
     return {**values.get("", {}), **values.get(method, {})}
 
 
-def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, ParameterValue]]:
+def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, spec.ParameterValue]]:
     """Read `key=value` (every method's) and `METHOD.key=value` (one method's).
 
     Raises:
         OptionError: a pair without `=`, or of a method that is not run.
     """
-    params: dict[str, dict[str, ParameterValue]] = {}
+    params: dict[str, dict[str, spec.ParameterValue]] = {}
     for key, value in parse_params(pairs).items():
         method, dot, name = key.rpartition(".")
         if dot and method not in methods:
@@ -432,7 +417,7 @@ def check(setting: Setting) -> None:
     if setting.method not in method_names():
         raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}")
     let_in(setting)
-    check_name(setting.network)
+    split_names.check_name(setting.network)
     setting.deal()
 
 
@@ -442,14 +427,14 @@ def let_in(setting: Setting) -> None:
     Raises:
         NetworkError: weights of a network that has none.
     """
-    allow_here(setting.network)
+    split_names.allow_here(setting.network)
     if setting.weights is not None:
-        if not is_projected(setting.network):
+        if not split_names.is_projected(setting.network):
             raise NetworkError(
                 f"--weights are of a backbone with a projection; {setting.network} takes none: leave them out"
             )
-        if setting.weights != RANDOM:
-            use_weights(Path(setting.weights))
+        if setting.weights != split_names.RANDOM:
+            split_names.use_weights(Path(setting.weights))
 
 
 def data_text(data: str) -> str:

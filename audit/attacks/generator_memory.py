@@ -12,23 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, networks
-from audit.measures import (
-    Control,
-    Figure,
-    Interval,
-    Likeness,
-    Measure,
-    Pictures,
-    Values,
-    bootstrap,
-    percentile_interval,
-    png,
-    psnr,
-    ssim,
-    unit_pixels,
-)
 from audit.techniques.image_decoder import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
@@ -41,10 +27,12 @@ _MOST_NUMBERS = 1 << 24  # of the samples of one class: 64 MB
 _PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
 _DECODED = "likeness of decoded samples to the nearest image trained on"
-_MEMORY = Measure("memory_auc", "images trained on told from others by their distance to the generator's samples")
-_INVERTED: Sequence[tuple[Likeness, Measure]] = (
-    (psnr, Measure("inverter_psnr", _DECODED, "dB")),
-    (ssim, Measure("inverter_ssim", _DECODED)),
+_MEMORY = measures.Measure(
+    "memory_auc", "images trained on told from others by their distance to the generator's samples"
+)
+_INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
+    (measures.psnr, measures.Measure("inverter_psnr", _DECODED, "dB")),
+    (measures.ssim, measures.Measure("inverter_ssim", _DECODED)),
 )
 
 Samples = Callable[[int, int], torch.Tensor]
@@ -82,8 +70,8 @@ class Nearness:
         nearer: share of the samples that are nearer to an image trained on than to any held out (SDMetrics' overfitting protection).
     """
 
-    train: Values
-    held_out: Values
+    train: measures.Values
+    held_out: measures.Values
     nearer: float
 
 
@@ -104,13 +92,13 @@ def nearness(
     return Nearness(scores[0], scores[1], float(torch.stack(shares).mean()))
 
 
-def likeness(measure: Likeness, pictures: torch.Tensor, images: torch.Tensor) -> Values:
+def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.Tensor) -> measures.Values:
     """A measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
     return pairs.reshape(len(pictures), len(images))
 
 
-def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, Interval]:
+def nearest_gain(tables: Sequence[measures.Values], seed: int) -> tuple[measures.Interval, float, measures.Interval]:
     """How much nearer each picture's nearest image that was trained on is than its nearest held-out one.
 
     Pictures of a class share their nearest image, so they are no independent samples: the gain's interval comes from 1,000 draws of which
@@ -125,17 +113,21 @@ def nearest_gain(tables: Sequence[Values], seed: int) -> tuple[Interval, float, 
     """
     drawn = np.random.default_rng(seed)
 
-    def nearest_of(some: Sequence[Values]) -> Values:
+    def nearest_of(some: Sequence[measures.Values]) -> measures.Values:
         return np.concatenate([table.reshape(len(table), 2, -1).max(axis=2) for table in some])
 
     nearest = nearest_of(tables)
     chance = [
         nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
     ]
-    by_chance = percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
+    by_chance = measures.percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
     train, held_out = nearest.mean(axis=0)
     gain = float(train - held_out)
-    return bootstrap(nearest[:, 0], seed), float(held_out), Interval(gain, gain - by_chance.high, gain - by_chance.low)
+    return (
+        measures.bootstrap(nearest[:, 0], seed),
+        float(held_out),
+        measures.Interval(gain, gain - by_chance.high, gain - by_chance.low),
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +183,7 @@ class _Setting:
         """Of all images."""
         return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
 
-    def tables(self, samples: Samples, measure: Likeness) -> list[Values]:
+    def tables(self, samples: Samples, measure: measures.Likeness) -> list[measures.Values]:
         """By class, likeness of decoded samples to the images trained on and to those held out."""
         return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
 
@@ -202,27 +194,27 @@ class _Setting:
 
     def pixels(self, label: int) -> torch.Tensor:
         """A class's images that were trained on, then those held out."""
-        return unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
+        return measures.unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
 
 
-def wins(scores: Nearness) -> Values:
+def wins(scores: Nearness) -> measures.Values:
     """[N, N]: 1 where an image trained on is nearer than a held-out one, 1/2 where both are as near; its mean is the AUC (Mann-Whitney)."""
     train, held_out = scores.train[:, None], scores.held_out[None, :]
-    table: Values = (train > held_out) + 0.5 * (train == held_out)
+    table: measures.Values = (train > held_out) + 0.5 * (train == held_out)
     return table
 
 
-def _mean_of_pairs(table: Values, seed: int) -> Interval:
+def _mean_of_pairs(table: measures.Values, seed: int) -> measures.Interval:
     """The mean of a table [N, N] with its interval: row i and column i, of the same class, are drawn together."""
 
-    def mean(drawn: Values) -> float:
+    def mean(drawn: measures.Values) -> float:
         rows = drawn.astype(int)
         return float(table[np.ix_(rows, rows)].mean())
 
-    return bootstrap(np.arange(len(table), dtype=float), seed, mean)
+    return measures.bootstrap(np.arange(len(table), dtype=float), seed, mean)
 
 
-def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[Figure]:
+def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[measures.Figure]:
     """Of the distances and, where there is a decoder, of decoded samples."""
     used = {Knowledge.UPDATE} | setting.source.knowledge
     value, floor, floor_is = wins(found), np.array(0.5), "a coin's toss"
@@ -248,26 +240,28 @@ def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness
         )
 
 
-def _controls(setting: _Setting, streams: Streams) -> Iterator[Control]:
+def _controls(setting: _Setting, streams: Streams) -> Iterator[measures.Control]:
     """The same on a planted generator that has memorised."""
     memory = planted(setting.train, setting.labels, streams)
     value = float(wins(setting.nearness(memory)).mean())
-    yield Control("planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9)
+    yield measures.Control(
+        "planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9
+    )
     if setting.decoder is not None:
-        gain = nearest_gain(setting.tables(memory, psnr), setting.seed)[2]
+        gain = nearest_gain(setting.tables(memory, measures.psnr), setting.seed)[2]
         title = "planted generator that returns training features: gain of inverter_psnr in dB"
-        yield Control(title, gain.value, "above 0, confidence bound included", gain.low > 0)
+        yield measures.Control(title, gain.value, "above 0, confidence bound included", gain.low > 0)
 
 
-def _pictures(setting: _Setting, mine: Samples) -> Pictures:
+def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
     columns = []
     for label in setting.classes[:10]:
         decoded, images = setting.decoded(mine, label)[:1], setting.pixels(label)
-        order = psnr(decoded.repeat(len(images), 1, 1, 1), images).reshape(2, -1).argmax(axis=1)
+        order = measures.psnr(decoded.repeat(len(images), 1, 1, 1), images).reshape(2, -1).argmax(axis=1)
         columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
     names = ("decoded sample", "nearest image trained on", "nearest image not trained on")
-    rows = tuple((name, tuple(png(column[at]) for column in columns)) for at, name in enumerate(names))
-    return Pictures(f"what the generator's samples look like ({setting.words})", rows)
+    rows = tuple((name, tuple(measures.png(column[at]) for column in columns)) for at, name in enumerate(names))
+    return measures.Pictures(f"what the generator's samples look like ({setting.words})", rows)
 
 
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
@@ -300,7 +294,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
     yield "images trained on are compared with equally many of the same classes that were not"
-    figures: list[Figure] = []
+    figures: list[measures.Figure] = []
     settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
         found = setting.nearness(mine)

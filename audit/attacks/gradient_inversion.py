@@ -14,22 +14,9 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
-from audit.measures import (
-    MEASURES,
-    Control,
-    Figure,
-    Measure,
-    Pictures,
-    Reconstructions,
-    bootstrap,
-    nearest_row,
-    png,
-    psnr,
-    trivial_images,
-    unit_pixels,
-)
 from audit.techniques import gradients
 from audit.techniques import gradients as searches
 from audit.techniques.gradients import Search, Start, search
@@ -81,7 +68,7 @@ _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
 _GENERATED = 64
 _WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
-_RANK = Measure("rank", "Pixels that a gradient can determine", "share")
+_RANK = measures.Measure("rank", "Pixels that a gradient can determine", "share")
 
 
 class Match(str, Enum):
@@ -139,7 +126,7 @@ class Result:
     """What one setting came to; `diverged` is the share of its searches that did."""
 
     setting: Setting
-    images: Reconstructions
+    images: measures.Reconstructions
     diverged: float
 
 
@@ -220,7 +207,7 @@ def _of_batches(
     tick: Tick,
 ) -> Result:
     """The attack on single images or batches; each batch's guesses are put into the order that fits the truth best."""
-    pixels, guesses, diverged = unit_pixels(images.images), [], []
+    pixels, guesses, diverged = measures.unit_pixels(images.images), [], []
     for first in range(0, len(images), setting.rows):
         rows = slice(first, first + setting.rows)
         seen = gradients.batch_gradient(view.spec, true, pixels[rows], images.labels[rows], _sent_parts(view))
@@ -230,8 +217,10 @@ def _of_batches(
         guesses.append(in_best_order(found.pixels, pixels[rows]))
         diverged.append(found.diverged)
         tick()
-    floors = {name: (guess, pixels) for name, guess in trivial_images(view, images, streams.generator("floor"))}
-    return Result(setting, Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
+    floors = {
+        name: (guess, pixels) for name, guess in measures.trivial_images(view, images, streams.generator("floor"))
+    }
+    return Result(setting, measures.Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
 
 
 def _sent_parts(view: View) -> tuple[Part, ...]:
@@ -250,17 +239,23 @@ def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams,
     found = _guess(view, model, round_difference(view, _sent_parts(view)), setting, streams.generator("search"))
     tick()
     classes = train.labels.unique()
-    pools = [unit_pixels(train.images[train.labels == label]) for label in classes]
+    pools = [measures.unit_pixels(train.images[train.labels == label]) for label in classes]
 
     def beside_nearest(guesses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return guesses, torch.stack([pool[nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)])
+        return guesses, torch.stack(
+            [pool[measures.nearest_row(one, pool)] for one, pool in zip(guesses, pools, strict=True)]
+        )
 
     first = ImageSet(torch.stack([(pool[0] * 255).byte() for pool in pools]), classes, train.classes)
-    floors = {name: beside_nearest(guess) for name, guess in trivial_images(view, first, streams.generator("floor"))}
-    return Result(setting, Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
+    floors = {
+        name: beside_nearest(guess) for name, guess in measures.trivial_images(view, first, streams.generator("floor"))
+    }
+    return Result(setting, measures.Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
-def control_of(case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick) -> Control:
+def control_of(
+    case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick
+) -> measures.Control:
     """Whole-model gradients of the same images by FedCG's LeNet5 (sigmoids) at initial weights.
 
     Not the federation's own network: with ReLU and max pooling a search over gradients gets stuck, whatever leaks.
@@ -271,7 +266,7 @@ def control_of(case: Case, images: ImageSet, match: Match, effort: Effort, strea
     setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))
     found = _of_batches(view, start, model, setting, images, streams, tick).images
     value, floor = found.mean("psnr"), float(found.best_floor("psnr")[1].mean())
-    return Control(
+    return measures.Control(
         f"PSNR in dB by {match.value}, LeNet5 with sigmoids at initial weights, whole model ({len(images)} images)",
         value,
         f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
@@ -279,7 +274,7 @@ def control_of(case: Case, images: ImageSet, match: Match, effort: Effort, strea
     )
 
 
-def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> Figure:
+def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> measures.Figure:
     """The share of the pixels that one image's gradient determines, at the device's true model."""
     view, true = case.view, case.model()
     assert true is not None
@@ -295,10 +290,10 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
                 else (model.features(pixels),)
             )
 
-        pixels = unit_pixels(images.images[row : row + 1])
+        pixels = measures.unit_pixels(images.images[row : row + 1])
         shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
         tick()
-    value = bootstrap(np.array(shares), streams.seed("bootstrap"))
+    value = measures.bootstrap(np.array(shares), streams.seed("bootstrap"))
     # The classifier's gradient is a function of the features, and the features of the gradient: both have one rank.
     setting = f"one image, {'whole model' if whole else 'classifier only'}: rank of the Jacobian"
     used = {Knowledge.BATCH, Knowledge.BEFORE, *(() if whole else (Knowledge.PRIVATE,))}
@@ -328,9 +323,9 @@ def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
     return images.rows(range(wanted // setting.rows * setting.rows))
 
 
-def _figures(results: Sequence[Result], streams: Streams) -> Iterator[Figure]:
+def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.Figure]:
     """PSNR and SSIM of every setting; the ceiling is the best of one image without noise, by the device's own extractor with a prior."""
-    for name in MEASURES:
+    for name in measures.MEASURES:
         ceiling = max((one.images.mean(name) for one in results if one.setting.is_ceiling), default=None)
         for setting, images in ((one.setting, one.images) for one in results):
             given = setting.extractor is Extractor.TRUE or not setting.rows
@@ -338,23 +333,23 @@ def _figures(results: Sequence[Result], streams: Streams) -> Iterator[Figure]:
             yield images.figure(name, setting.words, setting.knowledge, None if given else ceiling, seed)
 
 
-def _pictures(results: Sequence[Result]) -> Iterator[Pictures]:
+def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
     """Originals over reconstructions: single images in one table, batches and the round in one each."""
     titles = {0: "From the round's weight difference", 1: "From one image's gradient"}
     for rows in sorted({one.setting.rows for one in results}):
         same = [one for one in results if one.setting.rows == rows]
         first = same[0].images.truth[:_SHOWN]
-        lines, captions = [("original", tuple(map(png, first)))], [("",) * len(first)]
+        lines, captions = [("original", tuple(map(measures.png, first)))], [("",) * len(first)]
         for one in same if rows else same[:1]:
             guesses, truth = one.images.guesses[:_SHOWN], one.images.truth[:_SHOWN]
-            lines.append((one.setting.words, tuple(map(png, guesses))))
-            captions.append(tuple(f"{value:.1f} dB" for value in psnr(guesses, truth)))
-        yield Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
+            lines.append((one.setting.words, tuple(map(measures.png, guesses))))
+            captions.append(tuple(f"{value:.1f} dB" for value in measures.psnr(guesses, truth)))
+        yield measures.Pictures(titles.get(rows, f"Batches of {rows}"), tuple(lines), tuple(captions))
 
 
 def _notes(results: Sequence[Result]) -> Iterator[str]:
     floors = next(one for one in results if one.setting.rows == 1).images.floors
-    values = {name: float(psnr(*pair).mean()) for name, pair in floors.items()}
+    values = {name: float(measures.psnr(*pair).mean()) for name, pair in floors.items()}
     guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     unlabelled, diverged = max(list(values.values())[:3]), np.mean([one.diverged for one in results])
     yield f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}."

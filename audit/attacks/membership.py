@@ -13,19 +13,9 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from sklearn.metrics import roc_curve
 
+from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
-from audit.measures import (
-    Control,
-    Curve,
-    Figure,
-    Interval,
-    Measure,
-    Values,
-    percentile_interval,
-    proportion,
-    unit_pixels,
-)
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
@@ -37,8 +27,8 @@ from fedcg.wire.parts import Part
 RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and how many non-members a figure at each takes
 _AUC_OF_CHANCE = 0.5
 Flags = NDArray[np.bool_]
-_AUC = Measure("mia_auc", "Membership: area under the ROC curve")
-_RATE = Measure("mia_tpr", "Membership: share of members found at few false positives", "share")
+_AUC = measures.Measure("mia_auc", "Membership: area under the ROC curve")
+_RATE = measures.Measure("mia_tpr", "Membership: share of members found at few false positives", "share")
 _RESAMPLES = 200
 
 
@@ -53,9 +43,9 @@ class MemberScores:
 
     setting: str
     knowledge: frozenset[Knowledge]
-    score: Values
-    blind: Values
-    given: Values | None
+    score: measures.Values
+    blind: measures.Values
+    given: measures.Values | None
     floor_is: str
 
 
@@ -67,7 +57,7 @@ def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[Im
     return joined(inside.rows(kept), outside.rows(kept)).rows(order), (order < len(kept)).numpy()
 
 
-def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Iterator[Figure]:
+def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Iterator[measures.Figure]:
     """AUC, and the true positive rates that there are images enough for."""
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
     given = None if scores.given is None else sides(scores.given, members)
@@ -92,12 +82,12 @@ def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Itera
             )
 
 
-def sides(scores: Values, members: Flags) -> tuple[Values, Values]:
+def sides(scores: measures.Values, members: Flags) -> tuple[measures.Values, measures.Values]:
     """Those of members and those of the others."""
     return scores[members], scores[~members]
 
 
-def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interval:
+def auc_gain(score: measures.Values, blind: measures.Values, members: Flags, seed: int) -> measures.Interval:
     """AUC over the larger of 0.5 and the blind score's, with a bootstrap that resamples images for both scores alike."""
     inside, outside = np.flatnonzero(members), np.flatnonzero(~members)
     drawn = np.random.default_rng(seed)
@@ -106,36 +96,38 @@ def auc_gain(score: Values, blind: Values, members: Flags, seed: int) -> Interva
         return auc(score[some], score[more]) - max(_AUC_OF_CHANCE, auc(blind[some], blind[more]))
 
     found = [gain(drawn.choice(inside, len(inside)), drawn.choice(outside, len(outside))) for _ in range(_RESAMPLES)]
-    return percentile_interval(gain(inside, outside), found)
+    return measures.percentile_interval(gain(inside, outside), found)
 
 
-def roc_curves(found: Sequence[MemberScores], members: Flags) -> Curve:
+def roc_curves(found: Sequence[MemberScores], members: Flags) -> measures.Curve:
     """A line for each attack, without the point at 0."""
     lines = {one.setting: tuple(point for point in roc(*sides(one.score, members)) if point[0] > 0) for one in found}
-    return Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
+    return measures.Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
 
 
-def auc(members: Values, others: Values) -> float:
+def auc(members: measures.Values, others: measures.Values) -> float:
     """Area under the ROC curve of scores [N] and [M]; higher scores mean member."""
     ranks = rankdata(np.concatenate([members, others]))[: len(members)].sum()
     return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
 
 
-def auc_interval(members: Values, others: Values, seed: int) -> Interval:
+def auc_interval(members: measures.Values, others: measures.Values, seed: int) -> measures.Interval:
     """`auc` with a bootstrap over members and non-members, each resampled on its own."""
     drawn = np.random.default_rng(seed)
     found = [auc(drawn.choice(members, len(members)), drawn.choice(others, len(others))) for _ in range(_RESAMPLES)]
-    return percentile_interval(auc(members, others), found)
+    return measures.percentile_interval(auc(members, others), found)
 
 
-def true_positive_rate(members: Values, others: Values, false_positive_rate: float) -> Interval:
+def true_positive_rate(
+    members: measures.Values, others: measures.Values, false_positive_rate: float
+) -> measures.Interval:
     """Share of members above the threshold that lets at most that share of the non-members through, with Clopper-Pearson bounds."""
     allowed = int(false_positive_rate * len(others))
     threshold = np.sort(others)[::-1][allowed]
-    return proportion(int((members > threshold).sum()), len(members))
+    return measures.proportion(int((members > threshold).sum()), len(members))
 
 
-def roc(members: Values, others: Values, points: int = 60) -> tuple[tuple[float, float], ...]:
+def roc(members: measures.Values, others: measures.Values, points: int = 60) -> tuple[tuple[float, float], ...]:
     """The ROC curve as at most so many (false, true) positive rates."""
     is_member = np.repeat([1, 0], [len(members), len(others)])
     false_rate, true_rate, _ = roc_curve(is_member, np.concatenate([members, others]))
@@ -154,7 +146,7 @@ _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CAND
 
 def nearest_distance(
     features: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, sample_labels: torch.Tensor
-) -> Values:
+) -> measures.Values:
     """Euclidean distance of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class where there is none."""
     found = torch.empty(len(features))
     for label in labels.unique():
@@ -166,7 +158,7 @@ def nearest_distance(
 @torch.no_grad()
 def features_of(model: WholeModel, images: ImageSet) -> torch.Tensor:
     """The features of images, [N, D]."""
-    return torch.cat([model.features(unit_pixels(some)).flatten(1) for some in images.images.split(512)])
+    return torch.cat([model.features(measures.unit_pixels(some)).flatten(1) for some in images.images.split(512)])
 
 
 @dataclass(frozen=True)
@@ -180,13 +172,13 @@ class GeneratorDistance:
     samples: torch.Tensor
     labels: torch.Tensor
 
-    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> Values:
+    def __call__(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
         """Distance to the nearest auxiliary image's features less that to the nearest sample."""
         near = nearest_distance(features_of(target.victim, images), images.labels, self.samples, self.labels)
-        found: Values = -to_auxiliary(target, images, streams) - near
+        found: measures.Values = -to_auxiliary(target, images, streams) - near
         return found
 
-    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> Values:
+    def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
         """The log likelihood ratio of two normals: RMIA's log ratio and this score, in the population's deviations, added."""
         total = np.zeros(len(images))
         for score in (shadow_models.log_ratio, self):
@@ -195,7 +187,7 @@ class GeneratorDistance:
         return total
 
 
-def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> Values:
+def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> measures.Values:
     """-(distance of the features to the nearest auxiliary image's): what takes no generator."""
     known = target.shadows[0].seen
     return -nearest_distance(
@@ -278,7 +270,7 @@ def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
         )
 
 
-def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
+def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[measures.Control]:
     """Whole models that learnt a few images with random labels by heart: nothing but membership explains a hit."""
     streams = prepared.streams.at("control")
 
@@ -305,7 +297,7 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[Control]:
         yield _control(title, value)
 
 
-def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
+def _planted(prepared: _Prepared, members: Flags) -> Iterator[measures.Control]:
     """A generator whose samples are the members' features."""
     if Part.GENERATOR not in prepared.view.update:
         return
@@ -319,8 +311,8 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[Control]:
     yield _control("GAN-Leaks on samples that are the members' features", auc(*sides(scores, members)))
 
 
-def _control(title: str, value: float) -> Control:
-    return Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
+def _control(title: str, value: float) -> measures.Control:
+    return measures.Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
 
 def _by_class(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> str:

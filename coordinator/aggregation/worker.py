@@ -19,16 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.aggregation import jobs
-from coordinator.updates.robustness import (
-    Distances,
-    Movement,
-    Yardstick,
-    clipped,
-    figures_of,
-    movement_of,
-    outlier,
-    over,
-)
+from coordinator.updates import robustness
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header
@@ -95,7 +86,7 @@ class JobRunner:
         self._public = public
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
-        self._movements: dict[str, Movement] = {}
+        self._movements: dict[str, robustness.Movement] = {}
         self._has_diverged = False
         self._opened, self._sum_lost = jobs.OpenedSum(), ""
         self._failed = not self._guarded(self._open)
@@ -152,7 +143,7 @@ class JobRunner:
         self._spec = FederationSpec.parse(self._store.get(job.spec))
         self._method = get_method(self._spec.method)
         packed = self._store.get(job.base)
-        self._yardstick = Yardstick(base_in(packed, self._spec, job.base), {})
+        self._yardstick = robustness.Yardstick(base_in(packed, self._spec, job.base), {})
         aggregate = unpack_aggregate(packed, self._spec, self._method)
         state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
         steps = Throttle(job, self._send)
@@ -169,7 +160,7 @@ class JobRunner:
         self._streams = context.streams
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
-        def start(limits: Distances) -> Aggregator:
+        def start(limits: robustness.Distances) -> Aggregator:
             plan = repr(
                 (limits, job.ease) if job.ease else limits
             )  # clipped updates and smaller batches have other rows
@@ -181,7 +172,7 @@ class JobRunner:
         self._start = start
         self._begin_again(job.limits)
 
-    def _begin_again(self, limits: Distances) -> None:
+    def _begin_again(self, limits: robustness.Distances) -> None:
         """Start without updates: a counted update has another weight or other limits now, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
@@ -193,7 +184,7 @@ class JobRunner:
         for client, artifact in request.updates:
             if client not in self._counted and not self._counts(client, artifact, 0):
                 return
-        figures = figures_of({client: self._movements[client] for client, _ in request.updates})
+        figures = robustness.figures_of({client: self._movements[client] for client, _ in request.updates})
         self._send(jobs.Assessed(self._job.round, self._job.attempt, figures))
 
     def _counts(self, client: str, artifact: str, weight: int) -> bool:
@@ -236,7 +227,7 @@ class JobRunner:
             if self._has_diverged or len(weights) < 2:
                 raise
             self._has_diverged = True
-            farthest = outlier({client: self._movements[client].distances for client in weights})
+            farthest = robustness.outlier({client: self._movements[client].distances for client in weights})
             self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
 
     def _merge(self, request: jobs.FinishJob) -> None:
@@ -278,20 +269,22 @@ class JobRunner:
         decoded = unpack_update(data, self._spec, yardstick.base)
         if client not in self._movements:
             seed = self._streams.seed("sketch")  # of the coordinator's secret: no device knows the sums
-            self._movements[client] = movement_of(decoded.parts, yardstick, self._method.payload.with_base, seed)
+            self._movements[client] = robustness.movement_of(
+                decoded.parts, yardstick, self._method.payload.with_base, seed
+            )
         distances = self._movements[client].distances
-        parts = clipped(decoded.parts, yardstick.base.parts, over(distances, self._limits))
+        parts = robustness.clipped(decoded.parts, yardstick.base.parts, robustness.over(distances, self._limits))
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:
             counts = tuple(-(-count * weight // examples) for count in counts)
         return Update(client=client, parts=to_weights(parts), examples=weight or examples, label_counts=counts)
 
-    def _yardstick_of(self, base: str | None) -> Yardstick:
+    def _yardstick_of(self, base: str | None) -> robustness.Yardstick:
         """The measure of an update: the round's, or that of the round before for one that came late."""
         if base is None or base == self._job.base:
             return self._yardstick
-        return Yardstick(base_in(self._store.get(base), self._spec, base), {})
+        return robustness.Yardstick(base_in(self._store.get(base), self._spec, base), {})
 
 
 class Throttle:

@@ -16,15 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from coordinator.broker.broker_folder import (
-    Applied,
-    check_dates,
-    parse_lists,
-    read_address,
-    write_config,
-    write_folder,
-    write_lists,
-)
+from coordinator.broker import broker_folder
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home, held
@@ -52,7 +44,7 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
         BrokerError: it is no broker's folder.
         TransportError: its certificates can't be used.
     """
-    address = read_address(folder)
+    address = broker_folder.read_address(folder)
     authority = credential_of(folder, CA_NAME).certificate
     own = credential_of(folder, LISTS_READER)
     tls = TlsFiles(authority, own.certificate, own.key)
@@ -62,13 +54,15 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
     def apply(delivery: Delivery) -> None:
         problem = ""
         try:
-            lists = parse_lists(delivery.payload, authority.read_bytes(), (folder / CRL_NAME).read_bytes())
-            write_lists(folder, lists)
+            lists = broker_folder.parse_lists(
+                delivery.payload, authority.read_bytes(), (folder / CRL_NAME).read_bytes()
+            )
+            broker_folder.write_lists(folder, lists)
             reload()
         except (BrokerError, OSError, ValueError) as error:
             problem = str(error)[:500]
             log.error("the lists of devices were not applied: %s", problem)  # noqa: TRY400 - the reason is enough
-        answer = Applied(lists=hashlib.sha256(delivery.payload).hexdigest(), problem=problem)
+        answer = broker_folder.Applied(lists=hashlib.sha256(delivery.payload).hexdigest(), problem=problem)
         try:
             transport.publish(LISTS_APPLIED, answer.model_dump_json().encode())
         except TransportError as error:
@@ -106,7 +100,7 @@ def run_mosquitto(directory: Path, report: Report) -> int:
     home, mosquitto = Home(directory), find_mosquitto()
     is_home = home.config_file.is_file()
     if not is_home:
-        read_address(directory)
+        broker_folder.read_address(directory)
     if mosquitto is None:
         raise BrokerError(
             "there is no Mosquitto on this machine: install it, or run `make setup-broker`. For a demo on this machine "
@@ -116,8 +110,8 @@ def run_mosquitto(directory: Path, report: Report) -> int:
     with held(folder / PID_NAME, "a broker"):
         if is_home:
             _bring_up_to_date(home)
-        address = read_address(folder)
-        check_dates(folder)
+        address = broker_folder.read_address(folder)
+        broker_folder.check_dates(folder)
         report(f"broker: mosquitto ({mosquitto.binary})")
         return _supervise(folder, mosquitto, address.port, lambda: report(f"ready on {address.host}:{address.port}"))
 
@@ -128,7 +122,7 @@ def _bring_up_to_date(home: Home) -> None:
     from coordinator.storage.locks import changing_members
 
     with changing_members(home):
-        write_folder(home, home.broker, refresh_access(home))
+        broker_folder.write_folder(home, home.broker, refresh_access(home))
 
 
 def run_embedded(home: Home, report: Report) -> int:
@@ -160,7 +154,7 @@ def run_embedded(home: Home, report: Report) -> int:
 
 
 def _supervise(folder: Path, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
-    config = write_config(folder)
+    config = broker_folder.write_config(folder)
     if _accepts(port):
         raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
     stopping: list[int] = []

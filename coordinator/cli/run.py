@@ -29,14 +29,7 @@ from coordinator.messaging.incoming import LineLimit
 from coordinator.page import add_page
 from coordinator.page.webhook import watching
 from coordinator.paths import Home
-from coordinator.pki.authority import (
-    CA_NAME,
-    check_pki,
-    credential_of,
-    renew_clients,
-    server_context,
-    server_credential,
-)
+from coordinator.pki import authority
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
@@ -82,7 +75,7 @@ def run_coordinator(
     config = home.require().config()
     home.make_folders()
     home.secret()
-    check_pki(home.pki)
+    authority.check_pki(home.pki)
     check_api_host(config.api)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
@@ -93,7 +86,7 @@ def run_coordinator(
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
-        renew_clients(home)
+        authority.renew_clients(home)
         local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.shown_federations()) or "no federation yet"
         print_line(f"coordinator of {there} on {config.api.url}")
@@ -123,17 +116,17 @@ def _enrolment(
     """The server for enrolment and renewal, not yet started."""
     admission = Admission(home, coordinator.store, config, coordinator.events)
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
-    own = server_credential(home.pki, "enrolment", config.enrolment_host)
-    return serving(application, listener, server_context(home.pki, own))
+    own = authority.server_credential(home.pki, "enrolment", config.enrolment_host)
+    return serving(application, listener, authority.server_context(home.pki, own))
 
 
 def _carrier(
     home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The HTTPS carrier's server, not yet started."""
-    own = server_credential(home.pki, "carrier", config.carrier_host)
+    own = authority.server_credential(home.pki, "carrier", config.carrier_host)
     application = create_carrier_app(coordinator, time.monotonic)
-    return serving(application, listener, server_context(home.pki, own, ssl.CERT_REQUIRED))
+    return serving(application, listener, authority.server_context(home.pki, own, ssl.CERT_REQUIRED))
 
 
 def _serve(
@@ -265,8 +258,8 @@ def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: Event
 
 
 def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will) -> Transport:
-    own = credential_of(home.pki, COORDINATOR)
-    tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+    own = authority.credential_of(home.pki, COORDINATOR)
+    tls = TlsFiles(authority.credential_of(home.pki, authority.CA_NAME).certificate, own.certificate, own.key)
     broker = config.broker
     return MqttTransport(
         MqttConfig(

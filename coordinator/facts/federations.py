@@ -9,16 +9,8 @@ from enum import Enum
 from pydantic import BaseModel, Field, Json
 
 from coordinator.facts.known import Known
+from coordinator.rounds import records
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState, wanted_updates
-from coordinator.rounds.records import (
-    AttemptRecord,
-    AttemptState,
-    FederationRecord,
-    FederationStatus,
-    ParticipantRecord,
-    ParticipantState,
-    UpdateRecord,
-)
 from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.learning.spec import RoundPolicy
@@ -91,10 +83,10 @@ class UpdateFacts(BaseModel, from_attributes=True, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptFacts(AttemptRecord):
+class AttemptFacts(records.AttemptRecord):
     """One attempt of a round, with its invited clients; times are unix seconds."""
 
-    participants: list[ParticipantRecord]
+    participants: list[records.ParticipantRecord]
     updates: list[UpdateFacts]
 
 
@@ -109,7 +101,7 @@ class RoundFacts:
     attempts: list[AttemptFacts]
 
 
-def federation_facts(known: Known, record: FederationRecord) -> FederationFacts:
+def federation_facts(known: Known, record: records.FederationRecord) -> FederationFacts:
     """A federation, with the state of its service where one runs, else with the stored one."""
     service, state = known.services.get(record.id), known.state(record.id)
     spec, policy, aggregates = known.spec(record), record.policy, known.store.aggregates(record.id)
@@ -145,19 +137,19 @@ def federation_facts(known: Known, record: FederationRecord) -> FederationFacts:
     )
 
 
-def attempts_by_round(known: Known, federation: str) -> dict[int, list[AttemptRecord]]:
+def attempts_by_round(known: Known, federation: str) -> dict[int, list[records.AttemptRecord]]:
     """The attempts of every round that was opened, oldest first.
 
     Raises:
         NotFoundError: there is no such federation.
     """
-    found: dict[int, list[AttemptRecord]] = defaultdict(list)
+    found: dict[int, list[records.AttemptRecord]] = defaultdict(list)
     for attempt in known.store.attempts(known.federation(federation).id):
         found[attempt.round].append(attempt)
     return dict(found)
 
 
-def round_facts(known: Known, attempts: Sequence[AttemptRecord]) -> RoundFacts:
+def round_facts(known: Known, attempts: Sequence[records.AttemptRecord]) -> RoundFacts:
     """A round, from its attempts."""
     last = attempts[-1]
     aggregate = known.store.aggregate(last.federation, last.round)
@@ -170,7 +162,7 @@ def round_facts(known: Known, attempts: Sequence[AttemptRecord]) -> RoundFacts:
     )
 
 
-def _attempt(known: Known, record: AttemptRecord) -> AttemptFacts:
+def _attempt(known: Known, record: records.AttemptRecord) -> AttemptFacts:
     updates = [UpdateFacts.model_validate(update) for update in known.store.updates(record.federation, record.at)]
     participants = known.store.participants(record.federation, record.at)
     return AttemptFacts(**asdict(record), participants=participants, updates=updates)
@@ -278,7 +270,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     is_over = state.phase is Phase.FINISHED or record.status.is_ended
     stands = (Phase.PAUSED.value, Phase.STALLED.value, WAITS_FOR_OWNERS)
     is_still = is_over or service is None or state.label in stands
-    goes_on = round_s is not None and not is_still and record.status is FederationStatus.RUNNING
+    goes_on = round_s is not None and not is_still and record.status is records.FederationStatus.RUNNING
     return CurrentRound(
         federation=federation,
         status=record.status.value,
@@ -310,15 +302,15 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     )
 
 
-def typical_round_s(attempts: list[AttemptRecord]) -> float | None:
+def typical_round_s(attempts: list[records.AttemptRecord]) -> float | None:
     """Median duration in seconds of the last closed attempts, from opening to aggregate; None before the first one."""
-    closed = [attempt for attempt in attempts if attempt.state is AttemptState.CLOSED and attempt.closed_at]
+    closed = [attempt for attempt in attempts if attempt.state is records.AttemptState.CLOSED and attempt.closed_at]
     spans = [(attempt.closed_at or 0.0) - attempt.opened_at for attempt in closed[-ESTIMATED_FROM:]]
     return statistics.median(spans) if spans else None
 
 
-def _waits_for(record: FederationRecord, state: RoundState, service: Service | None) -> str:
-    if record.status is FederationStatus.CREATED:
+def _waits_for(record: records.FederationRecord, state: RoundState, service: Service | None) -> str:
+    if record.status is records.FederationStatus.CREATED:
         return f"its start: `fedcg federation start {record.id}`"
     if service is None:
         return "no coordinator runs this federation"
@@ -330,7 +322,9 @@ def _waits_for(record: FederationRecord, state: RoundState, service: Service | N
     return "further devices, or the time between a failed attempt and the next one"
 
 
-def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
+def _clients(
+    known: Known, attempt: records.AttemptRecord, state: RoundState, service: Service | None
+) -> list[ClientNow]:
     progress = {} if service is None else service.progress
     updates = {
         each.client: each
@@ -344,18 +338,18 @@ def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: S
 
 
 def _client(
-    person: ParticipantRecord,
+    person: records.ParticipantRecord,
     state: RoundState,
     service: Service | None,
     progress: DeviceProgress | None,
-    update: UpdateRecord | None,
+    update: records.UpdateRecord | None,
 ) -> ClientNow:
     client = person.client
     if update is not None:
         return ClientNow(
             client, ClientPhase.QUARANTINED if update.weight == 0 else ClientPhase.DELIVERED, update.reason
         )
-    if person.state is ParticipantState.DECLINED or client in state.declined:
+    if person.state is records.ParticipantState.DECLINED or client in state.declined:
         return ClientNow(client, ClientPhase.DECLINED, person.reason.replace("_", " "))
     if client in state.unapproved:
         return ClientNow(client, ClientPhase.UNAPPROVED, "its owner has not approved the spec")
@@ -364,7 +358,7 @@ def _client(
     if client not in state.online:
         return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
     waits = "" if service is None else service.invitations.waits.get(client, "")
-    if waits or (person.state is not ParticipantState.ACCEPTED and client not in state.accepted):
+    if waits or (person.state is not records.ParticipantState.ACCEPTED and client not in state.accepted):
         return ClientNow(client, ClientPhase.INVITED, waits.replace("_", " "))
     begun, takes_s = person.accepted_at, person.predicted_s
     expected_at = None if begun is None or takes_s is None else begun + takes_s

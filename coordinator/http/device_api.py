@@ -32,24 +32,8 @@ from coordinator.members.membership import Admission, member_of
 from coordinator.service.coordinator import Coordinator
 from coordinator.updates.receiver import Receiver
 from fedcg.listening import ACCEPTS, Connections, Listener, http_config
-from fedcg.wire.errors import (
-    CapacityError,
-    IntegrityError,
-    MalformedError,
-    OrderError,
-    TooLargeError,
-    WireError,
-    problem_in,
-)
-from fedcg.wire.messages.enrolment_messages import (
-    AUTHORITY_PATH,
-    ENROL_PATH,
-    MAX_BODY_BYTES,
-    RENEW_PATH,
-    EnrolRequest,
-    RenewRequest,
-    common_name,
-)
+from fedcg.wire import errors
+from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.chunks import (
@@ -142,7 +126,7 @@ def peer_of(request: Request) -> x509.Certificate | None:
 
 def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
     der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    name = None if der is None else common_name(x509.load_der_x509_certificate(der))
+    name = None if der is None else enrolment_messages.common_name(x509.load_der_x509_certificate(der))
     return name, {PEER: der, HANG_UP: partial(hang_up, transport)}
 
 
@@ -167,7 +151,11 @@ class _RequestHandler:
     ) -> Response:
         address = request.client.host if request.client is not None else "unknown"
         peer = peer_of(request)
-        limits, asker = (self._limits, address) if peer is None else (self._device_limits, common_name(peer) or "")
+        limits, asker = (
+            (self._limits, address)
+            if peer is None
+            else (self._device_limits, enrolment_messages.common_name(peer) or "")
+        )
         wait_s = limits.wait_s(asker)
         if wait_s > 0:
             return self._limit(address, wait_s)
@@ -203,21 +191,21 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
         return Response(admission.authority(), media_type="application/x-pem-file", headers={"Date": date})
 
     async def enrol(request: Request) -> Response:
-        return await handler.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
+        return await handler.serve(request, enrolment_messages.EnrolRequest, admission.enrol, "enrolment_refused")
 
     async def renew(request: Request) -> Response:
         peer = peer_of(request)
         return await handler.serve(
-            request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused"
+            request, enrolment_messages.RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused"
         )
 
     async def failed(request: Request, error: Exception) -> Response:
         return refusal(500, "the coordinator could not do it; its log has the reason")
 
     application.add_exception_handler(Exception, failed)
-    application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
-    application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
-    application.add_api_route(RENEW_PATH, renew, methods=["POST"])
+    application.add_api_route(enrolment_messages.AUTHORITY_PATH, authority, methods=["GET"])
+    application.add_api_route(enrolment_messages.ENROL_PATH, enrol, methods=["POST"])
+    application.add_api_route(enrolment_messages.RENEW_PATH, renew, methods=["POST"])
     return application
 
 
@@ -225,8 +213,8 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+        if len(body) > enrolment_messages.MAX_BODY_BYTES:
+            raise RefusedError(f"a request has at most {enrolment_messages.MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
@@ -234,7 +222,7 @@ def _parse(schema: type[RequestT], body: bytes) -> RequestT:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise RefusedError(problem_in(error), status=422) from None
+        raise RefusedError(errors.problem_in(error), status=422) from None
 
 
 MEMBER_S = 2.0
@@ -245,12 +233,12 @@ PIECE_BYTES = 128 * 1024
 CARRIER_THREADS = 4
 """Threads that read artifacts and the register for all devices together; one disk gains nothing by more."""
 MAX_REMEMBERED = 4096
-STATUS: dict[type[WireError], int] = {
-    TooLargeError: 413,
-    MalformedError: 400,
-    OrderError: 404,
-    IntegrityError: 422,
-    CapacityError: 503,
+STATUS: dict[type[errors.WireError], int] = {
+    errors.TooLargeError: 413,
+    errors.MalformedError: 400,
+    errors.OrderError: 404,
+    errors.IntegrityError: 422,
+    errors.CapacityError: 503,
 }
 
 log = logging.getLogger(__name__)
@@ -321,7 +309,7 @@ class _Carrier:
 
     def _refusal(self, request: Request) -> RefusedError:
         peer = peer_of(request)
-        self._refused.count(certificate=None if peer is None else common_name(peer))
+        self._refused.count(certificate=None if peer is None else enrolment_messages.common_name(peer))
         return RefusedError("this certificate is no member's (any more); ask the operator")
 
     async def ready(self, request: Request) -> Response:
@@ -338,7 +326,7 @@ class _Carrier:
             size, wanted = source.ref.size, request.headers.get("range")
             try:
                 span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
-            except TooLargeError as error:
+            except errors.TooLargeError as error:
                 return refusal(416, str(error), {"Content-Range": f"bytes */{size}"})
             headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
             if wanted is not None:
@@ -352,7 +340,7 @@ class _Carrier:
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
             return await anyio.to_thread.run_sync(published.source, artifact, limiter=self._threads)
-        except (IntegrityError, OSError):
+        except (errors.IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
 
@@ -382,7 +370,7 @@ class _Carrier:
                 if ref is not None and ref.id == artifact:
                     await self._take_chunks(service.receiver, device, request, ref, span)
                     return Response(status_code=204)
-        raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
+        raise errors.OrderError(f"no update {artifact} of {device} is under way; announce it first")
 
     async def _take_chunks(
         self, receiver: Receiver, device: str, request: Request, ref: ArtifactRef, span: Span
@@ -398,7 +386,7 @@ class _Carrier:
                 await asyncio.wrap_future(receiver.chunk(device, chunk))
                 index, length = next(chunks, (0, 0))
         if length:
-            raise MalformedError(f"the body ended in the middle of chunk {index}")
+            raise errors.MalformedError(f"the body ended in the middle of chunk {index}")
 
 
 def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> FastAPI:
@@ -415,7 +403,7 @@ def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> 
     application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", carrier.fetch, methods=["GET"])
     application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", carrier.take, methods=["PUT"])
     application.add_exception_handler(RefusedError, _explain)
-    application.add_exception_handler(WireError, _explain)
+    application.add_exception_handler(errors.WireError, _explain)
     application.add_exception_handler(ClientDisconnect, _explain)
     return application
 

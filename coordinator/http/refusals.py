@@ -12,15 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from coordinator.errors import (
-    ConfigError,
-    CoordinatorError,
-    EnrolmentError,
-    HomeError,
-    PlanError,
-    SteeringError,
-    StoppingError,
-)
+from coordinator import errors
 from coordinator.token_buckets import Buckets
 from fedcg.errors import EXISTS, NOT_FOUND, in_words
 from fedcg.event_log import EventLog
@@ -186,18 +178,18 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, ProblemError):
         return error
     first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
-    code = error.exit_code if isinstance(error, CoordinatorError) else None
+    code = error.exit_code if isinstance(error, errors.CoordinatorError) else None
     if code == NOT_FOUND:
         return ProblemError(404, first)
     if code == EXISTS:
         return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
-    if isinstance(error, StoppingError):
+    if isinstance(error, errors.StoppingError):
         return ProblemError(503, first)
-    if isinstance(error, PlanError):
+    if isinstance(error, errors.PlanError):
         return ProblemError(422, first, problems=more)
-    if isinstance(error, SteeringError):
+    if isinstance(error, errors.SteeringError):
         return ProblemError(422 if more else 409, first, problems=more)
-    if isinstance(error, (EnrolmentError, ConfigError, HomeError)):
+    if isinstance(error, (errors.EnrolmentError, errors.ConfigError, errors.HomeError)):
         return ProblemError(409, first, problems=more)
     if isinstance(error, RequestValidationError):
         found = [f"{'.'.join(str(step) for step in one['loc'])}: {wrong_value(one)}"[:300] for one in error.errors()]
@@ -214,5 +206,5 @@ async def as_problem(request: Request, error: Exception) -> Response:
 
 def answer_problems(application: FastAPI, answer: Answer = as_problem) -> None:
     """Let an application answer every error with a problem, or in another form."""
-    for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
+    for kind in (ProblemError, errors.CoordinatorError, RequestValidationError, HTTPException, Exception):
         application.add_exception_handler(kind, answer)

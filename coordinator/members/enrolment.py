@@ -29,14 +29,7 @@ from coordinator.storage.store import Store
 from fedcg.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import replace_durably, with_check
-from fedcg.wire.messages.enrolment_messages import (
-    SECRET_BYTES,
-    URL_PATTERN,
-    Token,
-    certificate_key_digest,
-    load_certificate,
-    message_key_digest,
-)
+from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
@@ -64,7 +57,7 @@ def make_bundles(
     coordinator = load_signing_identity(home, store).key.public
     for device in ids:
         key = _write_bundle(home, federation, device, coordinator, out / device)
-        certificate = load_certificate((out / device / "tls" / "device.pem").read_bytes())
+        certificate = enrolment_messages.load_certificate((out / device / "tls" / "device.pem").read_bytes())
         store.add_device(device, key.hex, now, certificate_record(device, certificate, now))
     return {device: out / device for device in ids}
 
@@ -179,7 +172,9 @@ class WantedToken:
     federation: str | None = None
 
 
-def create_token(home: Home, store: Store, now: float, wanted: WantedToken) -> tuple[Token, TokenRecord]:
+def create_token(
+    home: Home, store: Store, now: float, wanted: WantedToken
+) -> tuple[enrolment_messages.Token, TokenRecord]:
     """Make a token; only its hash is kept.
 
     Raises:
@@ -189,18 +184,18 @@ def create_token(home: Home, store: Store, now: float, wanted: WantedToken) -> t
     """
     replaces, hours = wanted.replaces, wanted.hours
     url = wanted.url or _listener_url(home.config())
-    if not re.fullmatch(URL_PATTERN, url):
+    if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
         raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT, with a port of 1 to 65535")
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, wanted.federation)
     _check_device(store, wanted.device, replaces)
-    authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
-    token = Token(
+    authority = enrolment_messages.load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
+    token = enrolment_messages.Token(
         id=secrets.token_hex(8),
-        secret=secrets.token_bytes(SECRET_BYTES),
-        authority=certificate_key_digest(authority),
-        coordinator=message_key_digest(load_signing_identity(home, store).key.public.hex),
+        secret=secrets.token_bytes(enrolment_messages.SECRET_BYTES),
+        authority=enrolment_messages.certificate_key_digest(authority),
+        coordinator=enrolment_messages.message_key_digest(load_signing_identity(home, store).key.public.hex),
         url=url,
         device=replaces or wanted.device,
     )

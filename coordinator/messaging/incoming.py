@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from coordinator.token_buckets import Buckets
-from fedcg.wire.errors import (
-    MalformedError,
-    OtherDeviceError,
-    OtherFederationError,
-    OtherSessionError,
-    Refusals,
-    ReplayError,
-    WireError,
-)
+from fedcg.wire import errors
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, VerifyKey, open_envelope, session_id
 from fedcg.wire.messages.topics import TopicKind, Topics
@@ -84,7 +76,7 @@ class Sessions:
             ReplayError: it is.
         """
         if hello.nonce in self._earlier.get(hello.sender, ()):
-            raise ReplayError("a hello of a session that a later one has replaced")
+            raise errors.ReplayError("a hello of a session that a later one has replaced")
 
     def close(self, device: str) -> None:
         """End the session of a device, if it has one."""
@@ -99,7 +91,7 @@ class Sessions:
         """
         known = self._open.get(device)
         if known is None:
-            raise OtherSessionError(f"a {message.kind} message without a session")
+            raise errors.OtherSessionError(f"a {message.kind} message without a session")
         known.session.admit(message)
 
     def stamp(self, device: str, message: MessageT) -> MessageT | None:
@@ -155,7 +147,7 @@ class MessageChecks:
         refusals: counts and reports refused messages.
     """
 
-    def __init__(self, topics: Topics, sessions: Sessions, refusals: Refusals) -> None:
+    def __init__(self, topics: Topics, sessions: Sessions, refusals: errors.Refusals) -> None:
         self._topics = topics
         self._sessions = sessions
         self._keys: dict[str, VerifyKey] = {}
@@ -197,36 +189,36 @@ class MessageChecks:
         """The message in a delivery, or None when it is refused (and counted)."""
         try:
             return self._open(delivery)
-        except WireError as error:
+        except errors.WireError as error:
             self._refusals.note(self.name_of(delivery), error, self.origin(delivery)[0])
             return None
 
     def _open(self, delivery: Delivery) -> FromDevice:
         parsed = self._topics.parse(delivery.topic)
         if parsed is None or parsed.device is None:
-            raise MalformedError("not a topic that devices publish on")
+            raise errors.MalformedError("not a topic that devices publish on")
         message = open_envelope(delivery.payload, self._keys.get)
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS
         if isinstance(message, schemas.DeviceStatus) != status_topic:
-            raise MalformedError(f"a {message.kind} message on a topic that is not for it")
+            raise errors.MalformedError(f"a {message.kind} message on a topic that is not for it")
         if isinstance(message, schemas.Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
         if isinstance(message, schemas.InSession):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, schemas.DeviceStatus):
-            raise MalformedError(f"a {message.kind} message is not for the coordinator")
+            raise errors.MalformedError(f"a {message.kind} message is not for the coordinator")
         return FromDevice(parsed.device, message)
 
     def _check_address(self, message: schemas.AnyMessage, device: str) -> None:
         if message.sender != device:
-            raise OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
+            raise errors.OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
         if message.federation != self._topics.federation:
-            raise OtherFederationError(f"a message for federation {message.federation!r}")
+            raise errors.OtherFederationError(f"a message for federation {message.federation!r}")
         wanted = {schemas.COORDINATOR, "*"} if isinstance(message, schemas.DeviceStatus) else {schemas.COORDINATOR}
         if message.recipient not in wanted:
-            raise OtherDeviceError(f"a message for {message.recipient!r}")
+            raise errors.OtherDeviceError(f"a message for {message.recipient!r}")
 
 
 MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads

@@ -14,18 +14,9 @@ from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import BrokerError
 from coordinator.messaging.incoming import FLOOD_PER_S, SILENCE_S, Cohorts, MessageChecks
 from coordinator.messaging.publisher import Publisher
+from coordinator.rounds import signals
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import DeviceState, ParticipantState, PresenceRecord
-from coordinator.rounds.signals import (
-    Accepted,
-    Approval,
-    Barred,
-    CameOnline,
-    Departed,
-    Expected,
-    UpdateRefused,
-    WentOffline,
-)
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -112,14 +103,14 @@ class Liveness:
         if not self.is_online(device):
             self.events.write("online", client=device)
             self.presence.note(device, online=True)
-        self.round_driver.apply(CameOnline(device))
+        self.round_driver.apply(signals.CameOnline(device))
 
     def mark_offline(self, device: str, reason: str, now: float) -> None:
         """A device is offline, if it was online."""
         if self.is_online(device):
             self.events.write("offline", client=device, reason=reason)
             self.note_gone(device, reason, now)
-            self.round_driver.apply(WentOffline(device))
+            self.round_driver.apply(signals.WentOffline(device))
 
     def note_gone(self, device: str, reason: str, now: float) -> None:
         """Store that a device goes, if it was online, and when its last message or chunk came."""
@@ -209,11 +200,11 @@ class Invitations:
             predicted_s=predicted_s,
         )
         if declined:
-            self.round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
+            self.round_driver.apply(signals.UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted[device] = answer.at
             self._waits.pop(device, None)
-            self.round_driver.apply(Accepted(answer.round, answer.attempt, device))
+            self.round_driver.apply(signals.Accepted(answer.round, answer.attempt, device))
 
     def _may_come(self, device: str, reason: DeclineReason) -> bool:
         """Whether a device that declines keeps its place; once it has accepted, its owner's approval was there."""
@@ -229,7 +220,7 @@ class Invitations:
         if needs_owner:
             about = (self.context.federation.id, answer.at, device)
             self.context.store.answer(*about, ParticipantState.INVITED, answer.reason.value)
-        self.round_driver.apply(Approval(answer.round, answer.attempt, device, given=not needs_owner))
+        self.round_driver.apply(signals.Approval(answer.round, answer.attempt, device, given=not needs_owner))
         before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
         if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:
             return  # the answer to a reminder
@@ -315,7 +306,7 @@ class MemberRefresh:
         """Read the current members; rounds stop waiting for a device that is no longer one."""
         self._read_at = time.monotonic()
         members = self.context.store.members()
-        self.round_driver.apply(Expected(frozenset(member.id for member in members)))
+        self.round_driver.apply(signals.Expected(frozenset(member.id for member in members)))
         barred = {
             member.id: f"disabled by an operator: {member.disabled_because}".removesuffix(": ")
             for member in members
@@ -325,7 +316,7 @@ class MemberRefresh:
             barred |= self.cohorts.outsiders()
         if barred != self.round_driver.state.barred:
             self.context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
-            self.round_driver.apply(Barred(barred))
+            self.round_driver.apply(signals.Barred(barred))
         departed = self.message_checks.learn_keys((member.id, member.public_key) for member in members)
         for device in sorted(departed):
             self.context.events.write("departed", client=device)
@@ -406,4 +397,4 @@ class MemberRefresh:
         if state.phase is Phase.COLLECTING and device in state.outstanding:
             about = (self.context.federation.id, state.at, device)
             self.context.store.answer(*about, ParticipantState.DECLINED, reason)
-        self.round_driver.apply(Departed(device))
+        self.round_driver.apply(signals.Departed(device))

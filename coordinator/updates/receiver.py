@@ -26,21 +26,14 @@ from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import CapacityError, OrderError, Refusals, WireError
-from fedcg.wire.messages.schemas import (
-    MAX_ARTIFACT_BYTES,
-    MAX_CHUNK_BYTES,
-    ArtifactRef,
-    Manifest,
-    Outcome,
-    RoundAttempt,
-)
+from fedcg.wire.messages import schemas
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transfer.windows import LinkLimits
 
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PARTIAL_FILES = 1024
-MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
+MAX_PARTIAL_BYTES = 64 * schemas.MAX_ARTIFACT_BYTES
 SPARE_FRAMES = 32  # of an update beyond its grants: frames that were not acknowledged when a link broke come twice
 MAX_FRAMES = 512  # granted to one device and not received; those of grants that stalled count until then
 COLLECT_S = 3600.0
@@ -97,7 +90,7 @@ class Receiver:
         self._bytes = 0
         self._filled = threading.Condition()
         self._closing = False
-        self._manifests: dict[str, Manifest] = {}  # that wait to be answered
+        self._manifests: dict[str, schemas.Manifest] = {}  # that wait to be answered
         self._last_seen: dict[str, float] = {}
         self._frames: dict[str, int] = {}  # that each device may send now
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -116,7 +109,7 @@ class Receiver:
             self._filled.notify()
         self._thread.join()
 
-    def announce(self, device: str, manifest: Manifest) -> None:
+    def announce(self, device: str, manifest: schemas.Manifest) -> None:
         """Answer a manifest: with the receipt that its update had before, with another one, or with a grant.
 
         One manifest of each device waits, the newest: a device that sends many delays nobody but itself.
@@ -135,14 +128,14 @@ class Receiver:
         """
         with self._filled:
             left = self._frames.get(device, 0)
-            if not left or len(payload) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
+            if not left or len(payload) > schemas.MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
                 self.dropped += 1
                 return False
             self._frames[device] = left - 1
         self._put(lambda: self._feed(device, payload), len(payload))
         return True
 
-    def announced(self, device: str) -> Future[ArtifactRef | None]:
+    def announced(self, device: str) -> Future[schemas.ArtifactRef | None]:
         """Which update of a device is under way."""
         return self._ask(lambda: self._announced_ref(device))
 
@@ -159,7 +152,7 @@ class Receiver:
         """Drop the upload of a device that is no longer a member."""
         self._put(lambda: self._end(device))
 
-    def end_attempt(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+    def end_attempt(self, attempt: schemas.RoundAttempt, outcome: schemas.Outcome, reason: str) -> None:
         """End the uploads of an attempt that takes no more updates, and delete what earlier processes left."""
         self._put(lambda: self._end_all(attempt, outcome, reason))
 
@@ -219,7 +212,7 @@ class Receiver:
         finally:
             self._uploads.close()
 
-    def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
+    def _guarded(self, device: str, manifest: schemas.Manifest, work: _Work) -> None:
         """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk, database and store of artifacts are raised."""
         try:
             work()
@@ -244,7 +237,7 @@ class Receiver:
                 self.without_room[device] = str(error)
             log.warning("the update of %s has to be announced again: %s", device, error)
 
-    def _announced(self, device: str, manifest: Manifest) -> None:
+    def _announced(self, device: str, manifest: schemas.Manifest) -> None:
         earlier = self._checks.ended(device, manifest)
         if earlier is not None:
             self._repeat(device, manifest, earlier)
@@ -276,7 +269,7 @@ class Receiver:
             self._refuse(device, error)
             raise
 
-    def _announced_ref(self, device: str) -> ArtifactRef | None:
+    def _announced_ref(self, device: str) -> schemas.ArtifactRef | None:
         manifest = self._uploads.manifest(device)
         return None if manifest is None else manifest.artifact
 
@@ -317,14 +310,14 @@ class Receiver:
 
     # How an update ends
 
-    def _end_with(self, record: UpdateRecord, manifest: Manifest, received: Received | None = None) -> None:
+    def _end_with(self, record: UpdateRecord, manifest: schemas.Manifest, received: Received | None = None) -> None:
         """Commit how an update ended, send its receipt, and notify the round engine."""
         device, stored = record.client, self._checks.store_end(record)
         if stored is None:
             self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
-        elif received is None or record.outcome is not Outcome.ACCEPTED:
+        elif received is None or record.outcome is not schemas.Outcome.ACCEPTED:
             self._finish(device, manifest, record.outcome, record.reason)
             if not record.is_kept_late:
                 self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
@@ -345,7 +338,7 @@ class Receiver:
             self._receipt(device, manifest, record.outcome, "")
             self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
 
-    def _repeat(self, device: str, manifest: Manifest, earlier: UpdateRecord) -> None:
+    def _repeat(self, device: str, manifest: schemas.Manifest, earlier: UpdateRecord) -> None:
         """Answer the manifest of a device whose update to this attempt has ended before."""
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
@@ -353,7 +346,7 @@ class Receiver:
         else:
             self._finish(device, manifest, *self._checks.why_second(earlier))
 
-    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
+    def _finish(self, device: str, manifest: schemas.Manifest, outcome: schemas.Outcome, reason: str) -> None:
         """Forget an upload that is not merged and send its receipt."""
         self._end(device)
         self._events.write(
@@ -366,7 +359,7 @@ class Receiver:
         )
         self._receipt(device, manifest, outcome, reason)
 
-    def _receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
+    def _receipt(self, device: str, manifest: schemas.Manifest, outcome: schemas.Outcome, reason: str) -> None:
         self._publisher.receipt(device, manifest.at, manifest.artifact.id, outcome, reason)
 
     def _end(self, device: str) -> None:
@@ -375,7 +368,7 @@ class Receiver:
             self._frames.pop(device, None)
         self._uploads.end(device)
 
-    def _end_all(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+    def _end_all(self, attempt: schemas.RoundAttempt, outcome: schemas.Outcome, reason: str) -> None:
         ended = self._uploads.end_attempt(attempt)
         self.without_room.clear()
         with self._filled:

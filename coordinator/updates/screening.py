@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from coordinator.config import RobustnessSettings
 from coordinator.rounds.records import AttemptRecord, ParticipantState, UpdateRecord
 from coordinator.storage.store import Store
-from coordinator.updates.robustness import (
-    Distances,
-    Figures,
-    Verdict,
-    limits_of,
-    medians_of,
-    merge_weights,
-    over,
-    verdicts_of,
-)
+from coordinator.updates import robustness
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
@@ -39,11 +30,11 @@ MIN_VOTES = 2
 MISSED = "it accepted and did not deliver before the deadline"
 
 
-def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
+def typical_distances(store: Store, federation: str, round_number: int) -> robustness.Distances:
     """Per part, the median distance from the base that the updates merged in a closed round had; empty for a few."""
     aggregate = store.aggregate(federation, round_number)
     ended = [] if aggregate is None else store.updates(federation, RoundAttempt(round_number, aggregate.attempt))
-    return medians_of([each.distance_of for each in ended if each.weight and each.distances])
+    return robustness.medians_of([each.distance_of for each in ended if each.weight and each.distances])
 
 
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
@@ -133,7 +124,7 @@ class Choice:
     """
 
     updates: tuple[tuple[str, str, int], ...]
-    limits: Distances
+    limits: robustness.Distances
     odd: Mapping[str, str]
     quarantined: frozenset[str]
 
@@ -161,10 +152,10 @@ class Screening:
         self._settings = settings
         self._events = events
 
-    def limits(self, round_number: int) -> Distances:
+    def limits(self, round_number: int) -> robustness.Distances:
         """How far from the base an update of a round may be; empty when the round before it gives no measure."""
         typical = typical_distances(self._store, self._federation, round_number - 1)
-        return limits_of(typical, self._settings.clip_medians)
+        return robustness.limits_of(typical, self._settings.clip_medians)
 
     def artifacts(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, str]:
         """The artifacts of the updates that may be merged, by client."""
@@ -183,12 +174,14 @@ class Screening:
         late = self._store.updates(self._federation, RoundAttempt(before.round, before.attempt))
         return {update.client: update for update in late if update.is_kept_late} | own
 
-    def choose(self, at: RoundAttempt, figures: Mapping[str, Figures], policy: RoundPolicy) -> Choice:
+    def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], policy: RoundPolicy) -> Choice:
         """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
         updates = self._candidates(at, policy)
         late = {client for client, update in updates.items() if update.at != at}
         own = updates.keys() - late
-        verdicts = verdicts_of({client: figures[client] for client in updates}, self._settings, own, policy.quorum)
+        verdicts = robustness.verdicts_of(
+            {client: figures[client] for client in updates}, self._settings, own, policy.quorum
+        )
         where = {"round": at.round, "attempt": at.attempt}
         weights = self._weights(where, self._examples(updates), verdicts)
         weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
@@ -221,9 +214,9 @@ class Screening:
         return {client: round(each.examples / shares.get((each.at, client), 1.0)) for client, each in updates.items()}
 
     def _weights(
-        self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, Verdict]
+        self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, robustness.Verdict]
     ) -> dict[str, int]:
-        weights = merge_weights(reported, verdicts, self._settings)
+        weights = robustness.merge_weights(reported, verdicts, self._settings)
         for client, verdict in sorted(verdicts.items()):
             if verdict.action is not None:
                 reason = "; ".join(verdict.reasons)
@@ -233,16 +226,18 @@ class Screening:
                 self._events.write("weight_capped", **where, client=client, reported=reported[client], given=weight)
         return weights
 
-    def _limits_among(self, where: dict[str, int], updates: Mapping[str, UpdateRecord]) -> Distances:
+    def _limits_among(self, where: dict[str, int], updates: Mapping[str, UpdateRecord]) -> robustness.Distances:
         known = self.limits(where["round"])
         distances = {client: update.distance_of for client, update in updates.items()}
-        limits = known or limits_of(medians_of(list(distances.values())), self._settings.clip_medians)
-        shares = {client: over(row, limits) for client, row in distances.items()}
+        limits = known or robustness.limits_of(
+            robustness.medians_of(list(distances.values())), self._settings.clip_medians
+        )
+        shares = {client: robustness.over(row, limits) for client, row in distances.items()}
         for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
             self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
         return limits if any(shares.values()) else known
 
 
-def _stored(figures: Figures, verdict: Verdict) -> str:
+def _stored(figures: robustness.Figures, verdict: robustness.Verdict) -> str:
     judged = {} if verdict.action is None else {"action": verdict.action, "reasons": list(verdict.reasons)}
     return json.dumps({**figures.as_json(), **judged})

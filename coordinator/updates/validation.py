@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import (
-    MAX_HEADER_BYTES,
-    Artifact,
-    ArtifactHeader,
-    Base,
-    codecs_for,
-    parts_in,
-    read_header,
-    unpack,
-)
+from fedcg.wire.artifacts import artifacts
 from fedcg.wire.artifacts.payload import PartArrays, assert_finite, assert_within, max_payload_bytes
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import VOLUNTARY_REPORT, PartLayouts, Report, TensorCodec
@@ -42,10 +33,10 @@ def upload_layouts(spec: FederationSpec) -> PartLayouts:
 
 def upload_codecs(spec: FederationSpec) -> dict[str, TensorCodec]:
     """How the tensors of an update of this federation are coded."""
-    return codecs_for(upload_layouts(spec), spec.codec, spec.with_base)
+    return artifacts.codecs_for(upload_layouts(spec), spec.codec, spec.with_base)
 
 
-def base_in(data: bytes, spec: FederationSpec, artifact: str) -> Base:
+def base_in(data: bytes, spec: FederationSpec, artifact: str) -> artifacts.Base:
     """An aggregate of this federation, decoded, as what updates may be coded as the difference to.
 
     Args:
@@ -56,27 +47,31 @@ def base_in(data: bytes, spec: FederationSpec, artifact: str) -> Base:
     Raises:
         WireError: it is not an aggregate of this federation.
     """
-    parts = {part: spec.layouts[part] for part in sorted(parts_in(read_header(data)))}
-    return Base(artifact, unpack(data, parts, codecs=codecs_for(parts, spec.aggregate_codec)).parts)
+    parts = {part: spec.layouts[part] for part in sorted(artifacts.parts_in(artifacts.read_header(data)))}
+    return artifacts.Base(
+        artifact, artifacts.unpack(data, parts, codecs=artifacts.codecs_for(parts, spec.aggregate_codec)).parts
+    )
 
 
-def unpack_update(data: bytes, spec: FederationSpec, base: Base | None) -> Artifact:
+def unpack_update(data: bytes, spec: FederationSpec, base: artifacts.Base | None) -> artifacts.Artifact:
     """The update in an artifact, decoded.
 
     Raises:
         WireError: it is not one that this federation's spec asks for.
     """
     layouts = upload_layouts(spec)
-    return unpack(data, layouts, max_update_bytes(spec), codecs=upload_codecs(spec), base=base)
+    return artifacts.unpack(data, layouts, max_update_bytes(spec), codecs=upload_codecs(spec), base=base)
 
 
 def max_update_bytes(spec: FederationSpec) -> int:
     """The largest size of an update of this federation, in bytes; checked before a byte of it is asked for."""
     payload = max_payload_bytes(upload_layouts(spec), upload_codecs(spec))
-    return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
+    return payload + payload // 128 + ZSTD_SLACK_BYTES + artifacts.MAX_HEADER_BYTES
 
 
-def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base: Base | None = None) -> Artifact:
+def validate_update(
+    data: bytes, spec: FederationSpec, expected: Expected, base: artifacts.Base | None = None
+) -> artifacts.Artifact:
     """The decoded update, when it may be merged.
 
     Args:
@@ -89,7 +84,7 @@ def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base:
         ValidationError: with the reason for the receipt.
     """
     try:
-        _check_header(read_header(data), spec, expected)
+        _check_header(artifacts.read_header(data), spec, expected)
         artifact = unpack_update(data, spec, base)
         assert_finite(artifact.parts)
         assert_within(artifact.parts, upload_layouts(spec))
@@ -99,7 +94,7 @@ def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base:
     return artifact
 
 
-def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expected) -> None:
+def _check_header(header: artifacts.ArtifactHeader, spec: FederationSpec, expected: Expected) -> None:
     wanted = {
         "kind": "update",
         "method": spec.method,

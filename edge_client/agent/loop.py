@@ -13,19 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
+from edge_client.agent import owner
 from edge_client.agent.command_executor import CommandExecutor
 from edge_client.agent.hardware import HardwareWatch
-from edge_client.agent.owner import (
-    ApproveRequest,
-    OwnerControl,
-    OwnerRequest,
-    OwnerRequests,
-    PauseRequest,
-    Refusal,
-    Reply,
-    RevokeRequest,
-    describe,
-)
 from edge_client.agent.reports import EventReporter, SelfReporter, ServiceManager
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
@@ -143,7 +133,7 @@ class Agent:
             heartbeat_s=config.broker.keepalive_s,
             carrier=config.carrier,
         )
-        self._owner = OwnerControl(config, store, events, time.time)
+        self._owner = owner.OwnerControl(config, store, events, time.time)
         on_sent = self._owner.sent.message
         self._link = CoordinatorLink(
             config.federation, config.device, keys.signing, transport, self._trust, handshake, on_sent
@@ -160,7 +150,7 @@ class Agent:
         window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
-        self._requests = OwnerRequests(store.root)
+        self._requests = owner.OwnerRequests(store.root)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
             config,
@@ -231,7 +221,7 @@ class Agent:
             self._service.ready()
             while not self._stopping and not (until_finished and self._is_over):
                 self._turn()
-                self._service.alive(describe(self._state, self._reporter.progress))
+                self._service.alive(owner.describe(self._state, self._reporter.progress))
             self._service.stopping()
             self._handle(signals.Stopping())
         finally:
@@ -328,15 +318,15 @@ class Agent:
             self.self_reporter.is_paused = reason is DeclineReason.PAUSED
             self._handle(signals.ObstacleChanged(reason))
 
-    def _answer(self, request: OwnerRequest) -> Reply:
+    def _answer(self, request: owner.OwnerRequest) -> owner.Reply:
         reply = self._owner.answer(request, self._state, self._reporter.progress)
-        if reply["ok"] and isinstance(request, PauseRequest) and request.now and self._state.job is not None:
+        if reply["ok"] and isinstance(request, owner.PauseRequest) and request.now and self._state.job is not None:
             self._heed_owner()
             self._reporter.progress = None
             self._trainer.stop()
             self._adopt_commit()  # it may have died between its commit and its report
             self._handle(signals.TrainingAbandoned())
-        elif reply["ok"] and isinstance(request, ApproveRequest | RevokeRequest):
+        elif reply["ok"] and isinstance(request, owner.ApproveRequest | owner.RevokeRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
             if is_withheld and delivery is not None and delivery.update is not None:
                 self._transfer.carrier.end(delivery.update.id)
@@ -388,7 +378,7 @@ class Agent:
         if follows is not None:
             self._events_due.append(follows)
 
-    def _code(self, found: Refusal | None) -> DeclineReason | None:
+    def _code(self, found: owner.Refusal | None) -> DeclineReason | None:
         """The code that may leave the device; the words stay here."""
         if found is None:
             return None

@@ -29,22 +29,11 @@ from export.model.versions import Slots
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
 from fedcg.wire.errors import IntegrityError, Refusals, VersionError, WireError
-from fedcg.wire.messages.schemas import (
-    CohortVerdict,
-    DeviceCondition,
-    DoctorFinding,
-    FormEvidence,
-    Heartbeat,
-    Readings,
-    RoundAttempt,
-    SelfReport,
-    ServedModel,
-    TrainingPhase,
-)
+from fedcg.wire.messages import schemas
 from fedcg.wire.parts import ReportField
 from fedcg.worker_process import Exited, repeating
 
-PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)
+PHASES: tuple[schemas.TrainingPhase, ...] = get_args(schemas.TrainingPhase)
 UNANSWERED_HELLOS = 5  # with 2 s between them; a running coordinator answers the first or the second
 
 
@@ -82,8 +71,8 @@ class LinkProblems(logging.Handler):
 class Progress:
     """How far the training process is: in a phase of a round attempt."""
 
-    at: RoundAttempt
-    phase: TrainingPhase
+    at: schemas.RoundAttempt
+    phase: schemas.TrainingPhase
     step: int = 0
     steps: int = 0
 
@@ -92,8 +81,8 @@ def _progress_of(event: Mapping[str, EventValue]) -> Progress:
     round_number, attempt, step, steps = (
         value if isinstance(value := event.get(name), int) else 0 for name in ("round", "attempt", "step", "steps")
     )
-    phase: TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
-    return Progress(RoundAttempt(round_number, attempt), phase, step, steps)
+    phase: schemas.TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
+    return Progress(schemas.RoundAttempt(round_number, attempt), phase, step, steps)
 
 
 class EventReporter:
@@ -117,10 +106,10 @@ class EventReporter:
         self.refusals = Refusals(events)
         self.rounds = 0
         self.progress: Progress | None = None
-        self._cohort = CohortVerdict.ALONE
+        self._cohort = schemas.CohortVerdict.ALONE
         self._down_at: float | None = None
         self._hellos = 0
-        self._invited: RoundAttempt | None = None
+        self._invited: schemas.RoundAttempt | None = None
 
     def report(self, event: Input) -> None:
         """Record the next event of the state machine."""
@@ -139,7 +128,7 @@ class EventReporter:
             self._invited = event.round_attempt
             self._events.write("invited", **self._at(event.round_attempt))
 
-    def _at(self, attempt: RoundAttempt) -> dict[str, int]:
+    def _at(self, attempt: schemas.RoundAttempt) -> dict[str, int]:
         return {"round": attempt.round, "attempt": attempt.attempt, "rounds": self.rounds}
 
     def link(self, *, up: bool) -> None:
@@ -203,7 +192,7 @@ class EventReporter:
         """Count something received or stored that is not used."""
         self.refusals.note(what, error)
 
-    def _report_cohort(self, verdict: CohortVerdict) -> None:
+    def _report_cohort(self, verdict: schemas.CohortVerdict) -> None:
         if verdict is not self._cohort:
             self._cohort = verdict
             self._events.write("cohort", others=verdict.value)
@@ -212,7 +201,7 @@ class EventReporter:
 REPORT_EVERY_S = 300.0
 """Time between two reports of the same: the coordinator compares the clocks."""
 EXAMINE_EVERY_S = 3600.0
-Examine = Callable[[], tuple[DoctorFinding, ...]]
+Examine = Callable[[], tuple[schemas.DoctorFinding, ...]]
 _log = logging.getLogger(__name__)
 
 
@@ -246,12 +235,12 @@ class SelfReporter:
         self._wall = wall
         self._keepalive_s = keepalive_s
         self._beat_at = float("-inf")
-        self._beat_phase: tuple[RoundAttempt, str] | None = None
+        self._beat_phase: tuple[schemas.RoundAttempt, str] | None = None
         self._boot = secrets.token_hex(16)
-        self._sent: DeviceCondition | None = None
+        self._sent: schemas.DeviceCondition | None = None
         self._sent_at = float("-inf")
-        self._model: ServedModel | None = None
-        self.findings: tuple[DoctorFinding, ...] | None = None
+        self._model: schemas.ServedModel | None = None
+        self.findings: tuple[schemas.DoctorFinding, ...] | None = None
         self.is_paused = False
 
     def repeat(self) -> None:
@@ -262,7 +251,7 @@ class SelfReporter:
         """Read which exported model is in use."""
         self._model = served_model(self._models) if self._has_model else None
 
-    def due(self, about: Mapping[str, object], now: float) -> SelfReport | None:
+    def due(self, about: Mapping[str, object], now: float) -> schemas.SelfReport | None:
         """The report to send now, if one is due.
 
         Args:
@@ -272,7 +261,7 @@ class SelfReporter:
         is_late = now - self._sent_at >= REPORT_EVERY_S
         if is_late or self._sent is None:
             self.look_at_model()
-        condition = DeviceCondition(
+        condition = schemas.DeviceCondition(
             findings=self.findings if self._has_health else None,
             model=self._model,
             paused=True if self._has_health and self.is_paused else None,
@@ -282,7 +271,7 @@ class SelfReporter:
         self._sent, self._sent_at = condition, now
         clock, read = self._wall() if self._has_health else None, self._read()
         own = {"boot": self._boot, "clock": clock, "telemetry": None if read is None else readings(read)}
-        return SelfReport.model_validate({**about, **own, "condition": condition})
+        return schemas.SelfReport.model_validate({**about, **own, "condition": condition})
 
     def send_due(
         self, state: SessionState, link: CoordinatorLink, progress: Progress | None, sent: SentRecord, now: float
@@ -309,7 +298,7 @@ class SelfReporter:
             about = state.addressed() if done is None else state.addressed(done.at)
             if done is not None:
                 about |= {"phase": done.phase, "step": done.step, "steps": done.steps}
-            link.send(Heartbeat(**about))
+            link.send(schemas.Heartbeat(**about))
         if (report := self.due(state.addressed(), now)) is not None:
             read = None if report.telemetry is None else sorted(report.telemetry.model_dump(exclude_none=True))
             sent.self_report({**report.condition.model_dump(mode="json"), "telemetry": read})
@@ -328,12 +317,12 @@ class SelfReporter:
         return repeating("doctor", work) if self._has_health else nullcontext()
 
 
-def readings(read: Telemetry) -> Readings:
+def readings(read: Telemetry) -> schemas.Readings:
     """The readings in the form in which they may leave: rounded numbers and codes, no name of a sensor."""
     zone = min(read.zones, key=lambda zone: zone.limit_c - zone.temperature_c, default=None)
     percent = read.supply.battery_percent
     causes = {"software": read.causes.software, "hardware": read.hardware_throttling}
-    return Readings(
+    return schemas.Readings(
         temperature_c=None if zone is None else round(zone.temperature_c, 1),
         limit_c=None if zone is None else zone.limit_c,
         watts=None if read.drawn is None else round(read.drawn.watts, 1),
@@ -345,14 +334,14 @@ def readings(read: Telemetry) -> Readings:
     )
 
 
-def served_model(root: Path) -> ServedModel | None:
+def served_model(root: Path) -> schemas.ServedModel | None:
     """The exported model in use under a root of versions, with the evidence in its manifest; None where there is none."""
     try:
         directory = Slots(root).current()
         manifest = read_manifest(directory)
     except (ExportError, OSError):
         return None
-    return ServedModel(
+    return schemas.ServedModel(
         version=directory.name,
         round=manifest.round,
         serves=manifest.serves,
@@ -362,9 +351,9 @@ def served_model(root: Path) -> ServedModel | None:
     )
 
 
-def _evidence(manifest: Manifest) -> Iterator[FormEvidence]:
+def _evidence(manifest: Manifest) -> Iterator[schemas.FormEvidence]:
     for one in manifest.variants:
-        yield FormEvidence(
+        yield schemas.FormEvidence(
             name=one.name,
             size=None if one.file is None else one.file.size,
             latency_ms=one.latency_ms,
@@ -374,7 +363,7 @@ def _evidence(manifest: Manifest) -> Iterator[FormEvidence]:
         )
     if not manifest.variants:
         images = manifest.verification.images
-        yield FormEvidence(
+        yield schemas.FormEvidence(
             name="fp32", size=manifest.model.size, accuracy=manifest.verification.accuracy_onnx, images=images
         )
 

@@ -21,17 +21,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from edge_client.cli import store_commands
 from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
 from edge_client.cli.shared_options import ConfigOption, read_config
-from edge_client.cli.store_commands import (
-    backup_command,
-    diagnose_command,
-    ledger_command,
-    logs_command,
-    restore_command,
-    sent_command,
-    store_app,
-)
 from fedcg.child_python import loading
 from fedcg.errors import FAILED, NOT_CONNECTED, NOT_FOUND, BadInputError
 from fedcg.log_output import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
@@ -288,15 +280,15 @@ app = typer.Typer(
 app.command("pause")(pause_command)
 app.command("resume")(resume_command)
 app.command("approve")(approve_command)
-app.command("sent")(sent_command)
-app.command("ledger")(ledger_command)
-app.command("diagnose")(diagnose_command)
-app.add_typer(store_app, name="store")
-app.command("backup")(backup_command)
-app.command("restore")(restore_command)
+app.command("sent")(store_commands.sent_command)
+app.command("ledger")(store_commands.ledger_command)
+app.command("diagnose")(store_commands.diagnose_command)
+app.add_typer(store_commands.store_app, name="store")
+app.command("backup")(store_commands.backup_command)
+app.command("restore")(store_commands.restore_command)
 app.command("unit")(unit_command)
 app.command("join")(join_command)
-app.command("logs")(logs_command)
+app.command("logs")(store_commands.logs_command)
 app.command("renew")(renew_command)
 app.command("leave")(leave_command)
 _STYLES = {"ok": None, "warning": "yellow", "failed": "red"}

@@ -7,16 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from edge_client import errors
 from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.config import AgentConfig
-from edge_client.errors import (
-    DamagedFileError,
-    EdgeError,
-    EnrolError,
-    NotRunningError,
-    OwnerRequestError,
-    StoreDamagedError,
-)
 from edge_client.identity.credentials import load_keys, mqtt_config, read_certificate
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
@@ -81,7 +74,7 @@ def read_status(config: AgentConfig) -> Status:
     ):
         try:
             status |= read()
-        except DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
+        except errors.DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
             problems.append(str(error))
     problems += damage_that_matters(config, store)
     # The file lags behind a running agent.
@@ -96,7 +89,7 @@ def damage_that_matters(config: AgentConfig, store: PrivateStore) -> list[str]:
     for check in (lambda: load_keys(config), lambda: mqtt_config(config), store.take_over, store.check_small_files):
         try:
             check()
-        except (EdgeError, OSError) as error:  # noqa: PERF203 - all are named
+        except (errors.EdgeError, OSError) as error:  # noqa: PERF203 - all are named
             found.append(in_words(error))
     return found
 
@@ -124,7 +117,7 @@ def is_revoked(config: AgentConfig) -> bool:
     """Whether the coordinator has told this device that it is revoked."""
     try:
         key = load_keys(config).signing.public.hex
-    except EdgeError:
+    except errors.EdgeError:
         return False  # without a key there is no device that could be
     return PrivateStore(config.store).is_revoked(key)
 
@@ -161,9 +154,9 @@ def _live(root: Path) -> Status:
     """What the agent does now, as it answers itself; nothing where none runs."""
     try:
         return {f"agent_{name}": value for name, value in ask_agent(root, StatusRequest()).items()}
-    except NotRunningError:
+    except errors.NotRunningError:
         return {}
-    except OwnerRequestError as error:
+    except errors.OwnerRequestError as error:
         return {"agent_now": f"unknown: {error}"}
 
 
@@ -172,7 +165,7 @@ def _certificate_end(config: AgentConfig) -> str | None:
         return None
     try:
         certificate = read_certificate(config.tls.cert)
-    except EnrolError:
+    except errors.EnrolError:
         return None
     return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
@@ -180,7 +173,7 @@ def _certificate_end(config: AgentConfig) -> str | None:
 def _newest(store: PrivateStore) -> tuple[Generation | None, list[str]]:
     try:
         generation, problems = store.generations.current()
-    except StoreDamagedError as error:
+    except errors.StoreDamagedError as error:
         return None, [str(error)]
     return generation, list(problems)
 
@@ -228,7 +221,7 @@ def _images(store: PrivateStore, generation: Generation | None) -> Status:
 def _spent(store: PrivateStore) -> str | None:
     try:
         record = store.privacy()
-    except DamagedFileError as error:
+    except errors.DamagedFileError as error:
         return f"unknown: {error}"
     if not record:
         return None

@@ -16,18 +16,7 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, StoreFormatError
 from edge_client.identity.credentials import AgentKeys, load_keys, mqtt_config, pending
 from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake, offline_will
-from edge_client.session.signals import (
-    CoordinatorSeen,
-    Done,
-    HelloRefused,
-    Input,
-    LinkChanged,
-    Revoked,
-    Send,
-    SendHello,
-    Tick,
-    Welcomed,
-)
+from edge_client.session import signals
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.checked_files import SentRecord
@@ -76,35 +65,35 @@ def converse(
     handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark, is_check=is_check)
     sent = SentRecord(store.root, config.federation, time.time)
     link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake, sent.message)
-    items: queue.Queue[Delivery | LinkChanged] = queue.Queue(QUEUE_MAX)
+    items: queue.Queue[Delivery | signals.LinkChanged] = queue.Queue(QUEUE_MAX)
 
-    def put(item: Delivery | LinkChanged) -> None:
+    def put(item: Delivery | signals.LinkChanged) -> None:
         with contextlib.suppress(queue.Full):  # both sides repeat messages that were not answered
             items.put_nowait(item)
 
     link.subscribe(chunks=False)
-    transport.start(put, lambda up: put(LinkChanged(up)))
+    transport.start(put, lambda up: put(signals.LinkChanged(up)))
     state = SessionState(config.federation, config.device, purpose, trust.order.highest[0])
     deadline, is_online, ahead_s = time.monotonic() + timeout_s, None, None
     try:
         while not state.done and time.monotonic() < deadline:
             event = _next_event(items, link)
-            if isinstance(event, HelloRefused):
+            if isinstance(event, signals.HelloRefused):
                 raise NoAnswerError(event.reason)
-            if isinstance(event, Revoked):
+            if isinstance(event, signals.Revoked):
                 raise NoAnswerError(REVOKED_ADVICE)
-            if isinstance(event, CoordinatorSeen):
+            if isinstance(event, signals.CoordinatorSeen):
                 is_online = event.online
-            if isinstance(event, Welcomed) and event.server_time is not None:
+            if isinstance(event, signals.Welcomed) and event.server_time is not None:
                 ahead_s = time.time() - event.server_time
             state, commands = step(state, event, time.monotonic())
             for command in commands:
-                if isinstance(command, SendHello):
+                if isinstance(command, signals.SendHello):
                     link.hello(state.epoch)
-                elif isinstance(command, Send):
+                elif isinstance(command, signals.Send):
                     link.send(command.message)
                 else:
-                    assert isinstance(command, Done)
+                    assert isinstance(command, signals.Done)
     finally:
         transport.close()
         sent.close()
@@ -113,17 +102,17 @@ def converse(
     return ahead_s
 
 
-def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Input:
+def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: CoordinatorLink) -> signals.Input:
     """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick."""
     try:
         item = items.get(timeout=TICK_S)
-        if isinstance(item, LinkChanged):
+        if isinstance(item, signals.LinkChanged):
             link.end_session()
             return item
         meaning = link.open(item)
     except (queue.Empty, WireError):
-        return Tick()
-    return Tick() if meaning is None or isinstance(meaning, PinnedKey | Chunk) else meaning
+        return signals.Tick()
+    return signals.Tick() if meaning is None or isinstance(meaning, PinnedKey | Chunk) else meaning
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,7 @@ from fedcg.errors import FAILED
 from fedcg.event_log import EventLog
 from fedcg.files import checked, fsync_path, is_passing, replace_durably, with_check
 from fedcg.wire.errors import MalformedError, WireError
-from fedcg.wire.messages.enrolment_messages import (
-    RENEW_PATH,
-    RenewAnswer,
-    RenewRequest,
-    certificate_key_digest,
-    common_name,
-    key_digest,
-    load_certificate,
-    renewal_statement,
-)
+from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.tls import SET_CLOCK
 from fedcg.wire.transport.mqtt_config import MqttConfig, connection_name
@@ -77,7 +68,7 @@ class TlsKey:
     @property
     def digest(self) -> str:
         """The sha256 of the public half."""
-        return key_digest(self.private.public_key())
+        return enrolment_messages.key_digest(self.private.public_key())
 
     def pem(self) -> bytes:
         """The private key, to be written with mode 0600."""
@@ -99,9 +90,12 @@ def check_issued(certificate: str, authority: x509.Certificate, device: str, key
         EnrolError: it is for another name or key, or not signed by the authority.
     """
     try:
-        issued = load_certificate(certificate)
+        issued = enrolment_messages.load_certificate(certificate)
         issued.verify_directly_issued_by(authority)
-        is_ours = common_name(issued) == device and certificate_key_digest(issued) == key.digest
+        is_ours = (
+            enrolment_messages.common_name(issued) == device
+            and enrolment_messages.certificate_key_digest(issued) == key.digest
+        )
     except (MalformedError, ValueError, TypeError, InvalidSignature) as error:
         raise EnrolError("the certificate that came is not signed by the authority") from error
     if not is_ours:
@@ -116,7 +110,7 @@ def read_certificate(path: Path) -> x509.Certificate:
         EnrolError: the file holds none, or can't be read.
     """
     try:
-        return load_certificate(read_checked(path))
+        return enrolment_messages.load_certificate(read_checked(path))
     except MalformedError as error:
         raise EnrolError(f"{path} can't be used: {error}") from error
 
@@ -180,7 +174,7 @@ def pending(path: Path) -> Path:
 
 def _fit(certificate: Path, key: Path) -> bool:
     with contextlib.suppress(MalformedError, EnrolError):
-        return certificate_key_digest(read_certificate(certificate)) == TlsKey.load(key).digest
+        return enrolment_messages.certificate_key_digest(read_certificate(certificate)) == TlsKey.load(key).digest
     return False
 
 
@@ -264,7 +258,7 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
         if clock is not None and not is_due(current := read_certificate(config.tls.cert), clock()):
             return current
         authority, url = read_certificate(config.tls.ca), config.enrolment.url.rstrip("/")
-        _, ahead_s = fetch_authority(url, certificate_key_digest(authority))
+        _, ahead_s = fetch_authority(url, enrolment_messages.certificate_key_digest(authority))
         check_clock(ahead_s, f"{SET_CLOCK.capitalize()}; the agent then renews by itself when it is time")
         context = trusting(authority)
         try:
@@ -272,12 +266,12 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
         except (OSError, ssl.SSLError) as error:
             raise EnrolError(f"{config.tls.cert} and {config.tls.key} can't be used: {error}") from error
         key = TlsKey.generate()
-        request = RenewRequest(
+        request = enrolment_messages.RenewRequest(
             device=config.device,
             request=key.request(config.device),
-            proof=signing.sign(renewal_statement(config.device, key.digest)).hex(),
+            proof=signing.sign(enrolment_messages.renewal_statement(config.device, key.digest)).hex(),
         )
-        answer = ask(url, RENEW_PATH, request, RenewAnswer, context)
+        answer = ask(url, enrolment_messages.RENEW_PATH, request, enrolment_messages.RenewAnswer, context)
         certificate = check_issued(answer.certificate, authority, config.device, key)
         replace_pair(config.tls.cert, config.tls.key, certificate.public_bytes(Encoding.PEM), key.pem())
     return certificate

@@ -11,29 +11,8 @@ from typing import TypeVar
 
 from edge_client.session import signals
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.errors import (
-    MalformedError,
-    OldEpochError,
-    OtherDeviceError,
-    OtherFederationError,
-    OtherSessionError,
-    ReplayError,
-    TransportError,
-    VersionError,
-)
-from fedcg.wire.messages import schemas
-from fedcg.wire.messages.envelopes import (
-    BroadcastOrder,
-    PinnedKey,
-    Session,
-    SigningKey,
-    VerifyKey,
-    open_envelope,
-    open_key_chain,
-    read_envelope,
-    seal,
-    session_id,
-)
+from fedcg.wire import errors
+from fedcg.wire.messages import envelopes, schemas
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
     EVERYONE,
@@ -96,7 +75,7 @@ class Handshake:
         self._cohort = cohort
         self._nonce: str | None = None
         self._answers: set[str] = set()
-        self._session: Session | None = None
+        self._session: envelopes.Session | None = None
 
     @property
     def is_open(self) -> bool:
@@ -138,11 +117,13 @@ class Handshake:
             MalformedError: it picks a version that was not offered.
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
-            raise ReplayError("a welcome that answers no hello of this device, or answers one again")
+            raise errors.ReplayError("a welcome that answers no hello of this device, or answers one again")
         if message.version not in schemas.SPOKEN:
-            raise VersionError(f"a welcome for protocol version {message.version}; {schemas.SPOKEN} were offered")
+            raise errors.VersionError(
+                f"a welcome for protocol version {message.version}; {schemas.SPOKEN} were offered"
+            )
         self._answers.add(message.nonce)
-        self._session = Session(session_id(message.device_nonce, message.nonce))
+        self._session = envelopes.Session(envelopes.session_id(message.device_nonce, message.nonce))
 
     def refusal(self, message: Refusal) -> str:
         """The reason why a hello was not answered with a welcome, for people.
@@ -151,7 +132,7 @@ class Handshake:
             ReplayError: it answers no hello of this device.
         """
         if message.device_nonce != self._nonce or self.is_open:
-            raise ReplayError("a refusal that answers no hello of this device")
+            raise errors.ReplayError("a refusal that answers no hello of this device")
         return schemas.explain_versions(message.device_versions, message.versions)
 
     def stamp(self, message: MessageT) -> MessageT:
@@ -161,7 +142,7 @@ class Handshake:
             OtherSessionError: there is no session.
         """
         if self._session is None:
-            raise OtherSessionError(f"a {message.kind} message can't be sent without a session")
+            raise errors.OtherSessionError(f"a {message.kind} message can't be sent without a session")
         return self._session.stamp(message)
 
     def admit(self, message: AnyMessage) -> None:
@@ -171,7 +152,7 @@ class Handshake:
             OrderError: it does not, is not, or there is no session.
         """
         if self._session is None:
-            raise OtherSessionError(f"a {message.kind} message came without a session")
+            raise errors.OtherSessionError(f"a {message.kind} message came without a session")
         self._session.admit(message)
 
 
@@ -187,28 +168,28 @@ class CoordinatorTrust:
             anew, and keys that were followed from the earlier one are void.
     """
 
-    def __init__(self, store: PrivateStore, federation: str, enrolled: VerifyKey) -> None:
+    def __init__(self, store: PrivateStore, federation: str, enrolled: envelopes.VerifyKey) -> None:
         self._store = store
         self._federation = federation
         self._enrolled = enrolled
-        self.order = BroadcastOrder(store.seen())
+        self.order = envelopes.BroadcastOrder(store.seen())
         self._saved = (self.order.highest, store.pinned_key(enrolled))
         self._pinned = self._saved[1]
         self._replaced: frozenset[str] = frozenset()
 
     @property
-    def key(self) -> VerifyKey:
+    def key(self) -> envelopes.VerifyKey:
         """The coordinator's key that counts now."""
         return self._pinned.key
 
-    def follow(self, data: bytes) -> PinnedKey | None:
+    def follow(self, data: bytes) -> envelopes.PinnedKey | None:
         """Take an envelope with the coordinator's chain of keys; returns the key that is pinned now when it is another one.
 
         Raises:
             WireError: it is refused, with the reason.
         """
-        before, self._pinned = self._pinned, open_key_chain(data, self._federation, self._pinned)
-        chain = read_envelope(data).message
+        before, self._pinned = self._pinned, envelopes.open_key_chain(data, self._federation, self._pinned)
+        chain = envelopes.read_envelope(data).message
         assert isinstance(chain, KeyChain)
         self._replaced = frozenset(link.old for link in chain.links)
         return None if before.key == self._pinned.key else self._pinned
@@ -219,9 +200,9 @@ class CoordinatorTrust:
         Raises:
             WireError: it is no envelope.
         """
-        envelope = read_envelope(data)
+        envelope = envelopes.read_envelope(data)
         return not envelope.is_signed_by(self.key) and any(
-            envelope.is_signed_by(VerifyKey.from_hex(key)) for key in self._replaced
+            envelope.is_signed_by(envelopes.VerifyKey.from_hex(key)) for key in self._replaced
         )
 
     def save(self) -> None:
@@ -239,13 +220,13 @@ class CoordinatorTrust:
             self._saved = (self.order.highest, self._pinned)
 
 
-def offline_will(federation: str, device: str, key: SigningKey) -> Will:
+def offline_will(federation: str, device: str, key: envelopes.SigningKey) -> Will:
     """The message that the broker publishes when this device vanishes; signed beforehand."""
     return Will(Topics(federation).status(device), _status(federation, device, key, online=False), retain=True)
 
 
-def _status(federation: str, device: str, key: SigningKey, *, online: bool) -> bytes:
-    return seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
+def _status(federation: str, device: str, key: envelopes.SigningKey, *, online: bool) -> bytes:
+    return envelopes.seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
 
 
 class CoordinatorLink:
@@ -265,7 +246,7 @@ class CoordinatorLink:
         self,
         federation: str,
         device: str,
-        key: SigningKey,
+        key: envelopes.SigningKey,
         transport: Transport,
         trust: CoordinatorTrust,
         handshake: Handshake,
@@ -310,13 +291,13 @@ class CoordinatorLink:
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""
         hello = self._handshake.hello(epoch, committed or NO_ATTEMPT, self._trust.key.hex)
-        self._publish("hello", self._topics.up_control(self._device), seal(hello, self._key))
+        self._publish("hello", self._topics.up_control(self._device), envelopes.seal(hello, self._key))
 
     def send(self, message: AnyMessage) -> None:
         """Send a control message inside the session; without one it is dropped, and repeated in the next."""
         if self._handshake.is_open:
             stamped = self._handshake.stamp(message)
-            self._publish(message.kind, self._topics.up_control(self._device), seal(stamped, self._key))
+            self._publish(message.kind, self._topics.up_control(self._device), envelopes.seal(stamped, self._key))
 
     def status(self, *, online: bool) -> None:
         """Publish whether this device's agent is connected."""
@@ -326,7 +307,7 @@ class CoordinatorLink:
     def _publish(self, kind: str, topic: str, payload: bytes, *, retain: bool = False) -> None:
         try:
             self._transport.publish(topic, payload, retain=retain)
-        except TransportError:
+        except errors.TransportError:
             return
         self._on_sent(kind, len(payload))
 
@@ -337,7 +318,7 @@ class CoordinatorLink:
         is_ours = self._topics.may_read(self._device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
-    def open(self, delivery: Delivery) -> signals.Input | PinnedKey | Chunk | None:
+    def open(self, delivery: Delivery) -> signals.Input | envelopes.PinnedKey | Chunk | None:
         """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
 
         Raises:
@@ -345,7 +326,7 @@ class CoordinatorLink:
         """
         parsed = self._topics.parse(delivery.topic)
         if parsed is None:
-            raise MalformedError("not a topic of this federation")
+            raise errors.MalformedError("not a topic of this federation")
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
             return read_frame(delivery.payload)
         if parsed.kind is TopicKind.KEYS:
@@ -353,28 +334,30 @@ class CoordinatorLink:
         is_broadcast = parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR)
         if delivery.retained and is_broadcast and self._trust.is_of_replaced_key(delivery.payload):
             return None  # the broker kept it from before the new key; the coordinator replaces it
-        message = open_envelope(delivery.payload, lambda sender: self._trust.key if sender == COORDINATOR else None)
+        message = envelopes.open_envelope(
+            delivery.payload, lambda sender: self._trust.key if sender == COORDINATOR else None
+        )
         self._check_address(message)
         if is_broadcast:
             return self._broadcast(message, parsed.kind, live=not delivery.retained)
         if parsed.kind is TopicKind.DOWN_CONTROL:
             return self._direct(message)
-        raise MalformedError(f"a {message.kind} message on a topic that a device does not read")
+        raise errors.MalformedError(f"a {message.kind} message on a topic that a device does not read")
 
     def _check_address(self, message: AnyMessage) -> None:
         if message.sender != COORDINATOR:
-            raise OtherDeviceError(
+            raise errors.OtherDeviceError(
                 f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
             )
         if message.federation != self._federation:
-            raise OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
+            raise errors.OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
         is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
         if message.recipient != (EVERYONE if is_broadcast else self._device):
-            raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
+            raise errors.OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
     def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
-            raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+            raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
         self._order.admit(message)
         if isinstance(message, CoordinatorStatus):
             return signals.CoordinatorSeen(message.epoch, message.online)
@@ -382,14 +365,16 @@ class CoordinatorLink:
             return signals.Offered(message, live)
         if isinstance(message, Finished):
             return message
-        raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+        raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: AnyMessage) -> signals.Input | None:
         if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
             return signals.Revoked() if message.key == self._key.public.hex else None
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
-                raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
+                raise errors.OldEpochError(
+                    f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}"
+                )
             if isinstance(message, Refusal):
                 return signals.HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
@@ -403,4 +388,4 @@ class CoordinatorLink:
             return signals.SumStepped(message.at, message.body)
         if isinstance(message, Left):
             return signals.Left()
-        raise MalformedError(f"a {message.kind} message on a device's own topic")
+        raise errors.MalformedError(f"a {message.kind} message on a device's own topic")

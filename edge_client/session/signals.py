@@ -3,26 +3,14 @@
 from dataclasses import dataclass
 
 from fedcg.event_log import EventValue
-from fedcg.wire.messages.schemas import (
-    AnyMessage,
-    ArtifactRef,
-    CohortVerdict,
-    DeclineReason,
-    Finished,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    RoundAttempt,
-    ToDevice,
-)
+from fedcg.wire.messages import schemas
 
 
 class Event:
     """Something that happens to the agent, for its state machine."""
 
 
-Input = Event | Need | Receipt | Finished
+Input = Event | schemas.Need | schemas.Receipt | schemas.Finished
 """What the state machine takes: events, and the coordinator's messages that are events as they are."""
 
 
@@ -60,7 +48,7 @@ class Welcomed(Event):
     """The coordinator answered the hello; a new session is open."""
 
     epoch: int
-    cohort: CohortVerdict = CohortVerdict.ALONE
+    cohort: schemas.CohortVerdict = schemas.CohortVerdict.ALONE
     version: int | None = None
     server_time: float | None = None
 
@@ -76,7 +64,7 @@ class HelloRefused(Event):
 class Offered(Event):
     """A round is open. `live` is False for a retained message: its broadcast of chunks is over."""
 
-    offer: Offer
+    offer: schemas.Offer
     live: bool
 
 
@@ -89,8 +77,8 @@ class Invited(Event):
         predicted_s: how long that will take here, to be told; None: it is not known, or stays here.
     """
 
-    round_attempt: RoundAttempt
-    cohort: CohortVerdict = CohortVerdict.ALONE
+    round_attempt: schemas.RoundAttempt
+    cohort: schemas.CohortVerdict = schemas.CohortVerdict.ALONE
     share: float = 1.0
     predicted_s: float | None = None
 
@@ -121,7 +109,7 @@ class SpecChecked(Event):
     """The firewall checked a spec; `is_summed`: what it asks for leaves behind masks in part."""
 
     digest: str
-    refusal: DeclineReason | None
+    refusal: schemas.DeclineReason | None
     is_summed: bool = False
 
 
@@ -129,7 +117,7 @@ class SpecChecked(Event):
 class Weighed(Event):
     """The images of a round are fixed and counted; comes from the training process as it is."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     images: int
 
 
@@ -137,15 +125,15 @@ class Weighed(Event):
 class SumStepped(Event):
     """The coordinator takes a step of the masked sum of a round attempt."""
 
-    round_attempt: RoundAttempt
-    step: ToDevice
+    round_attempt: schemas.RoundAttempt
+    step: schemas.ToDevice
 
 
 @dataclass(frozen=True)
 class SumReady(Event):
     """The masks of a round attempt are agreed on, or it has no sum on this device: it can be trained."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
 
 
 @dataclass(frozen=True)
@@ -167,17 +155,17 @@ class RoundCommitted(Event):
         update: waits in the outbox; None while it has to be read.
     """
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     spec: str | None = None
-    update: ArtifactRef | None = None
+    update: schemas.ArtifactRef | None = None
 
 
 @dataclass(frozen=True)
 class OutboxFound(Event):
     """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
-    round_attempt: RoundAttempt
-    update: ArtifactRef | None = None
+    round_attempt: schemas.RoundAttempt
+    update: schemas.ArtifactRef | None = None
 
 
 @dataclass(frozen=True)
@@ -188,8 +176,8 @@ class RoundFailed(Event):
         detail: why, in words that stay on the device.
     """
 
-    round_attempt: RoundAttempt
-    reason: DeclineReason
+    round_attempt: schemas.RoundAttempt
+    reason: schemas.DeclineReason
     detail: str = ""
 
 
@@ -205,7 +193,7 @@ class Chosen(Event):
 class ObstacleChanged(Event):
     """No new round is trained, for a reason of the box or of its owner; or again, when it is None."""
 
-    reason: DeclineReason | None
+    reason: schemas.DeclineReason | None
 
 
 @dataclass(frozen=True)
@@ -267,14 +255,14 @@ class SendHello(Command):
 class Send(Command):
     """Send a control message inside the session; session and counter are still to be stamped."""
 
-    message: AnyMessage
+    message: schemas.AnyMessage
 
 
 @dataclass(frozen=True)
 class SendChunks(Command):
     """Publish these chunks of the update in the outbox."""
 
-    update: ArtifactRef
+    update: schemas.ArtifactRef
     ranges: tuple[tuple[int, int], ...]
 
 
@@ -288,7 +276,7 @@ class Wanted:
     """
 
     what: str
-    ref: ArtifactRef
+    ref: schemas.ArtifactRef
     ask_after_s: float | None
 
 
@@ -327,7 +315,7 @@ class ReleaseTrainer(Command):
 class WeighRound(Command):
     """Fix the images of this round attempt and count them; goes to the training process as it is."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     spec: str
 
 
@@ -335,7 +323,7 @@ class WeighRound(Command):
 class AnnounceSum(Command):
     """Announce this device's keys for the masked sum of a round attempt, with the images that its numbers count for."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     spec: str
     images: int
 
@@ -344,15 +332,15 @@ class AnnounceSum(Command):
 class AnswerSum(Command):
     """Answer a step of the coordinator's in the masked sum of a round attempt."""
 
-    round_attempt: RoundAttempt
-    step: ToDevice
+    round_attempt: schemas.RoundAttempt
+    step: schemas.ToDevice
 
 
 @dataclass(frozen=True)
 class TrainRound(Command):
     """Train this round attempt and commit it; goes to the training process as it is. `share`: of the spec's local steps."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     spec: str
     aggregate: str
     share: float = 1.0
@@ -370,9 +358,9 @@ class ChooseModel(Command):
 class RecordDelivery(Command):
     """Store durably that an update got its receipt."""
 
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     artifact: str
-    outcome: Outcome
+    outcome: schemas.Outcome
     reason: str
 
 
@@ -389,7 +377,7 @@ class Note(Command):
     """Write one line of the event log, for the operator."""
 
     event: str
-    round_attempt: RoundAttempt
+    round_attempt: schemas.RoundAttempt
     reason: str = ""
 
 
@@ -407,7 +395,7 @@ TrainerCommand = Work | ReleaseTrainer
 def given_up(command: Command) -> Event | None:
     """The event that stands for a command that could not be carried out; None for one that is repeated, or that a message asks for again."""
     if isinstance(command, TrainRound | WeighRound | AnnounceSum):
-        return RoundFailed(command.round_attempt, DeclineReason.TRAINING_FAILED)
+        return RoundFailed(command.round_attempt, schemas.DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):
         return Chosen(command.aggregate, succeeded=False)
     return TrainerDied() if isinstance(command, StartTrainer) else None

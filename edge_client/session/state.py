@@ -5,15 +5,7 @@ from enum import Enum
 from typing import Any
 
 from edge_client.session.signals import Wanted
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    NO_ATTEMPT,
-    ArtifactRef,
-    DeclineReason,
-    Finished,
-    Offer,
-    RoundAttempt,
-)
+from fedcg.wire.messages import schemas
 
 HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
@@ -61,8 +53,8 @@ class Delivery:
         silent_since: when the first manifest was sent that is not answered yet.
     """
 
-    round_attempt: RoundAttempt
-    update: ArtifactRef | None
+    round_attempt: schemas.RoundAttempt
+    update: schemas.ArtifactRef | None
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
     silent_since: float | None = None
@@ -102,30 +94,30 @@ class SessionState:
     welcomed: bool = False
     hello_at: float = 0.0
     leave_at: float = 0.0
-    offer: Offer | None = None
-    finished: Finished | None = None
+    offer: schemas.Offer | None = None
+    finished: schemas.Finished | None = None
     live: bool = False
-    invited: RoundAttempt | None = None
+    invited: schemas.RoundAttempt | None = None
     share: float = 1.0
     predicted_s: float | None = None
-    accepted: RoundAttempt | None = None
-    declined: tuple[RoundAttempt, DeclineReason] | None = None
-    obstacle: DeclineReason | None = None
-    obstructed: RoundAttempt | None = None
+    accepted: schemas.RoundAttempt | None = None
+    declined: tuple[schemas.RoundAttempt, schemas.DeclineReason] | None = None
+    obstacle: schemas.DeclineReason | None = None
+    obstructed: schemas.RoundAttempt | None = None
     stored: frozenset[str] = frozenset()
-    verdict: tuple[str, DeclineReason | None] | None = None
+    verdict: tuple[str, schemas.DeclineReason | None] | None = None
     is_summed: bool = False
-    weighed: tuple[RoundAttempt, int] | None = None
+    weighed: tuple[schemas.RoundAttempt, int] | None = None
     sum_at: float = 0.0
-    sum_ready: RoundAttempt | None = None
+    sum_ready: schemas.RoundAttempt | None = None
     bound_spec: str | None = None
-    committed: RoundAttempt | None = None
+    committed: schemas.RoundAttempt | None = None
     committed_epoch: int = 0
-    superseded: RoundAttempt | None = None
+    superseded: schemas.RoundAttempt | None = None
     delivery: Delivery | None = None
     trainer: Trainer = Trainer.GONE
     trainer_at: float = 0.0
-    job: RoundAttempt | str | None = None
+    job: schemas.RoundAttempt | str | None = None
     job_spec: str | None = None
     deaths: int = 0
     wanted: tuple[Wanted, ...] = ()
@@ -134,12 +126,12 @@ class SessionState:
     done: bool = False
 
     @property
-    def offered(self) -> RoundAttempt | None:
+    def offered(self) -> schemas.RoundAttempt | None:
         """The round attempt that is open, by the last offer."""
         return None if self.offer is None else self.offer.at
 
     @property
-    def trained(self) -> RoundAttempt | None:
+    def trained(self) -> schemas.RoundAttempt | None:
         """The last round attempt of the coordinator's rounds as it has them now that was trained."""
         return None if self.committed == self.superseded else self.committed
 
@@ -154,14 +146,14 @@ class SessionState:
         """Why no training process is needed; empty where one is."""
         if self.done:
             return "the federation has ended"
-        return "paused" if self.obstacle is DeclineReason.PAUSED else ""
+        return "paused" if self.obstacle is schemas.DeclineReason.PAUSED else ""
 
-    def addressed(self, round_attempt: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
+    def addressed(self, round_attempt: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> dict[str, Any]:
         """The fields that every message of this device has, about a round attempt or about none."""
         return {
             "federation": self.federation,
             "sender": self.device,
-            "recipient": COORDINATOR,
+            "recipient": schemas.COORDINATOR,
             "epoch": self.epoch,
             "round": round_attempt.round,
             "attempt": round_attempt.attempt,

@@ -54,17 +54,7 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.schemas import (
-    Accept,
-    Decline,
-    DeclineReason,
-    Finished,
-    Leave,
-    Manifest,
-    Need,
-    Receipt,
-    RoundAttempt,
-)
+from fedcg.wire.messages import schemas
 
 Step = tuple[SessionState, tuple[Command, ...]]
 
@@ -101,7 +91,7 @@ def _advance_greeting(state: SessionState, now: float) -> Step:
 def _advance_leave(state: SessionState, now: float) -> Step:
     if not state.welcomed or state.done or now < state.leave_at:
         return state, ()
-    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(Leave(**state.addressed())),)
+    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(schemas.Leave(**state.addressed())),)
 
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
@@ -120,7 +110,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
     if state.obstacle is not None and state.job != round_attempt:  # a round under way is finished
         return decline(replace(state, obstructed=round_attempt), round_attempt, state.obstacle)
     if state.bound_spec not in (None, offer.spec.id):
-        return decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
+        return decline(state, round_attempt, schemas.DeclineReason.SPEC_REFUSED)
     if state.verdict is None or state.verdict[0] != offer.spec.id:
         return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
     if state.verdict[1] is not None:
@@ -128,7 +118,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
     commands: tuple[Command, ...] = ()
     if state.welcomed and state.accepted != round_attempt:
         state = replace(state, accepted=round_attempt)
-        accept = Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
+        accept = schemas.Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
         commands = (Send(accept), Note("accepted", round_attempt))
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if not is_free or offer.aggregate.id not in state.stored:
@@ -141,7 +131,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
     return state, commands + more
 
 
-def _advance_sum(state: SessionState, round_attempt: RoundAttempt, spec: str, now: float) -> Step:
+def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, spec: str, now: float) -> Step:
     """What comes before training where the update is masked: count the images, announce keys, wait for the others' ones."""
     if state.weighed is None or state.weighed[0] != round_attempt:
         state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
@@ -184,7 +174,7 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
     state = replace(state, delivery=replace(later, silent_since=silent_since))
-    message = Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
+    message = schemas.Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
     return state, (Send(message), Note("manifest", delivery.round_attempt))
 
 
@@ -216,19 +206,19 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
     return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
 
 
-def is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
+def is_asked(state: SessionState, round_attempt: schemas.RoundAttempt) -> bool:
     """Whether this device should train this attempt: invited, not trained yet, not refused."""
     is_refused = state.declined is not None and state.declined[0] == round_attempt
     is_behind = state.trained is not None and round_attempt <= state.trained
     return state.invited == round_attempt and not is_refused and not is_behind
 
 
-def decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineReason) -> Step:
+def decline(state: SessionState, round_attempt: schemas.RoundAttempt, reason: schemas.DeclineReason) -> Step:
     """Decline a round attempt, now and whenever its invite is repeated."""
     state = replace(state, declined=(round_attempt, reason))
     commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
     if state.welcomed:
-        commands = (Send(Decline(**state.addressed(round_attempt), reason=reason)), *commands)
+        commands = (Send(schemas.Decline(**state.addressed(round_attempt), reason=reason)), *commands)
     return state, commands
 
 
@@ -306,7 +296,7 @@ def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
-def _ended(state: SessionState, finished: Finished, now: float) -> Step:
+def _ended(state: SessionState, finished: schemas.Finished, now: float) -> Step:
     epoch = max(state.epoch, finished.epoch)
     return replace(state, finished=finished, offer=None, live=False, epoch=epoch), ()
 
@@ -324,10 +314,10 @@ def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
     # Trained and receipted already, or an earlier attempt: there is nothing left to deliver for it.
-    return decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
+    return decline(state, round_attempt, schemas.DeclineReason.NOT_ELIGIBLE)
 
 
-def _granted(state: SessionState, need: Need, now: float) -> Step:
+def _granted(state: SessionState, need: schemas.Need, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != need.artifact:
         return state, ()
@@ -335,7 +325,7 @@ def _granted(state: SessionState, need: Need, now: float) -> Step:
     return replace(state, delivery=answered), (SendChunks(delivery.update, need.ranges),)
 
 
-def _receipted(state: SessionState, receipt: Receipt, now: float) -> Step:
+def _receipted(state: SessionState, receipt: schemas.Receipt, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
@@ -387,10 +377,10 @@ def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -
     if isinstance(job, str):
         return replace(state, finalised=job, succeeded=False), ()
     promised = job or _promised(state)  # it may have died before it took the job
-    return (state, ()) if promised is None else decline(state, promised, DeclineReason.TRAINING_FAILED)
+    return (state, ()) if promised is None else decline(state, promised, schemas.DeclineReason.TRAINING_FAILED)
 
 
-def _promised(state: SessionState) -> RoundAttempt | None:
+def _promised(state: SessionState) -> schemas.RoundAttempt | None:
     """The open round attempt that this device has accepted, and has not trained yet."""
     offered = state.offered
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
@@ -412,7 +402,7 @@ def _consent_changed(state: SessionState, event: signals.ConsentChanged, now: fl
 
 def _stopping(state: SessionState, event: signals.Stopping, now: float) -> Step:
     promised = _promised(state)
-    return (state, ()) if promised is None else decline(state, promised, DeclineReason.INTERRUPTED)
+    return (state, ()) if promised is None else decline(state, promised, schemas.DeclineReason.INTERRUPTED)
 
 
 def _round_committed(state: SessionState, event: signals.RoundCommitted, now: float) -> Step:
@@ -455,10 +445,10 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     signals.Left: _left,
     signals.Revoked: _revoked,
     signals.Offered: _offered,
-    Finished: _ended,
+    schemas.Finished: _ended,
     signals.Invited: _invited,
-    Need: _granted,
-    Receipt: _receipted,
+    schemas.Need: _granted,
+    schemas.Receipt: _receipted,
     signals.ArtifactStored: _artifact_stored,
     signals.ArtifactLost: _artifact_lost,
     signals.SessionLost: _session_lost,

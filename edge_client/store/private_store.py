@@ -39,15 +39,8 @@ from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
+from edge_client.store import generations
 from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, damage_of, damaged, read_json, write_json
-from edge_client.store.generations import (
-    CHECKPOINT_FILE,
-    CheckpointFile,
-    Generation,
-    Generations,
-    OutboxEntry,
-    Snapshot,
-)
 from fedcg.errors import NOT_FOUND
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
@@ -60,7 +53,7 @@ from fedcg.wire.transfer.partial_files import Partials
 FORMAT_FILE = "format.json"
 STORE_FORMAT = 2
 _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
-_PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", CHECKPOINT_FILE)
+_PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", generations.CHECKPOINT_FILE)
 _OWN = re.compile(
     r"secrets|specs|artifacts|generations|models|audit|defence|control|CURRENT|lock|trainer\.lock|checkpoint\.bin|signing\.pub|"
     r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|"
@@ -94,8 +87,8 @@ class PrivateStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.generations = Generations(root)
-        self.checkpoint = CheckpointFile(root)
+        self.generations = generations.Generations(root)
+        self.checkpoint = generations.CheckpointFile(root)
         self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
@@ -284,13 +277,15 @@ class PrivateStore:
         kept = (path.stem for path in (self.root / "specs").glob("*.json"))
         return frozenset(digest for digest in kept if self.spec(digest) is not None)
 
-    def accept_snapshot(self, spec: str, round_number: int, make: Callable[[], Snapshot]) -> Snapshot:
+    def accept_snapshot(
+        self, spec: str, round_number: int, make: Callable[[], generations.Snapshot]
+    ) -> generations.Snapshot:
         """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
         path = self.root / "accepted.json"
         try:
             kept = read_json(path)
             if kept.get("spec") == spec and kept.get("round") == round_number:
-                return Snapshot.decode(kept["snapshot"].encode())
+                return generations.Snapshot.decode(kept["snapshot"].encode())
         except (DamagedFileError, ValueError, KeyError):
             pass  # it is of a round that was not committed: nothing that was trained depends on it
         snapshot = make()
@@ -383,7 +378,7 @@ class PrivateStore:
         write_json(self.root / "delivered.json", {"entries": entries})
         return amended
 
-    def outbox(self, generation: Generation | None) -> OutboxEntry | None:
+    def outbox(self, generation: generations.Generation | None) -> generations.OutboxEntry | None:
         """The update of `generation` that still waits for a receipt."""
         if generation is None or generation.outbox is None:
             return None

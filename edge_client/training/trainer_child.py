@@ -21,21 +21,7 @@ from devices.profile import DeviceProfile, Gpu, NotTrainableError, TrainingPlan,
 from devices.telemetry import Sensors, read_power
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
-from edge_client.session.signals import (
-    ChooseModel,
-    Chosen,
-    Noted,
-    ReleaseTrainer,
-    RoundCommitted,
-    RoundFailed,
-    TrainerReady,
-    TrainRound,
-    Weighed,
-    WeighRound,
-    Work,
-    Working,
-    WorkReport,
-)
+from edge_client.session import signals
 from edge_client.store.checked_files import LEDGER_FILE, append_line
 from edge_client.store.generations import Generation
 from edge_client.store.private_store import PrivateStore, open_store
@@ -68,12 +54,14 @@ def trainer_main(connection: Connection, config: AgentConfig) -> None:
     """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
     yield_cpu(config.training.priority)
     store = open_store(config)
-    events = EventLog(config.store / "events.jsonl", time.time, watch=lambda event: connection.send(Noted(event)))
+    events = EventLog(
+        config.store / "events.jsonl", time.time, watch=lambda event: connection.send(signals.Noted(event))
+    )
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(config, store, events, SignsOfLife(connection))
-        connection.send(TrainerReady())
+        connection.send(signals.TrainerReady())
         for command in requests_of(connection):
-            if isinstance(command, ReleaseTrainer):
+            if isinstance(command, signals.ReleaseTrainer):
                 return
             report = trainer.do(command)
             connection.send(report)
@@ -93,7 +81,7 @@ class SignsOfLife:
         now = self._clock()
         if now - self._sent_at >= WORKING_EVERY_S:
             self._sent_at = now
-            self._connection.send(Working())
+            self._connection.send(signals.Working())
 
 
 class Trainer:
@@ -156,20 +144,20 @@ class Trainer:
         joules = None if self._meter.rail is None else round(self._meter.joules, 1)
         return RoundCost(seconds=round(time.monotonic() - self._started, 3), joules=joules)
 
-    def do(self, command: Work) -> WorkReport:
+    def do(self, command: signals.Work) -> signals.WorkReport:
         """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
-        attempt = NO_ATTEMPT if isinstance(command, ChooseModel) else command.round_attempt
+        attempt = NO_ATTEMPT if isinstance(command, signals.ChooseModel) else command.round_attempt
         self._pauses.at = attempt
         try:
             with self._turn(attempt):
-                if isinstance(command, WeighRound):
+                if isinstance(command, signals.WeighRound):
                     return self._weigh(command)
-                return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+                return self._train(command) if isinstance(command, signals.TrainRound) else self._choose(command)
         except OSError as error:  # of the lock: errors of the work are reports
-            if not isinstance(command, ChooseModel):
-                return RoundFailed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
+            if not isinstance(command, signals.ChooseModel):
+                return signals.RoundFailed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
             self._events.write("finalise_failed", detail=self._explain(error))
-            return Chosen(command.aggregate, succeeded=False)
+            return signals.Chosen(command.aggregate, succeeded=False)
 
     def _turn(self, attempt: RoundAttempt) -> AbstractContextManager[None]:
         where = {"round": attempt.round, "attempt": attempt.attempt, "pid": os.getpid()}
@@ -180,22 +168,22 @@ class Trainer:
 
         return turn(lock, waits, working)
 
-    def _weigh(self, command: WeighRound) -> WorkReport:
+    def _weigh(self, command: signals.WeighRound) -> signals.WorkReport:
         try:
-            return Weighed(command.round_attempt, images_of_round(self._work, command))
+            return signals.Weighed(command.round_attempt, images_of_round(self._work, command))
         except (EdgeError, LearningError, DivergedError, OSError) as error:
-            return RoundFailed(command.round_attempt, reason_for(error), self._explain(error))
+            return signals.RoundFailed(command.round_attempt, reason_for(error), self._explain(error))
 
-    def _train(self, command: TrainRound) -> WorkReport:
+    def _train(self, command: signals.TrainRound) -> signals.WorkReport:
         if self._obstacle is not None:
-            return RoundFailed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+            return signals.RoundFailed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
         self._started, self._meter = time.monotonic(), EnergyMeter(read_power)
         while (report := self._attempted(command)) is None:
             if self._work.place == "cuda":
                 torch.cuda.empty_cache()
         return report
 
-    def _attempted(self, command: TrainRound) -> WorkReport | None:
+    def _attempted(self, command: signals.TrainRound) -> signals.WorkReport | None:
         """Train a round once; None where memory ran out and the round goes on with half the rows at once."""
         before = self._work.store.generations.newest()
         self._memory.round_begins()
@@ -217,15 +205,15 @@ class Trainer:
                 return None
             if unexplained:
                 _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
-            return RoundFailed(command.round_attempt, reason, self._explain(error))
+            return signals.RoundFailed(command.round_attempt, reason, self._explain(error))
         finally:
             self._memory.round_ended()
-        return RoundCommitted(generation.round_attempt)
+        return signals.RoundCommitted(generation.round_attempt)
 
-    def afterwards(self, report: WorkReport) -> None:
+    def afterwards(self, report: signals.WorkReport) -> None:
         """Export the personal model after a round that made it better; the round's report is already sent."""
         export = self._work.config.export
-        if not (isinstance(report, RoundCommitted) and export.enabled and export.each_best):
+        if not (isinstance(report, signals.RoundCommitted) and export.enabled and export.each_best):
             return
         try:
             with self._turn(report.round_attempt):
@@ -240,21 +228,21 @@ class Trainer:
         text = f"{str(error) or type(error).__name__}{advice}"
         return without_image_names(text, data.root, data.common_test, auxiliary)
 
-    def _give_up(self, command: TrainRound, error: Exception) -> None:
+    def _give_up(self, command: signals.TrainRound, error: Exception) -> None:
         """End the process: in this one every further call of the GPU fails. The agent starts another."""
         at = command.round_attempt
         self._events.write("gpu_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
 
-    def _choose(self, command: ChooseModel) -> WorkReport:
+    def _choose(self, command: signals.ChooseModel) -> signals.WorkReport:
         try:
             outcome = choose_model(self._work, command)
         except (EdgeError, WireError, ExportError, LearningError, DivergedError, OSError) as error:
             detail = self._explain(error)
             self._events.write("finalise_failed", detail=detail)
-            return Chosen(command.aggregate, succeeded=False)
+            return signals.Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
-        return Chosen(command.aggregate, succeeded=True)
+        return signals.Chosen(command.aggregate, succeeded=True)
 
 
 def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:

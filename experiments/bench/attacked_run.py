@@ -11,19 +11,7 @@ import torch
 
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
-from coordinator.updates.robustness import (
-    Distances,
-    Movement,
-    Yardstick,
-    clipped,
-    figures_of,
-    limits_of,
-    medians_of,
-    merge_weights,
-    movement_of,
-    over,
-    verdicts_of,
-)
+from coordinator.updates import robustness
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.probes import OUTPUTS
 from fedcg.learning.registry import get_method
@@ -175,13 +163,13 @@ class Defence:
         self._party = party
         self._settings = settings
         self._quorum = quorum
-        self._typical: Distances = {}
+        self._typical: robustness.Distances = {}
         self.screened: list[Screened] = []
 
     def passed(self, number: int, updates: Updates, aggregate: Aggregate) -> dict[str, Update]:
         """The updates that are merged, clipped and with the weights that they are given."""
-        yardstick = Yardstick(Base(_NO_ARTIFACT, to_arrays(aggregate.parts)), self._typical)
-        measured: dict[str, Movement] = {}
+        yardstick = robustness.Yardstick(Base(_NO_ARTIFACT, to_arrays(aggregate.parts)), self._typical)
+        measured: dict[str, robustness.Movement] = {}
         reasons: dict[str, str] = {}
         method = get_method(self._party.spec.method)
         hidden = method.payload.summed  # behind masks: nobody can look into it
@@ -195,11 +183,11 @@ class Defence:
                 reasons[client] = error.reason
                 continue
             seed = self._party.server_context(number).streams.seed("sketch")
-            measured[client] = movement_of(arrays, yardstick, method.payload.with_base, seed)
-        figures = figures_of(measured)
-        verdicts = verdicts_of(figures, self._settings, figures, self._quorum)
+            measured[client] = robustness.movement_of(arrays, yardstick, method.payload.with_base, seed)
+        figures = robustness.figures_of(measured)
+        verdicts = robustness.verdicts_of(figures, self._settings, figures, self._quorum)
         reported = {client: updates[client].examples for client in measured}
-        weights = merge_weights(reported, verdicts, self._settings)
+        weights = robustness.merge_weights(reported, verdicts, self._settings)
         if len(weights) < self._quorum:  # the attempt fails
             weights = {}
         reasons |= {client: verdict.sentence for client, verdict in verdicts.items()}
@@ -213,13 +201,13 @@ class Defence:
             )
             for client in sorted(updates)
         ]
-        medians = medians_of([measured[client].distances for client in weights])
-        limits = limits_of(self._typical or medians, self._settings.clip_medians)
+        medians = robustness.medians_of([measured[client].distances for client in weights])
+        limits = robustness.limits_of(self._typical or medians, self._settings.clip_medians)
         self._typical = medians
         kept = {}
         for client, weight in weights.items():
-            shares = over(measured[client].distances, limits)
-            parts = clipped(to_arrays(updates[client].parts), yardstick.base.parts, shares)
+            shares = robustness.over(measured[client].distances, limits)
+            parts = robustness.clipped(to_arrays(updates[client].parts), yardstick.base.parts, shares)
             kept[client] = replace(updates[client], parts=to_weights(parts), examples=weight)
         return kept
 

@@ -18,15 +18,7 @@ import torch
 
 from experiments.bench import reference_fedcg as reference
 from fedcg.child_python import spawning
-from fedcg.learning.aggregation.distillation import (
-    Distillation,
-    Ensemble,
-    Pair,
-    draw_bank,
-    teacher_logits,
-    train_student,
-    uniform,
-)
+from fedcg.learning.aggregation import distillation
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
@@ -154,20 +146,22 @@ def work_of(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
 
 
 def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx: RoundContext) -> Callable[[], object]:
-    settings = Distillation(steps, setting.batch, 3e-4, 1e-4)
-    bank = draw_bank(ctx.streams, settings.rows, setting.network.noise_dim, uniform(len(_CLASSES)))
-    student = Pair(nets.generator, nets.classifier)
+    settings = distillation.Distillation(steps, setting.batch, 3e-4, 1e-4)
+    bank = distillation.draw_bank(
+        ctx.streams, settings.rows, setting.network.noise_dim, distillation.uniform(len(_CLASSES))
+    )
+    student = distillation.Pair(nets.generator, nets.classifier)
     if setting.plain:
         plain = [
-            Pair(*(reference.plain(net) for net in (student.generator, student.classifier)))
+            distillation.Pair(*(reference.plain(net) for net in (student.generator, student.classifier)))
             for _ in range(setting.teachers + 1)
         ]
         taught = [(1 / setting.teachers, one) for one in plain[1:]]
         return lambda: reference.distil(plain[0], taught, bank, settings)
-    ensemble = Ensemble()
-    ensemble.add(1, teacher_logits(student, bank, ctx))
+    ensemble = distillation.Ensemble()
+    ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
     if stage is Stage.TEACHER:
-        return lambda: ensemble.add(1, teacher_logits(student, bank, ctx))
+        return lambda: ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
     target = ensemble.logits().to(ctx.device)
 
     def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
@@ -176,7 +170,7 @@ def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx
     def beside(rows: slice) -> Tensors:
         return (target[rows],)
 
-    return lambda: train_student(student, bank, settings, ctx, loss_of, beside)
+    return lambda: distillation.train_student(student, bank, settings, ctx, loss_of, beside)
 
 
 _PUBLISHED = NetworkChoice(split="lenet5", generator="conv", discriminator="conv_published", noise_dim=100)

@@ -23,14 +23,7 @@ from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
-from fedcg.learning.networks import NETWORKS, Networks
-from fedcg.learning.networks.fast_layers import (
-    AveragedConv2d,
-    MapBatchNorm2d,
-    SmallConvTranspose2d,
-    SpectralConv2d,
-    SpectralLinear,
-)
+from fedcg.learning.networks import NETWORKS, Networks, fast_layers
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import Augmentation, Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import (
@@ -71,15 +64,15 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 def _plain_layer(layer: nn.Module) -> nn.Module | None:
-    if isinstance(layer, (SpectralConv2d, SpectralLinear)):
+    if isinstance(layer, (fast_layers.SpectralConv2d, fast_layers.SpectralLinear)):
         return _plain_spectral(layer)
     twin: nn.Module
-    if isinstance(layer, AveragedConv2d):
+    if isinstance(layer, fast_layers.AveragedConv2d):
         twin = _ConvThenPool(layer.in_channels, layer.out_channels, layer.kernel_size[0])
-    elif isinstance(layer, SmallConvTranspose2d):
+    elif isinstance(layer, fast_layers.SmallConvTranspose2d):
         kernel = (layer.kernel_size[0], layer.kernel_size[1])
         twin = nn.ConvTranspose2d(layer.in_channels, layer.out_channels, kernel, bias=False)
-    elif isinstance(layer, MapBatchNorm2d):
+    elif isinstance(layer, fast_layers.MapBatchNorm2d):
         twin = nn.BatchNorm2d(layer.num_features)
     else:
         return None
@@ -88,9 +81,9 @@ def _plain_layer(layer: nn.Module) -> nn.Module | None:
     return twin
 
 
-def _plain_spectral(layer: SpectralConv2d | SpectralLinear) -> nn.Module:
+def _plain_spectral(layer: fast_layers.SpectralConv2d | fast_layers.SpectralLinear) -> nn.Module:
     with torch.random.fork_rng(devices=[]):  # torch draws first singular vectors, which are overwritten
-        if isinstance(layer, SpectralConv2d):
+        if isinstance(layer, fast_layers.SpectralConv2d):
             kernel, bias = (layer.kernel_size[0], layer.kernel_size[1]), layer.bias is not None
             twin: nn.Module = nn.Conv2d(layer.in_channels, layer.out_channels, kernel, bias=bias)
         else:

@@ -27,22 +27,8 @@ from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    SPOKEN,
-    Accept,
-    AnyMessage,
-    Finished,
-    Hello,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    Welcome,
-)
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import chunk_bytes_for, read_frame
@@ -110,11 +96,11 @@ class BenchDevice:
         self._nonce = ""
         self._hello_at = 0.0
         self._update: ChunkFile | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: schemas.Manifest | None = None
         self._manifest_at = 0.0
-        self.receipts: dict[tuple[int, int], Outcome | None] = {}
+        self.receipts: dict[tuple[int, int], schemas.Outcome | None] = {}
         self._download: DurableReceiver | None = None
-        self._offer: Offer | None = None
+        self._offer: schemas.Offer | None = None
         self._invited: set[tuple[int, int]] = set()
         self._inbox = inbox
 
@@ -153,33 +139,37 @@ class BenchDevice:
             return
         ranges = self._download.next_need(now)
         if ranges is not None:
-            self._send(Need(**self._addressed(), artifact=self._download.ref.id, ranges=ranges))
+            self._send(schemas.Need(**self._addressed(), artifact=self._download.ref.id, ranges=ranges))
 
     def _hello(self, now: float) -> None:
         self._hello_at = now + HELLO_AGAIN_S
-        self._publish(seal(Hello(**self._addressed(), nonce=self._nonce, versions=SPOKEN, agent="bench"), self._key))
+        self._publish(
+            seal(
+                schemas.Hello(**self._addressed(), nonce=self._nonce, versions=schemas.SPOKEN, agent="bench"), self._key
+            )
+        )
 
-    def _receive(self, message: AnyMessage) -> None:
-        if isinstance(message, Welcome):
+    def _receive(self, message: schemas.AnyMessage) -> None:
+        if isinstance(message, schemas.Welcome):
             self._session = Session(session_id(message.device_nonce, message.nonce))
-        elif isinstance(message, Offer):
+        elif isinstance(message, schemas.Offer):
             self._offer = message
             if not self._store.has(message.aggregate.id):
                 self._download = self._partials.open(message.aggregate, self._party.limits.window)
-        elif isinstance(message, Need) and self._update is not None:
+        elif isinstance(message, schemas.Need) and self._update is not None:
             self._sender.serve(self._topics.up_chunk(self.name), self._update, message.ranges)
-        elif isinstance(message, Invite):
+        elif isinstance(message, schemas.Invite):
             self._invited.add((message.round, message.attempt))
-            self._send(Accept(**self._addressed(message.round, message.attempt)))
+            self._send(schemas.Accept(**self._addressed(message.round, message.attempt)))
             self._work()
         elif (
-            isinstance(message, Receipt)
+            isinstance(message, schemas.Receipt)
             and self._manifest is not None
             and message.artifact == self._manifest.artifact.id
         ):
             self.receipts[self._manifest.round, self._manifest.attempt] = message.outcome
             self._manifest = None
-        elif isinstance(message, Finished):
+        elif isinstance(message, schemas.Finished):
             self._offer = None
 
     def _take_chunk(self, payload: bytes) -> None:
@@ -206,10 +196,10 @@ class BenchDevice:
         path = self._store.path(self._store.put(self._make_update(self.name, *position, base)))
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
         self._update = ChunkFile(path, ref)
-        self._manifest = Manifest(**self._addressed(*position), artifact=ref)
+        self._manifest = schemas.Manifest(**self._addressed(*position), artifact=ref)
         self._announce(self._manifest, time.monotonic())
 
-    def _announce(self, manifest: Manifest, now: float) -> None:
+    def _announce(self, manifest: schemas.Manifest, now: float) -> None:
         """Send a manifest, which is repeated until its receipt is here."""
         self._manifest_at = now + MANIFEST_AGAIN_S
         self._send(manifest)
@@ -218,12 +208,12 @@ class BenchDevice:
         return {
             "federation": self._party.federation,
             "sender": self.name,
-            "recipient": COORDINATOR,
+            "recipient": schemas.COORDINATOR,
             "round": round_number,
             "attempt": attempt,
         }
 
-    def _send(self, message: AnyMessage) -> None:
+    def _send(self, message: schemas.AnyMessage) -> None:
         if self._session is not None:
             self._publish(seal(self._session.stamp(message), self._key))
 

@@ -20,16 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.jobs import (
-    Assessed,
-    Job,
-    JobDone,
-    OpenedSum,
-    Updates,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
 from coordinator.members.enrolment import make_bundles
@@ -115,15 +106,15 @@ class Round:
 class NoWorker:
     """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
 
-    settings: WorkerSettings
-    notify: Callable[[WorkerReady | Assessed | JobDone], None]
-    job: Job | None = None
+    settings: jobs.WorkerSettings
+    notify: Callable[[jobs.WorkerReady | jobs.Assessed | jobs.JobDone], None]
+    job: jobs.Job | None = None
 
     def start(self) -> None:
         """Ready at once."""
-        self.notify(WorkerReady(0, 1, "cpu"))
+        self.notify(jobs.WorkerReady(0, 1, "cpu"))
 
-    def open(self, job: Job) -> None:
+    def open(self, job: jobs.Job) -> None:
         """Remember the attempt."""
         self.job = job
 
@@ -133,15 +124,15 @@ class NoWorker:
     def assess(self, updates: Mapping[str, str]) -> None:
         """Nothing is measured."""
         assert self.job is not None
-        self.notify(Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
+        self.notify(jobs.Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
 
-    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
+    def finish(self, updates: jobs.Updates, limits: Distances, opened: jobs.OpenedSum = jobs.OpenedSum()) -> None:
         """Hand the base back."""
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
-        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+        self.notify(jobs.JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
 
-    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+    def follow(self, reply: Any) -> tuple[jobs.WorkerEvent, ...]:
         """What it notified of."""
         return (reply,)
 
@@ -259,7 +250,7 @@ def _run_service(home: Home, spec: FederationSpec, limits: LinkLimits, pipe: Any
         artifacts=ArtifactStore(home.artifacts),
         connect=lambda will: MqttTransport(mqtt, will),
         signing_identity=lambda: load_signing_identity(home, store),
-        worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
+        worker=jobs.WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
         events=EventLog(home.events_file, time.time),
         limits=limits,
         make_worker=NoWorker,

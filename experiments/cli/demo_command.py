@@ -12,19 +12,8 @@ import typer
 from pydantic import BaseModel, Field
 from rich.console import Console
 
+from experiments import settings
 from experiments.errors import OptionError
-from experiments.settings import (
-    DEMO_PUBLIC_IMAGES,
-    Setting,
-    Values,
-    bad_input_ends,
-    check,
-    data_text,
-    free_folder,
-    let_in,
-    options_of,
-    parse_params,
-)
 from fedcg.child_python import loading
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.learning.split_names import is_projected
@@ -52,8 +41,8 @@ class DemoOptions(BaseModel):
     as_json: Annotated[bool, Field(description="print summary.json instead of a table")] = False
 
 
-@options_of(Setting, DemoOptions)
-def demo_command(values: Values, typed: frozenset[str]) -> None:
+@settings.options_of(settings.Setting, DemoOptions)
+def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
     """Run a whole federation on this machine: broker, coordinator and one agent per client, each a process of its own.
 
     By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
@@ -61,7 +50,7 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
 
     Example: fedcg demo --clients 3 --rounds 5
     """
-    with bad_input_ends():
+    with settings.bad_input_ends():
         options = DemoOptions.model_validate({name: values[name] for name in DemoOptions.model_fields})
         run = _run_folder(values, options)
     console = Console(stderr=options.as_json)
@@ -99,33 +88,33 @@ def demo_command(values: Values, typed: frozenset[str]) -> None:
         _show(summary, run.root, console)
 
 
-def _run_folder(values: Values, options: DemoOptions) -> Run:
+def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
     """The folder of the run, new or resumed; what can be known to be wrong is found before anything starts."""
     from experiments.demo.run_folder import new_run, resumed_run
 
     if options.resume is not None:
         run = resumed_run(options.resume)
-        let_in(run.setting)
+        settings.let_in(run.setting)
         return run
     public = options.public_images
     beside = {
-        "data": data_text(values["data"]),
-        "public_images": DEMO_PUBLIC_IMAGES.get(values["method"], 0) if public is None else public,
-        "params": parse_params(options.params),
+        "data": settings.data_text(values["data"]),
+        "public_images": settings.DEMO_PUBLIC_IMAGES.get(values["method"], 0) if public is None else public,
+        "params": settings.parse_params(options.params),
     }
-    chosen = {name: value for name, value in values.items() if name in Setting.model_fields}
-    setting = Setting.model_validate({**chosen, **beside})
-    check(setting)
+    chosen = {name: value for name, value in values.items() if name in settings.Setting.model_fields}
+    setting = settings.Setting.model_validate({**chosen, **beside})
+    settings.check(setting)
     plan = setting.plan(setting.source())  # finds data, and a backbone's weights
     if is_projected(setting.network):
         from fedcg.learning.networks.plans import complete_spec
 
         complete_spec(plan_from_mapping(plan))  # reads them
-    if setting.method in DEMO_PUBLIC_IMAGES and not setting.public_images:
+    if setting.method in settings.DEMO_PUBLIC_IMAGES and not setting.public_images:
         raise OptionError(
             f"{setting.method} distils on unlabelled public images: leave --public-images out, or give a number"
         )
-    return new_run(options.out or free_folder("demo-out"), setting, options.broker)
+    return new_run(options.out or settings.free_folder("demo-out"), setting, options.broker)
 
 
 def _show(summary: dict[str, Any], root: Path, console: Console) -> None:

@@ -22,18 +22,7 @@ from torch import nn
 from export.build.to_onnx import Exported, export_personal, verify
 from export.build.variants import HeldOut, add_variants, verify_variants
 from export.errors import GateError, InputError, ModelError, SlotError
-from export.model.manifest import (
-    MODEL_NAME,
-    Gate,
-    Manifest,
-    ModelFile,
-    Takes,
-    Verification,
-    digest,
-    read_manifest,
-    sign_manifest,
-    write_manifest,
-)
+from export.model import manifest
 from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.errors import NOT_FOUND
@@ -55,7 +44,7 @@ def pass_gate(
     allowed: float = ALLOWED,
     *,
     threads: int = 0,
-) -> Gate | None:
+) -> manifest.Gate | None:
     """Compare a model with the one in service on the same image files.
 
     Args:
@@ -90,7 +79,9 @@ def pass_gate(
             f"the new model gets {right[1]:.1%} of {len(files)} held-out images right, version {old.directory.name} in service "
             f"{right[0]:.1%}; at most {allowed:.1%} less is allowed, so {old.directory.name} stays"
         )
-    return Gate(against=old.directory.name, images=len(files), before=right[0], accuracy=right[1], allowed=allowed)
+    return manifest.Gate(
+        against=old.directory.name, images=len(files), before=right[0], accuracy=right[1], allowed=allowed
+    )
 
 
 def _right(model: Model, files: Sequence[Path], names: Sequence[str]) -> float:
@@ -108,7 +99,7 @@ def package_personal(
     test_files: Sequence[Path] = (),
     test_labels: Sequence[int] = (),
     metrics: Mapping[str, float] | None = None,
-    takes: Takes = "pixels",
+    takes: manifest.Takes = "pixels",
     variants: HeldOut | None = None,
     gate: float | None = None,
     key: Path | None = None,
@@ -141,18 +132,18 @@ def package_personal(
     slots, threads = Slots(slots_root), torch.get_num_threads()
 
     def fill(directory: Path) -> None:
-        model_path = directory / MODEL_NAME
+        model_path = directory / manifest.MODEL_NAME
         exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes, before=before)
         verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes, before=before)
-        write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number, takes))
+        manifest.write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number, takes))
         if variants is not None:
             add_variants(directory, variants, threads=threads)
             verify_variants(directory, test_files, test_labels, threads=threads)
         if gate is not None:
             passed = pass_gate(directory, slots, test_files, test_labels, gate, threads=threads)
-            write_manifest(directory, read_manifest(directory).model_copy(update={"gate": passed}))
+            manifest.write_manifest(directory, manifest.read_manifest(directory).model_copy(update={"gate": passed}))
         if key is not None:
-            sign_manifest(directory, key)
+            manifest.sign_manifest(directory, key)
 
     return slots.install(fill)
 
@@ -160,20 +151,20 @@ def package_personal(
 def _manifest(
     spec: FederationSpec,
     exported: Exported,
-    verification: Verification,
+    verification: manifest.Verification,
     metrics: Mapping[str, float],
     round_number: int,
-    takes: Takes,
-) -> Manifest:
+    takes: manifest.Takes,
+) -> manifest.Manifest:
     content = exported.content
-    return Manifest(
+    return manifest.Manifest(
         federation=spec.federation,
         round=round_number,
         spec=spec.digest,
         classes=spec.classes,
         image=spec.image,
         takes=takes,
-        model=ModelFile(sha256=digest(content), size=len(content), opset=exported.opset),
+        model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
         metrics=dict(metrics),
         verification=verification,
         created=datetime.now(timezone.utc),

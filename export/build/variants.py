@@ -21,6 +21,7 @@ import onnxruntime
 
 from export.build.preprocess_graph import on_network
 from export.errors import ConversionError, ExportError, ModelError
+from export.model import runtime
 from export.model.manifest import (
     Manifest,
     ModelFile,
@@ -31,19 +32,6 @@ from export.model.manifest import (
     read_manifest,
     read_model,
     write_manifest,
-)
-from export.model.runtime import (
-    CPU,
-    NETWORK_INPUT,
-    TENSORRT,
-    Floats,
-    Predictor,
-    available_providers,
-    in_words,
-    load_image,
-    machine,
-    normalise,
-    predictor_of,
 )
 from fedcg.imaging import Pixels
 
@@ -101,7 +89,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
     """
     manifest = read_manifest(directory)
     plain = read_model(directory, manifest, manifest.model)
-    calibration = [normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
+    calibration = [runtime.normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
     candidates, refused = [_load("fp32", plain, manifest, threads)], []
     for name, convert in _CONVERSIONS.items():
         try:
@@ -124,7 +112,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
 class _Candidate:
     name: VariantName
     content: bytes
-    predictor: Predictor
+    predictor: runtime.Predictor
     start_ms: float
 
 
@@ -132,7 +120,7 @@ def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -
     taken = []
     for _ in range(STARTS):
         began = time.perf_counter()
-        predictor = predictor_of(manifest, Variant(name=name), content, threads=threads)
+        predictor = runtime.predictor_of(manifest, Variant(name=name), content, threads=threads)
         taken.append((time.perf_counter() - began) * 1e3)
     return _Candidate(name, content, predictor, statistics.median(taken))
 
@@ -168,7 +156,7 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
                 top1_agreement=float((classes == predicted[0]).mean()),
                 images=len(labels),
                 reason=against or ("the model as exported" if is_plain else figures),
-                machine=machine() if candidate.name in _BOUND else None,
+                machine=runtime.machine() if candidate.name in _BOUND else None,
             )
         )
     return judged
@@ -190,7 +178,7 @@ def _objection(name: VariantName, speed_up: float, lost: float, budget: float, s
     return ""
 
 
-def _latencies(predictors: Sequence[Predictor], images: Sequence[Pixels]) -> list[float]:
+def _latencies(predictors: Sequence[runtime.Predictor], images: Sequence[Pixels]) -> list[float]:
     """Median milliseconds of one prediction at batch 1, in turns, so that other load on the machine affects all alike."""
     taken: list[list[float]] = [[] for _ in predictors]
     began, (least, most) = time.perf_counter(), TIMING_ROUNDS
@@ -224,25 +212,25 @@ def _conversion() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+def _to_ort(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
     """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
-    if available_providers() != (CPU,):
+    if runtime.available_providers() != (runtime.CPU,):
         raise ConversionError(
-            f"not tried: such a graph is for the CPU alone, and there is {in_words(available_providers())}"
+            f"not tried: such a graph is for the CPU alone, and there is {runtime.in_words(runtime.available_providers())}"
         )
     with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-ort-") as folder:
         done = Path(folder) / "ort.onnx"
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # it warns that the file is for this machine alone
         options.optimized_model_filepath = str(done)
-        onnxruntime.InferenceSession(content, options, providers=[CPU])
+        onnxruntime.InferenceSession(content, options, providers=[runtime.CPU])
         return done.read_bytes()
 
 
-def _to_trt_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
     """The same file; only TensorRT's options differ."""
-    if TENSORRT not in available_providers():
-        raise ConversionError(f"not tried: no TensorRT here, only {in_words(available_providers())}")
+    if runtime.TENSORRT not in runtime.available_providers():
+        raise ConversionError(f"not tried: no TensorRT here, only {runtime.in_words(runtime.available_providers())}")
     return content
 
 
@@ -257,7 +245,7 @@ def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelPr
         return converted
 
 
-def _to_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+def _to_fp16(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
     """Weights and arithmetic of the network in float16; input and outputs keep their types."""
     return _converted(content, _halved)
 
@@ -269,12 +257,12 @@ def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
     return halved
 
 
-def _to_int8(content: bytes, calibration: Sequence[Floats]) -> bytes:
+def _to_int8(content: bytes, calibration: Sequence[runtime.Floats]) -> bytes:
     """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
     return _converted(content, lambda network: _quantised(network, calibration))
 
 
-def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.ModelProto:
+def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Floats]) -> onnx.ModelProto:
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
@@ -299,16 +287,16 @@ def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.
 class _Calibration:
     """Images one by one, as onnxruntime's quantiser asks for them."""
 
-    def __init__(self, images: Sequence[Floats]) -> None:
+    def __init__(self, images: Sequence[runtime.Floats]) -> None:
         self._images = iter(images)
 
-    def get_next(self) -> dict[str, Floats] | None:
+    def get_next(self) -> dict[str, runtime.Floats] | None:
         """The next input, or None after the last one."""
         image = next(self._images, None)
-        return None if image is None else {NETWORK_INPUT: image}
+        return None if image is None else {runtime.NETWORK_INPUT: image}
 
 
-_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[Floats]], bytes]] = {
+_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Floats]], bytes]] = {
     "ort": _to_ort,
     "fp16": _to_fp16,
     "int8": _to_int8,
@@ -343,7 +331,7 @@ def verify_variants(
     tried = [one for one in manifest.variants if one.file is not None and one.name != "fp32"]
     if not files or not tried:
         return manifest
-    pictures, right = [load_image(file, manifest.image) for file in files], np.asarray(labels)
+    pictures, right = [runtime.load_image(file, manifest.image) for file in files], np.asarray(labels)
     plain = _logits(directory, manifest, Variant(name="fp32", file=manifest.model), pictures, threads)
     checks = {
         one.name: _compared(one, _logits(directory, manifest, one, pictures, threads), plain, right) for one in tried
@@ -359,12 +347,14 @@ def verify_variants(
     return verified
 
 
-def _logits(directory: Path, manifest: Manifest, form: Variant, pictures: Sequence[Pixels], threads: int) -> Floats:
+def _logits(
+    directory: Path, manifest: Manifest, form: Variant, pictures: Sequence[Pixels], threads: int
+) -> runtime.Floats:
     content = read_model(directory, manifest, form.file)
-    return predictor_of(manifest, form, content, threads=threads).run(pictures).logits
+    return runtime.predictor_of(manifest, form, content, threads=threads).run(pictures).logits
 
 
-def _compared(form: Variant, logits: Floats, plain: Floats, right: np.ndarray) -> VariantCheck:
+def _compared(form: Variant, logits: runtime.Floats, plain: runtime.Floats, right: np.ndarray) -> VariantCheck:
     return VariantCheck(
         name=form.name,
         accuracy=float((logits.argmax(axis=1) == right).mean()),

@@ -16,19 +16,10 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, Validat
 
 from fedcg.config_file import Settings
 from fedcg.image_form import ImageForm as ImageForm
-from fedcg.wire.parts import (
-    DEFAULT_AGGREGATE_CODEC,
-    DEFAULT_UPDATE_CODEC,
-    SUMMED_MEANING,
-    AggregateCodec,
-    Part,
-    ReportField,
-    TensorLayout,
-    UpdateCodec,
-)
+from fedcg.wire import parts
 
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
-_WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
+_WEIGHING = frozenset({parts.ReportField.EXAMPLES, parts.ReportField.LABEL_COUNTS})
 DEFAULT_MIN_COHORT = 3
 
 
@@ -209,14 +200,14 @@ class FederationSpec(_Frozen):
     seed: _Seed
     augment_flip: bool = False
     augment_crop: CropPixels = 0
-    upload: tuple[Part, ...]
-    report: tuple[ReportField, ...]
-    optional_report: tuple[ReportField, ...] = ()
-    layouts: dict[Part, tuple[TensorLayout, ...]]
-    codec: UpdateCodec = "f32"
-    aggregate_codec: AggregateCodec = "f32"
-    with_base: tuple[Part, ...] = ()
-    summed: tuple[Part, ...] = ()
+    upload: tuple[parts.Part, ...]
+    report: tuple[parts.ReportField, ...]
+    optional_report: tuple[parts.ReportField, ...] = ()
+    layouts: dict[parts.Part, tuple[parts.TensorLayout, ...]]
+    codec: parts.UpdateCodec = "f32"
+    aggregate_codec: parts.AggregateCodec = "f32"
+    with_base: tuple[parts.Part, ...] = ()
+    summed: tuple[parts.Part, ...] = ()
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 
@@ -241,13 +232,13 @@ class FederationSpec(_Frozen):
         return len(self.classes)
 
     @property
-    def required_report(self) -> frozenset[ReportField]:
+    def required_report(self) -> frozenset[parts.ReportField]:
         """The report fields without which an update can't be merged."""
         return (_WEIGHING & frozenset(self.report)) - frozenset(self.optional_report)
 
-    def meaning_of(self, part: Part) -> str:
+    def meaning_of(self, part: parts.Part) -> str:
         """What a part of an update is, for people."""
-        return SUMMED_MEANING if part in self.summed else part.meaning
+        return parts.SUMMED_MEANING if part in self.summed else part.meaning
 
     @staticmethod
     def parse(payload: bytes) -> FederationSpec:
@@ -346,8 +337,10 @@ class FederationPlan(RoundPolicy):
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
     augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
     augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
-    codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
-    aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
+    codec: Annotated[parts.UpdateCodec, Field(description="how updates are coded")] = parts.DEFAULT_UPDATE_CODEC
+    aggregate_codec: Annotated[parts.AggregateCodec, Field(description="how aggregates are coded")] = (
+        parts.DEFAULT_AGGREGATE_CODEC
+    )
 
     _classes_differ = field_validator("classes")(_each_once)
     _crop_fits = field_validator("augment_crop")(_within_image)

@@ -9,14 +9,7 @@ from pathlib import Path
 from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
-from fedcg.learning.data.sources import (
-    dataset_name,
-    decode_image,
-    find_images,
-    installed_dataset,
-    is_array_source,
-    read_image,
-)
+from fedcg.learning.data import sources
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
@@ -31,13 +24,13 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
     """The images of this device can be read."""
     root = config.data.root
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
-    if (name := dataset_name(root)) is not None:
+    if (name := sources.dataset_name(root)) is not None:
         try:
-            installed_dataset(name)
+            sources.installed_dataset(name)
         except DataError as error:
             return "failed", str(error), "correct `root` under [data], or install the package that has the data set"
         return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
-    if root.exists() and is_array_source(root):
+    if root.exists() and sources.is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"
@@ -56,7 +49,7 @@ def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, li
 def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     damaged: list[str] = []
     unreadable: list[str] = []
-    files, loose = find_images(root, classes, unreadable.append)
+    files, loose = sources.find_images(root, classes, unreadable.append)
     if not files and not unreadable:
         if not loose:
             return "failed", f"{root} holds no images", f"expected {expected}"
@@ -66,7 +59,7 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     opened, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
         try:
-            decode_image(read_image(path), _ANY_FORM, str(path))
+            sources.decode_image(sources.read_image(path), _ANY_FORM, str(path))
             opened += 1
         except OSError as error:
             unreadable.append(f"{path}: {error.strerror}")

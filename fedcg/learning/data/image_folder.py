@@ -15,18 +15,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedcg.learning.data import sources
 from fedcg.learning.data.array_files import ArrayData, LabelledImages, checked_shape
-from fedcg.learning.data.sources import (
-    DATASET_PREFIX,
-    SPLITS,
-    dataset_name,
-    decode_image,
-    fit_pixels,
-    installed_dataset,
-    list_files,
-    read_arrays,
-    read_image,
-)
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm
@@ -42,13 +32,13 @@ def own_dataset(name: str, classes: Sequence[str]) -> ArrayData:
     Raises:
         DataError: no such entry point, or images and labels of another kind.
     """
-    given = installed_dataset(name).load()()
+    given = sources.installed_dataset(name).load()()
     parts = given if isinstance(given, Mapping) else {"train": given}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
         raise DataError(
-            f"{DATASET_PREFIX}{name}: gives the parts {', '.join(map(str, parts))}; expected train, test, perhaps val"
+            f"{sources.DATASET_PREFIX}{name}: gives the parts {', '.join(map(str, parts))}; expected train, test, perhaps val"
         )
-    read = {part: _read_dataset(f"{DATASET_PREFIX}{name}", dataset, classes) for part, dataset in parts.items()}
+    read = {part: _read_dataset(f"{sources.DATASET_PREFIX}{name}", dataset, classes) for part, dataset in parts.items()}
     return ArrayData(read["train"], read.get("test"), read.get("val"))
 
 
@@ -132,7 +122,7 @@ class LocalImages:
 def given_split(path: str, classes: Sequence[str]) -> str | None:
     """The split that a source itself puts an image in (`train`, `val` or `test`, the first piece of its path), or None."""
     first = path.partition("/")[0]
-    return first if first in SPLITS and first not in classes else None
+    return first if first in sources.SPLITS and first not in classes else None
 
 
 def load_folder(
@@ -160,17 +150,17 @@ def read_images(
         DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
             `subset` can't be.
     """
-    name = dataset_name(root)
+    name = sources.dataset_name(root)
     if name is not None:
         return _from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
-    arrays = read_arrays(root)
+    arrays = sources.read_arrays(root)
     if arrays is not None:
         return _from_arrays(arrays, root, tuple(classes), form, subset)
     return _from_files(root, tuple(classes), form, subset)
 
 
 def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None) -> LocalImages:
-    listed = list_files(root, classes)
+    listed = sources.list_files(root, classes)
     if subset is not None:
         labels = dict(listed)
         missing = next((path for path in subset if path not in labels), None)
@@ -182,8 +172,8 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
     skipped: list[SkippedImage] = []
     for path, label in listed:
         try:
-            content = read_image(root / path)
-            pixels[len(entries)] = decode_image(content, form, str(root / path))
+            content = sources.read_image(root / path)
+            pixels[len(entries)] = sources.decode_image(content, form, str(root / path))
         except OSError as error:
             raise DataError(f"{root / path}: {error.strerror or error}") from error
         except DataError as error:
@@ -222,7 +212,7 @@ def _from_arrays(
     for number, name in enumerate(names):
         part, row = places[name]
         image = parts[part].images[row]
-        pixels[number] = fit_pixels(image, form)
+        pixels[number] = sources.fit_pixels(image, form)
         digest = hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
         entries.append(FileEntry(name, digest, int(parts[part].labels[row])))
     return LocalImages(_image_set(pixels, [entry.label for entry in entries], classes), entries)
@@ -263,7 +253,7 @@ def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str
     named = {entry.path: given_split(entry.path, classes) for entry in entries}
     there = set(named.values()) - {None}
     if root.is_dir():
-        there |= {name for name in SPLITS if (root / name).is_dir()} - set(classes)
+        there |= {name for name in sources.SPLITS if (root / name).is_dir()} - set(classes)
     given = frozenset({"val", "test"} & there) if "train" in there else frozenset[str]()
     where = {path: split for path, split in named.items() if split is not None and split in given}
     divided = split_by_hash([entry for entry in entries if entry.path not in where], _SHARES[given])

@@ -44,18 +44,9 @@ from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.gan import ClassGaussians, rows_are_independent
 from fedcg.learning.spec import NetworkSpec
+from fedcg.learning.training import losses
 from fedcg.learning.training.batches import FeatureSource, extract_features, feature_batches, generate, local_steps
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
-from fedcg.learning.training.losses import (
-    Divergence,
-    discriminator_loss,
-    fake_loss,
-    feature_mse,
-    generator_loss,
-    mode_seeking,
-    paired_labels,
-    real_loss,
-)
 from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.stage import Descent, Descents, Nets, Stage, Tensors, Trained, moving_average, run_stage
 from fedcg.wire.parts import Part
@@ -165,7 +156,7 @@ def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContex
     stream = ctx.streams.generator("classify", "noise")
 
     def loss(nets: Nets, features: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return weight * feature_mse(features, target)
+        return weight * losses.feature_mse(features, target)
 
     def draw(images: torch.Tensor, labels: torch.Tensor) -> Tensors:
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
@@ -188,20 +179,23 @@ def adversarial(
     def step(nets: Nets, batch: Tensors) -> Descents:
         real, labels, z, *drawn = batch
         judge = nets[Part.DISCRIMINATOR]
-        asked = paired_labels(drawn[0] if drawn else labels)
+        asked = losses.paired_labels(drawn[0] if drawn else labels)
         fake = nets[Part.GENERATOR](z, asked)
 
         def both() -> torch.Tensor:
             logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]), **passes)
-            return discriminator_loss(logits[: len(asked)], logits[len(asked) :])
+            return losses.discriminator_loss(logits[: len(asked)], logits[len(asked) :])
 
         def forged() -> torch.Tensor:
             half = len(asked) // 2
-            spread = mode_seeking(fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half])
-            return generator_loss(judge(fake, asked)) + params.diversity * spread
+            spread = losses.mode_seeking(fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half])
+            return losses.generator_loss(judge(fake, asked)) + params.diversity * spread
 
         if is_private:
-            apart = (lambda: real_loss(judge(real, labels)), lambda: fake_loss(judge(fake.detach(), asked)))
+            apart = (
+                lambda: losses.real_loss(judge(real, labels)),
+                lambda: losses.fake_loss(judge(fake.detach(), asked)),
+            )
             judged = yield Descent(Part.DISCRIMINATOR, *apart)
         else:
             judged = yield Descent(Part.DISCRIMINATOR, both)
@@ -235,7 +229,9 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(settings, Crossing("auto", params.exact_clients, Divergence()), state, ctx, spill)
+        return CrossedAggregator(
+            settings, Crossing("auto", params.exact_clients, losses.Divergence()), state, ctx, spill
+        )
     return EnsembleAggregator(settings, ctx, spill, params.average, params.ensemble)
 
 

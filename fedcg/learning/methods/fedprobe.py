@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
+from fedcg.learning import probes
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
@@ -34,17 +35,6 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.methods._averaging import LocalHalf, average_of, unpenalised
 from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.probes import (
-    ProbeParams,
-    WithProbeSums,
-    counted,
-    distance,
-    fit,
-    mean_outputs,
-    outputs_on,
-    probe_inputs,
-    sums_layout,
-)
 from fedcg.wire.parts import Part
 
 HEAD = frozenset({Part.CLASSIFIER})
@@ -53,7 +43,7 @@ _MOST_CUT = 0.01
 """Share of outputs that may lie outside what can be told; a few outliers move no mean far."""
 
 
-class FedprobeParams(ProbeParams):
+class FedprobeParams(probes.ProbeParams):
     """Training, the probes, and how extractors are fitted to them."""
 
     align_steps: int = Field(
@@ -79,22 +69,22 @@ def align(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext) 
     """The client's extractor, fitted to the mean outputs; nothing where there are none, or none to be believed."""
     params = FedprobeParams.model_validate(ctx.spec.params)
     try:
-        mean = mean_outputs(aggregate.parts[Part.STATISTICS], params)
+        mean = probes.mean_outputs(aggregate.parts[Part.STATISTICS], params)
     except DivergedError as error:  # one client's numbers must not end everybody's round
         ctx.callbacks.warn(f"{error}: it is not believed, and this round does without probes")
         return {}
     if mean is None:
         return {}
     extractor = load_part(ctx.spec, Part.EXTRACTOR, own[Part.EXTRACTOR], ctx.device)
-    inputs = probe_inputs(ctx, params.probes)
-    away = distance(outputs_on(extractor, inputs), mean)
+    inputs = probes.probe_inputs(ctx, params.probes)
+    away = probes.distance(probes.outputs_on(extractor, inputs), mean)
     if not away <= params.trust:
         ctx.callbacks.warn(
             f"the mean of outputs on the probes is not believed: it is {away:.3g} variances away from this device's own "
             f"(trust: {params.trust:g}); this round does without probes"
         )
         return {}
-    before, after = fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
+    before, after = probes.fit(extractor, inputs, mean, params.align_steps, params.align_lr, params.align_until, ctx)
     if not (after <= before and math.isfinite(after)):
         ctx.callbacks.warn(
             f"the extractor can't be fitted to the mean of outputs on the probes: its residual went from {before:.3g} to {after:.3g}; "
@@ -112,9 +102,9 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     down = None if aggregate is None else replace(aggregate, parts={part: aggregate.parts[part] for part in HEAD})
     result = HALF.round_of(ClientState(trained), data, down, ctx)
     extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
-    outputs = outputs_on(extractor, probe_inputs(ctx, params.probes))
+    outputs = probes.outputs_on(extractor, probes.probe_inputs(ctx, params.probes))
     _warn_of_cut(outputs, params.clip, ctx)
-    told = counted(outputs, ctx.masking.sum_weight or len(data), params)
+    told = probes.counted(outputs, ctx.masking.sum_weight or len(data), params)
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,
@@ -137,7 +127,7 @@ def _warn_of_cut(outputs: torch.Tensor, clip: float, ctx: RoundContext) -> None:
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """The average of the classifiers, and the sums of outputs."""
     params = FedprobeParams.model_validate(ctx.spec.params)
-    return WithProbeSums(
+    return probes.WithProbeSums(
         average_of(FedprobeParams, HEAD, state, ctx, spill), params, ctx.masking.unmasking, ctx.callbacks.warn
     )
 
@@ -146,7 +136,7 @@ METHOD = Method(
     name="fedprobe",
     title="classifiers averaged, private extractors aligned by the mean of their outputs on a cohort's probe images",
     params_type=FedprobeParams,
-    payload=Payload(SHARED, SHARED, frozenset({Part.EXTRACTOR}), HEAD, sums_layout, is_summed=True),
+    payload=Payload(SHARED, SHARED, frozenset({Part.EXTRACTOR}), HEAD, probes.sums_layout, is_summed=True),
     needs=Needs(cohort=True),
     personal=Personal(align=align),
     local_round=local_round,

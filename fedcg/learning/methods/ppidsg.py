@@ -62,22 +62,11 @@ from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencode
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
+from fedcg.learning.training import stage
 from fedcg.learning.training.batches import Augmenter, images_at_once, local_batches
 from fedcg.learning.training.classification import dropped
 from fedcg.learning.training.losses import cross_entropy, fake_loss, real_loss
 from fedcg.learning.training.optimisers import adam, task_optimiser
-from fedcg.learning.training.stage import (
-    AfterStep,
-    Descent,
-    Descents,
-    Nets,
-    Stage,
-    Tensors,
-    Trained,
-    average_extras,
-    moving_average,
-    run_stage,
-)
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
@@ -292,8 +281,8 @@ def translation(
     encrypt: Encrypt,
     params: PpidsgParams,
     ctx: RoundContext,
-    after: tuple[AfterStep, ...] = (),
-) -> Stage:
+    after: tuple[stage.AfterStep, ...] = (),
+) -> stage.Stage:
     """One round of PPIDSG's local training.
 
     Args:
@@ -307,12 +296,12 @@ def translation(
     streams, spec = ctx.streams.at(_NAME), ctx.spec
     augmenter, pool = Augmenter(spec, streams), ImagePool(params.pool_images, streams.generator("pool"))
 
-    def of_images(index: torch.Tensor) -> Tensors:
+    def of_images(index: torch.Tensor) -> stage.Tensors:
         raw = data.rows(index.to(data.labels.device))
         images = augmenter.draw(len(index)).apply(raw.images)
         return normalise(images, spec.image), normalise(encrypt(images), spec.image), raw.labels
 
-    def step(nets: Nets, batch: Tensors) -> Descents:
+    def step(nets: stage.Nets, batch: stage.Tensors) -> stage.Descents:
         images, encrypted, labels = batch
         generator, judge, classifier = nets["generator"], nets["discriminator"], nets["classifier"]
         extractor = cast(ImageAutoencoder, nets["extractor"])
@@ -324,7 +313,7 @@ def translation(
             return generator_objective(judge(image), image, encrypted, classifier(extractor(image)), labels, params)
 
         for _ in range(params.generator_steps):
-            forged = yield Descent("generator", forge)
+            forged = yield stage.Descent("generator", forge)
         pooled, pooled_labels = pool.exchange(made[0].detach(), labels)
 
         def classify() -> torch.Tensor:
@@ -332,19 +321,19 @@ def translation(
                 features = extractor(pooled)
             return cross_entropy(classifier(dropped(features, ctx.privacy.dropout)), pooled_labels)
 
-        restored = yield Descent("extractor", lambda: F.mse_loss(extractor.restore(extractor(pooled)), pooled))
-        classified = yield Descent("classifier", classify)
-        judged = yield Descent(
+        restored = yield stage.Descent("extractor", lambda: F.mse_loss(extractor.restore(extractor(pooled)), pooled))
+        classified = yield stage.Descent("classifier", classify)
+        judged = yield stage.Descent(
             "discriminator", lambda: discriminator_objective(judge(encrypted), judge(pooled), params.adversarial)
         )
         return [loss for loss in (forged, restored, classified, judged) if loss is not None]
 
     named = {field.name: getattr(networks, field.name) for field in fields(networks)}
-    return Stage(
+    return stage.Stage(
         name=_NAME,
         losses=tuple(f"{name} loss of the image translation" for name in TRANSLATION_LOSSES),
         networks=named,
-        trained={name: Trained((name,), _optimiser(name, one, params, ctx)) for name, one in named.items()},
+        trained={name: stage.Trained((name,), _optimiser(name, one, params, ctx)) for name, one in named.items()},
         batches=local_batches(_NAME, len(data), params, ctx, of_images, at_once=images_at_once(spec.image)),
         step=step,
         exact=frozenset(named),
@@ -380,12 +369,12 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     )
     encrypt = scrambling_by(spec, kept).encrypt
     own = {Part.IMAGE_GENERATOR: nets.generator, Part.EXTRACTOR: nets.extractor, Part.CLASSIFIER: nets.classifier}
-    average = moving_average(own, params, own)
-    told = run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx, average), ctx)
+    average = stage.moving_average(own, params, own)
+    told = stage.run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx, average), ctx)
     losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))
     parts = {part: weights_of(net) for part, net in own.items()}
     extras = {
-        **average_extras(average),
+        **stage.average_extras(average),
         _KEY: {name: tensor.clone() for name, tensor in state.extras[_KEY].items()},
         SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
         _DISCRIMINATOR: weights_of(nets.discriminator),

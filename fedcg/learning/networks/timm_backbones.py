@@ -28,19 +28,12 @@ from torch import nn
 
 from fedcg.errors import ConnectionFailedError
 from fedcg.image_form import ImageForm
+from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.splits import FeatureRange, Split
 from fedcg.learning.networks.torchvision_backbones import vision
 from fedcg.learning.spec import NetworkChoice
-from fedcg.learning.split_names import (
-    IMAGENET,
-    INSTALL_TIMM,
-    MAX_WEIGHT_BYTES,
-    Projected,
-    parse_projected,
-    pinned_weights,
-)
 
 _OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
 _SEPARABLE = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
@@ -90,8 +83,10 @@ def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    if path.is_file() and path.stat().st_size > MAX_WEIGHT_BYTES:
-        raise NetworkError(f"{path}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network's")
+    if path.is_file() and path.stat().st_size > split_names.MAX_WEIGHT_BYTES:
+        raise NetworkError(
+            f"{path}: more than {split_names.MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network's"
+        )
     is_plain = path.suffix == ".safetensors"
     try:
         found = safetensors.torch.load_file(path) if is_plain else torch.load(path, "cpu", weights_only=True)
@@ -132,7 +127,7 @@ class ProjectedBackbone(nn.Module):
         frozen: names of the backbone's tensors that are constants.
     """
 
-    def __init__(self, backbone: nn.Module, stage: int | None, pooled: int, name: Projected) -> None:
+    def __init__(self, backbone: nn.Module, stage: int | None, pooled: int, name: split_names.Projected) -> None:
         """`stage`: index among timm's feature stages; None: up to the pooled features. `pooled`: K."""
         super().__init__()
         self.backbone = backbone
@@ -224,7 +219,7 @@ def timm_library() -> ModuleType:
     try:
         return importlib.import_module("timm")
     except ImportError as error:
-        raise NetworkError(f"timm can't be imported ({error}); {INSTALL_TIMM}") from error
+        raise NetworkError(f"timm can't be imported ({error}); {split_names.INSTALL_TIMM}") from error
 
 
 def projected_split(choice: NetworkChoice, image: ImageForm) -> Split:
@@ -262,8 +257,8 @@ def _misfit(choice: NetworkChoice, image: ImageForm) -> str:
                 "leave network.freeze out"
             )
         )
-    own = timm_library().get_pretrained_cfg(parse_projected(choice.split).timm)
-    known = [IMAGENET] if own is None else [IMAGENET, (own.mean, own.std)]
+    own = timm_library().get_pretrained_cfg(split_names.parse_projected(choice.split).timm)
+    known = [split_names.IMAGENET] if own is None else [split_names.IMAGENET, (own.mean, own.std)]
     if not any(_is_normalised(image, mean, std) for mean, std in known):
         mean, std = known[-1]
         return (
@@ -313,7 +308,7 @@ def _fill(name: str, weights: str, extractor: nn.Module, stream: torch.Generator
 
 @functools.lru_cache(maxsize=4)
 def _weights(name: str, sha256: str) -> dict[str, torch.Tensor]:
-    return read_weights(pinned_weights(sha256), tensor_shapes(name))
+    return read_weights(split_names.pinned_weights(sha256), tensor_shapes(name))
 
 
 def check_weights(choice: NetworkChoice) -> None:
@@ -325,7 +320,7 @@ def check_weights(choice: NetworkChoice) -> None:
     if choice.weights is None:
         return
     try:
-        path = pinned_weights(choice.weights)
+        path = split_names.pinned_weights(choice.weights)
     except NetworkError:  # a coordinator can do without it
         return
     read_weights(path, tensor_shapes(choice.split))
@@ -343,7 +338,7 @@ def tensor_shapes(name: str) -> dict[str, tuple[int, ...]]:
 @functools.cache
 def _prototype(name: str, freeze: str) -> ProjectedBackbone:
     """A backbone with its projection on the meta device, frozen as asked."""
-    parsed, timm = parse_projected(name), timm_library()
+    parsed, timm = split_names.parse_projected(name), timm_library()
     if not timm.is_model(parsed.timm):
         near = ", ".join(difflib.get_close_matches(parsed.timm, timm.list_models(), n=3)) or "see timm.list_models()"
         raise NetworkError(f"timm {timm.__version__} has no network {parsed.timm}; near to it: {near}")
@@ -418,7 +413,7 @@ def fetch_weights(backbone: str, out: Path) -> Path:
         ConnectionFailedError: no network.
     """
     name = f"{backbone}+project"
-    known, shapes = parse_projected(name), tensor_shapes(name)
+    known, shapes = split_names.parse_projected(name), tensor_shapes(name)
     address = _address(known.timm)
     path = out / f"{known.timm}{'.safetensors' if address.endswith('.safetensors') else '.pth'}"
     try:
@@ -453,10 +448,12 @@ def _address(name: str) -> str:
 
 
 def _download(address: str, path: Path) -> None:
-    left = MAX_WEIGHT_BYTES
+    left = split_names.MAX_WEIGHT_BYTES
     with urlopen(address, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:  # noqa: S310 - https alone, see `_address`
         while piece := answer.read(_PIECE):
             left -= len(piece)
             if left < 0:
-                raise NetworkError(f"{address}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network")
+                raise NetworkError(
+                    f"{address}: more than {split_names.MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network"
+                )
             file.write(piece)

@@ -19,35 +19,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from pydantic import BaseModel
 
 from fedcg.files import checked, with_check, write_durably
-from fedcg.wire.errors import (
-    MalformedError,
-    OldEpochError,
-    OrderError,
-    OtherFederationError,
-    OtherSessionError,
-    ReplayError,
-    SignatureError,
-    TooLargeError,
-)
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    MAX_MESSAGE_BYTES,
-    AnyMessage,
-    CoordinatorStatus,
-    Finished,
-    KeyChain,
-    KeyLink,
-    Offer,
-    decode,
-    encode,
-)
+from fedcg.wire import errors
+from fedcg.wire.messages import schemas
 
 MAGIC = b"FCG1"
 DOMAIN = b"fedcg/1 envelope\0"
 SIGNATURE_BYTES = 64
 OVERHEAD_BYTES = len(MAGIC) + SIGNATURE_BYTES
-MAX_ENVELOPE_BYTES = MAX_MESSAGE_BYTES + OVERHEAD_BYTES
+MAX_ENVELOPE_BYTES = schemas.MAX_MESSAGE_BYTES + OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,7 @@ class VerifyKey:
 
     def __post_init__(self) -> None:
         if len(self.raw) != 32:
-            raise MalformedError(f"a public key has 32 bytes, not {len(self.raw)}")
+            raise errors.MalformedError(f"a public key has 32 bytes, not {len(self.raw)}")
 
     @staticmethod
     def from_hex(text: str) -> VerifyKey:
@@ -70,7 +49,7 @@ class VerifyKey:
         try:
             return VerifyKey(bytes.fromhex(text.strip()))
         except ValueError as error:
-            raise MalformedError("a public key is written as 64 hex digits") from error
+            raise errors.MalformedError("a public key is written as 64 hex digits") from error
 
     @staticmethod
     def load_all(path: Path) -> tuple[VerifyKey, ...]:
@@ -83,8 +62,8 @@ class VerifyKey:
         try:
             lines = (checked(path.read_bytes()) or b"").decode("ascii").split()
             return tuple(map(VerifyKey.from_hex, lines or [""]))
-        except (MalformedError, UnicodeDecodeError) as error:
-            raise MalformedError(f"{path} is damaged: {error}") from error
+        except (errors.MalformedError, UnicodeDecodeError) as error:
+            raise errors.MalformedError(f"{path} is damaged: {error}") from error
 
     @staticmethod
     def file_of(*keys: str) -> bytes:
@@ -134,13 +113,13 @@ class SigningKey:
         content = path.read_bytes()
         check, begin, rest = content.partition(b"-----BEGIN")
         if check and content != with_check(begin + rest):  # another program's file has none
-            raise MalformedError(f"{path} is damaged: it fails the check in its first line")
+            raise errors.MalformedError(f"{path} is damaged: it fails the check in its first line")
         try:
             private = load_pem_private_key(begin + rest, password=None)
         except (ValueError, TypeError) as error:
-            raise MalformedError(f"{path} holds no private key in PEM form") from error
+            raise errors.MalformedError(f"{path} holds no private key in PEM form") from error
         if not isinstance(private, Ed25519PrivateKey):
-            raise MalformedError(f"{path} holds a private key that is not Ed25519")
+            raise errors.MalformedError(f"{path} holds a private key that is not Ed25519")
         return SigningKey(private)
 
     def save(self, path: Path) -> None:
@@ -162,13 +141,13 @@ class SigningKey:
         return self._private.sign(signed)
 
 
-def seal(message: AnyMessage, key: SigningKey) -> bytes:
+def seal(message: schemas.AnyMessage, key: SigningKey) -> bytes:
     """The envelope of a message.
 
     Raises:
         TooLargeError: the message is over 16 KB.
     """
-    payload = encode(message)
+    payload = schemas.encode(message)
     return MAGIC + key.sign(DOMAIN + payload) + payload
 
 
@@ -176,7 +155,7 @@ def seal(message: AnyMessage, key: SigningKey) -> bytes:
 class Envelope:
     """A message whose bounds and schema were checked, and a signature that was not yet."""
 
-    message: AnyMessage
+    message: schemas.AnyMessage
     signature: bytes
     payload: bytes
 
@@ -193,14 +172,14 @@ def read_envelope(data: bytes) -> Envelope:
         MalformedError: no envelope, or no message of the schema in it.
     """
     if len(data) > MAX_ENVELOPE_BYTES:
-        raise TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
+        raise errors.TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
     if len(data) <= OVERHEAD_BYTES or not data.startswith(MAGIC):
-        raise MalformedError("not a signed envelope of this protocol")
+        raise errors.MalformedError("not a signed envelope of this protocol")
     signature, payload = data[len(MAGIC) : OVERHEAD_BYTES], data[OVERHEAD_BYTES:]
-    return Envelope(decode(payload), signature, payload)
+    return Envelope(schemas.decode(payload), signature, payload)
 
 
-def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> AnyMessage:
+def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> schemas.AnyMessage:
     """The message in an envelope, after its bounds, its schema and its sender's signature were checked.
 
     Args:
@@ -216,9 +195,11 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> An
     message = envelope.message
     key = resolve(message.sender)
     if key is None:
-        raise SignatureError(f"a {message.kind} message of a sender that is not enrolled")
+        raise errors.SignatureError(f"a {message.kind} message of a sender that is not enrolled")
     if not envelope.is_signed_by(key):
-        raise SignatureError(f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it")
+        raise errors.SignatureError(
+            f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it"
+        )
     return message
 
 
@@ -238,7 +219,7 @@ class PinnedKey:
     serial: int = 0
 
 
-def make_link(federation: str, serial: int, epoch: int, old: SigningKey, new: VerifyKey) -> KeyLink:
+def make_link(federation: str, serial: int, epoch: int, old: SigningKey, new: VerifyKey) -> schemas.KeyLink:
     """The signed statement that `new` replaces `old`.
 
     Args:
@@ -249,7 +230,7 @@ def make_link(federation: str, serial: int, epoch: int, old: SigningKey, new: Ve
         new: the key that counts from now on.
     """
     signature = old.sign(_statement(federation, serial, epoch, old.public.hex, new.hex))
-    return KeyLink(serial=serial, epoch=epoch, old=old.public.hex, new=new.hex, signature=signature.hex())
+    return schemas.KeyLink(serial=serial, epoch=epoch, old=old.public.hex, new=new.hex, signature=signature.hex())
 
 
 def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey:
@@ -267,17 +248,23 @@ def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey
     """
     envelope = read_envelope(data)
     chain = envelope.message
-    if not isinstance(chain, KeyChain) or chain.sender != COORDINATOR or chain.recipient != EVERYONE:
-        raise MalformedError(f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are published")
+    if (
+        not isinstance(chain, schemas.KeyChain)
+        or chain.sender != schemas.COORDINATOR
+        or chain.recipient != schemas.EVERYONE
+    ):
+        raise errors.MalformedError(
+            f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are published"
+        )
     if chain.federation != federation:
-        raise OtherFederationError(f"the coordinator's keys of federation {chain.federation!r}")
+        raise errors.OtherFederationError(f"the coordinator's keys of federation {chain.federation!r}")
     followed = follow(chain, pinned)
     if not envelope.is_signed_by(followed.key):
-        raise SignatureError("a chain of keys that is not signed by the last of them")
+        raise errors.SignatureError("a chain of keys that is not signed by the last of them")
     return followed
 
 
-def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
+def follow(chain: schemas.KeyChain, pinned: PinnedKey) -> PinnedKey:
     """Like `open_key_chain`, for a chain whose envelope and addressee the caller has checked.
 
     Raises:
@@ -287,24 +274,24 @@ def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
     last = chain.links[-1]
     if last.new == pinned.key.hex:
         if pinned.serial not in (0, last.serial):
-            raise OrderError(f"the pinned key has serial {pinned.serial}, not {last.serial}")
+            raise errors.OrderError(f"the pinned key has serial {pinned.serial}, not {last.serial}")
         return PinnedKey(pinned.key, last.serial)
     if pinned.serial >= last.serial:
-        raise OrderError(
+        raise errors.OrderError(
             f"a chain of keys that ends at {last.serial} came after key {pinned.serial} was pinned: a replay, or a "
             "coordinator whose directory was restored from a backup"
         )
     onward = next((link for link in chain.links if link.old == pinned.key.hex), None)
     if onward is None:
-        raise SignatureError(
+        raise errors.SignatureError(
             "a chain of keys without the key that is pinned here; if the operator changed the key, enrol this device again"
         )
     if pinned.serial not in (0, onward.serial - 1):
-        raise OrderError(f"key {pinned.serial} is pinned, and the chain goes on from it with {onward.serial}")
+        raise errors.OrderError(f"key {pinned.serial} is pinned, and the chain goes on from it with {onward.serial}")
     return PinnedKey(VerifyKey.from_hex(last.new), last.serial)
 
 
-def check_links(chain: KeyChain) -> None:
+def check_links(chain: schemas.KeyChain) -> None:
     """Check that every link is signed by the key it replaces and follows the one before; the first key is not checked.
 
     Raises:
@@ -313,13 +300,13 @@ def check_links(chain: KeyChain) -> None:
     for link in chain.links:
         statement = _statement(chain.federation, link.serial, link.epoch, link.old, link.new)
         if not VerifyKey.from_hex(link.old).verifies(bytes.fromhex(link.signature), statement):
-            raise SignatureError(f"key {link.serial} of the chain is not signed by the key that it replaces")
+            raise errors.SignatureError(f"key {link.serial} of the chain is not signed by the key that it replaces")
     for link, following in pairwise(chain.links):
         if following.serial != link.serial + 1 or following.old != link.new or following.epoch < link.epoch:
-            raise OrderError(f"keys {link.serial} and {following.serial} of the chain do not follow one another")
+            raise errors.OrderError(f"keys {link.serial} and {following.serial} of the chain do not follow one another")
     keys = [chain.links[0].old, *(link.new for link in chain.links)]
     if len(set(keys)) < len(keys):
-        raise OrderError("a key comes back in the chain")
+        raise errors.OrderError("a key comes back in the chain")
 
 
 def _statement(federation: str, serial: int, epoch: int, old: str, new: str) -> bytes:
@@ -338,7 +325,7 @@ class BroadcastOrder:
         self.highest = highest
         self._is_over = False  # the highest is that of a `Finished`
 
-    def admit(self, message: AnyMessage) -> None:
+    def admit(self, message: schemas.AnyMessage) -> None:
         """Admit a broadcast; an equal position is admitted, because retained messages repeat.
 
         A coordinator's status concerns its epoch only: its will is signed before any round of the epoch is known. The end
@@ -350,19 +337,19 @@ class BroadcastOrder:
         """
         position = (message.epoch, message.round, message.attempt)
         if message.epoch < self.highest[0]:
-            raise OldEpochError(
+            raise errors.OldEpochError(
                 f"a {message.kind} message of epoch {message.epoch} came after epoch {self.highest[0]}: "
                 "a replay, or a coordinator that lost its lease"
             )
-        if isinstance(message, CoordinatorStatus):
+        if isinstance(message, schemas.CoordinatorStatus):
             position = max(self.highest, (message.epoch, 0, 0))
-        is_after_the_end = self._is_over and isinstance(message, Offer) and position == self.highest
+        is_after_the_end = self._is_over and isinstance(message, schemas.Offer) and position == self.highest
         if position < self.highest or is_after_the_end:
-            raise ReplayError(
+            raise errors.ReplayError(
                 f"a {message.kind} message of (epoch, round, attempt) {position} came after {self.highest}"
             )
-        if position > self.highest or isinstance(message, Finished):
-            self._is_over = isinstance(message, Finished)
+        if position > self.highest or isinstance(message, schemas.Finished):
+            self._is_over = isinstance(message, schemas.Finished)
         self.highest = position
 
 
@@ -391,7 +378,7 @@ class Session:
         self.next_out += 1
         return stamped
 
-    def admit(self, message: AnyMessage) -> None:
+    def admit(self, message: schemas.AnyMessage) -> None:
         """Admit a message of the other side.
 
         Raises:
@@ -399,7 +386,9 @@ class Session:
             ReplayError: a counter that was used already.
         """
         if message.session != self.session_id:
-            raise OtherSessionError(f"a {message.kind} message of another session")
+            raise errors.OtherSessionError(f"a {message.kind} message of another session")
         if message.counter <= self.last_in:
-            raise ReplayError(f"a {message.kind} message with counter {message.counter} came after {self.last_in}")
+            raise errors.ReplayError(
+                f"a {message.kind} message with counter {message.counter} came after {self.last_in}"
+            )
         self.last_in = message.counter
