@@ -19,11 +19,11 @@ from coordinator.storage import schema
 from coordinator.storage.database import make_engine, recovered_epoch
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
-from coordinator.updates import validation
 from coordinator.updates.published_artifacts import OPEN_FILES, ArtifactRequests, PublishedArtifacts
 from coordinator.updates.receiver import Broken
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.sentences import sentence_of
+from fedcg.wire.artifacts import artifacts
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.errors import IntegrityError, TransportError
@@ -448,7 +448,7 @@ def test_an_update_is_decoded_and_hashed_once_and_over_https_each_chunk_too(
         decoded.append(len(data))
         return unpack(data, *args, **options)
 
-    monkeypatch.setattr(validation, "unpack", counted_unpack)
+    monkeypatch.setattr(artifacts, "unpack", counted_unpack)
     monkeypatch.setattr(hashlib, "sha256", CountingSha256)
     for count, name in enumerate("ba", 1):  # the base is read and decoded with the first one
         data = world.devices[name].make_update(1, 1, world.base_id)

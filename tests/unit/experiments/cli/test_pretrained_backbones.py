@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from fedcg.learning import split_names
 from fedcg.learning.networks import own_backbone, timm_backbones
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
@@ -145,7 +146,7 @@ def test_fetch_keeps_a_download_that_holds_the_networks_tensors(
     assert other.exit_code == 2
     assert "not the weights of this network" in said(other.output)
     assert list((tmp_path / "other").iterdir()) == []
-    monkeypatch.setattr(timm_backbones, "MAX_WEIGHT_BYTES", 1000)
+    monkeypatch.setattr(split_names, "MAX_WEIGHT_BYTES", 1000)
     monkeypatch.setattr(timm_backbones, "urlopen", serve(weights.read_bytes()))
     assert run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other").exit_code == 2
 

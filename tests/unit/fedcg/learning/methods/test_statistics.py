@@ -304,7 +304,7 @@ def test_a_round_warns_where_more_than_one_output_in_a_hundred_is_cut_as_it_is_t
 
     def warnings(outputs: torch.Tensor) -> list[str]:
         said: list[str] = []
-        monkeypatch.setattr("fedcg.learning.methods.fedprobe.outputs_on", lambda *_: outputs)
+        monkeypatch.setattr("fedcg.learning.probes.outputs_on", lambda *_: outputs)
         method.local_round(state, data, None, warned_context(said))
         return said
 
