@@ -20,10 +20,8 @@ from coordinator.aggregation.jobs import (
     FinishJob,
     Job,
     JobDone,
-    JobFailed,
     PhaseStarted,
     UpdateAdded,
-    UpdateFailed,
     WorkerEvent,
     WorkerReady,
     WorkerSettings,
@@ -172,19 +170,6 @@ def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
             connection.send(UpdateAdded(1, 1, request.client))
         elif isinstance(request, FinishJob):
             connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
-
-
-def fail_the_job_and_answer_nothing_more(connection: Connection, settings: WorkerSettings) -> None:
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    requests = requests_of(connection)
-    job = next(requests)
-    connection.send(JobFailed(job.round, job.attempt, "no such file"))
-    asked: list[str] = []
-    for request in requests:
-        if isinstance(request, Job):  # the next attempt: it names what it was asked for in between
-            connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
-        else:
-            asked.append(request.client)
 
 
 def die_over_the_merge_until_it_averages(connection: Connection, _settings: WorkerSettings) -> None:

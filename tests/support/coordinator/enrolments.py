@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from coordinator.cli.opening import create_home
-from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
+from coordinator.config import CoordinatorConfig, EnrolmentSettings
 from coordinator.http.device_api import create_enrolment_app, listening, serving
 from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
 from coordinator.members.enrolment import WantedToken, create_token
@@ -33,10 +33,9 @@ from tests.support.waiting import free_port
 FEDERATION = "casting"
 
 
-def open_home(root: Path, *, certificate_days: float = 30.0, broker_port: int = 8883) -> Home:
+def open_home(root: Path) -> Home:
     """A coordinator's directory with a federation and an enrolment port."""
-    settings = EnrolmentSettings(port=free_port(), certificate_days=certificate_days)
-    home = create_home(root, CoordinatorConfig(broker=BrokerSettings(port=broker_port), enrolment=settings))
+    home = create_home(root, CoordinatorConfig(enrolment=EnrolmentSettings(port=free_port())))
     add_federation(home, FEDERATION)
     return home
 
@@ -78,13 +77,12 @@ class Desk:
 
 
 @contextmanager
-def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> Iterator[Desk]:
+def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS) -> Iterator[Desk]:
     """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
     config, store = home.config(), Store(home.database)
     desk = Desk(home, store)
     admission = Admission(home, store, config, EventLog(home.events_file, time.time), desk.clock)
-    limits = FailureLimits(time.monotonic, per_address, everybody)
-    device_limits = FailureLimits(time.monotonic, per_address, everybody)
+    limits, device_limits = (FailureLimits(time.monotonic, per_address, ALL) for _ in range(2))
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     ready, loops = threading.Event(), []
 

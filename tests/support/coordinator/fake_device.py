@@ -49,7 +49,6 @@ class FakeDevice:
     spec: FederationSpec
     coordinator: SigningKey
     key: SigningKey = field(default_factory=SigningKey.generate)
-    scale: float = 0.05
     silent: bool = False
     carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
@@ -132,7 +131,7 @@ class FakeDevice:
 
     def make_update(self, round_number: int, attempt: int, base: str, **changes: Any) -> bytes:
         layouts = shared_layouts(self.spec)
-        parts = random_parts(layouts, seed=1000 * round_number + sum(self.name.encode()), scale=self.scale)
+        parts = random_parts(layouts, seed=1000 * round_number + sum(self.name.encode()), scale=0.05)
         header = update_header(self.spec, round_number, attempt, self.name, base, **changes)
         return pack(header, parts, self.spec.codec, self._base(base))
 

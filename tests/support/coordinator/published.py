@@ -16,8 +16,8 @@ from tests.support.coordinator.world import World
 class Published:
     """What grants and receipts were sent."""
 
-    def __init__(self, carrier: Carrier = Carrier.MQTT) -> None:
-        self.used_carrier = carrier
+    def __init__(self) -> None:
+        self.used_carrier = Carrier.MQTT
         self.held = threading.Event()  # a receipt waits
         self.release = threading.Event()
         self.release.set()  # clear it, and the next receipt waits

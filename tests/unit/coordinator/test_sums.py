@@ -340,47 +340,6 @@ def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Att
     assert [event["reason"] for event in attempt.events("sum_off")] == [reason]
 
 
-def test_devices_that_can_not_know_each_other_leave_the_round_without_a_sum(attempt: Attempt) -> None:
-    attempt.lies["shares"] = lambda step: SumShares(sealed={})
-    attempt.announce()
-    for device, step in attempt.sent:
-        if isinstance(step, SumMembers) and device in {"box-00", "box-01", "box-02"}:
-            attempt.answer(device, cast(SumShares, attempt.cohort.reply(device, step, attempt.at)))
-    attempt.wait(WAIT_S)
-    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
-    assert attempt.merged == [OpenedSum()]
-    assert attempt.sums.failure == SumFailure(3, "2 of 4 devices dealt out shares", Phase.SHARES)
-    assert (attempt.cohort.names[4], SumOff()) in attempt.sent
-
-
-def test_a_coordinator_that_was_without_a_link_waits_anew_for_signatures(attempt: Attempt) -> None:
-    attempt.announce()
-    attempt.answer_all()
-    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
-    attempt.sums.tick(attempt.cohort.names)
-    attempt.now += 10 * WAIT_S  # nobody heard of the list
-    attempt.sums.link_is_back()
-    attempt.sums.tick(attempt.cohort.names)
-    attempt.answer_all()
-    assert attempt.exact(attempt.merged[0])
-
-
-@pytest.mark.parametrize("answered", range(5))
-def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt: Attempt, answered: int) -> None:
-    attempt.announce()
-    attempt.answer_all()
-    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
-    for device, step in attempt.sent[:answered]:
-        attempt.answer(device, cast(SumSigned, attempt.cohort.reply(device, step, attempt.at)))
-    attempt.sent = []
-    attempt.sums = attempt.started()
-    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
-    attempt.wait(5.0)
-    attempt.answer_all()
-    assert attempt.exact(attempt.merged[0])
-    assert len(attempt.merged[0].weights) == 5
-
-
 class LosesTheSum(PlainWorker):
     """Merges an aggregate without the sum that was opened for it."""
 

@@ -1,13 +1,10 @@
 """The real aggregation worker, with torch, in its own process: whole federations, and SIGKILL in the middle of a phase."""
 
-import gc
 import math
 import os
 import subprocess
 import sys
-import weakref
 from contextlib import closing
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -100,15 +97,6 @@ def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
     assert not list((world.root / "spill").glob("*/*/*"))
 
 
-@pytest.mark.slow
-def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) -> None:
-    world = real_world(tmp_path / "home", *founded(tmp_path, "local", 1, ""))
-    final = run_to_the_end(world)
-    assert read_header(world.artifacts.get(final)).codecs == {}
-    update = world.devices["a"].receipts()[0].artifact
-    assert read_header(world.artifacts.get(update)).codecs == {}
-
-
 def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_path: Path) -> None:
     with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
@@ -125,34 +113,6 @@ def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch:
         worker.until(JobFailed)
     deaths = [event.deaths for event in worker.events if isinstance(event, WorkerDied)]
     assert deaths == list(range(1, MAX_DEATHS + 1))
-
-
-def test_a_job_that_is_over_is_gone_when_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _count_runners)
-    with DrivenWorker(worker_settings(tmp_path)) as worker:
-        for number in (1, 2, 3):
-            worker.worker.open(replace(JOB, round=number))
-            worker.until(Progressed)
-            (counted,) = (event for event in worker.events if isinstance(event, Progressed))
-            worker.events.clear()
-            assert (counted.round, counted.step) == (number, 1), "runners that are alive"
-
-
-def _count_runners(connection: Connection, settings: WorkerSettings) -> None:
-    """The worker, with runners that refer to themselves as an aggregator does, and no collection but its own."""
-    from coordinator.aggregation import worker
-
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    class Runner:
-        def __init__(self, job: Job, _settings: object, _device: str, send: worker.Send, _public: object) -> None:
-            self.own = self
-            alive.add(self)
-            send(Progressed(os.getpid(), job.round, job.attempt, "teacher", len(alive), 1))
-
-    gc.disable()
-    worker.JobRunner = Runner  # type: ignore[assignment, misc]
-    worker.worker_main(connection, settings)
 
 
 def _die_at_once(*_: object) -> None:
@@ -181,19 +141,6 @@ def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> N
     added = sum(isinstance(request, AddUpdate) for request in requests)
     connection.send(JobDone(1, 1, "4" * 64, added, "5" * 64))
     connection.recv()
-
-
-def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() -> None:
-    sent: list[Any] = []
-    now = [0.0]
-    throttle = Throttle(JOB, sent.append, lambda: now[0])
-    for phase in ("teacher", "distil"):
-        for step in range(1, 101):
-            now[0] += 0.01
-            throttle(phase, step, 100)
-    steps = [(event.phase, event.step) for event in sent if isinstance(event, Progressed)]
-    assert {("teacher", 1), ("teacher", 100), ("distil", 1), ("distil", 100)} <= set(steps)
-    assert (steps[0], steps[-1], len(steps) < 20) == (("teacher", 1), ("distil", 100), True)
 
 
 def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() -> None:

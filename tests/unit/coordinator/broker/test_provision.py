@@ -6,7 +6,6 @@ import random
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime, timezone
@@ -18,8 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from coordinator.broker.access_lists import NOT_APPLIED, end_silences, publish_lists, refresh_access
-from coordinator.broker.broker_folder import MAX_BYTES, Lists, parse_lists, write_config, write_folder
+from coordinator.broker.access_lists import NOT_APPLIED, publish_lists, refresh_access
+from coordinator.broker.broker_folder import MAX_BYTES, Lists, parse_lists, write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings, load_config
 from coordinator.errors import BrokerError, HomeError
@@ -31,14 +30,13 @@ from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.errors import BAD_INPUT, EXISTS
-from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from tests.support.broker.brokers import QueueLimits
 from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec
-from tests.support.waiting import free_port, wait_until
+from tests.support.waiting import free_port
 
 AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
 
@@ -191,17 +189,6 @@ def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_
     assert [line for line in lines if line.startswith("user")] == AS_WHOEVER_RUNS_THIS
 
 
-def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
-    some = Lists(federations=("casting",), devices=("b", "a"), observers=("observer",), revocations="")
-    text = some.access_list()
-    lists = ["lists-writer", "lists-reader"]
-    users = [line.removeprefix("user ") for line in text.splitlines() if line.startswith("user")]
-    assert users == [*lists, "coordinator", "observer", "a", "b"]
-    alone = Lists(federations=(), devices=("a",), observers=(), revocations="").access_list().splitlines()
-    assert [line.removeprefix("user ") for line in alone if line.startswith("user")] == lists
-    assert all("fedcg/lists/" in line for line in alone if line.startswith("topic"))
-
-
 def test_init_refuses_a_directory_in_use_with_the_exit_code_of_things_that_exist(tmp_path: Path) -> None:
     code, output = call("coordinator", "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
     assert code == 0
@@ -334,17 +321,6 @@ def test_a_broker_is_run_in_a_folder_that_is_one(tmp_path: Path, content: str | 
     assert why in output
 
 
-@pytest.mark.parametrize(
-    ("host", "told"), [("broker.example", "to the machine broker.example"), ("localhost", "serves this machine only")]
-)
-def test_deploy_names_the_machine_that_the_folder_is_for(tmp_path: Path, host: str, told: str) -> None:
-    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
-    code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", tmp_path / "out")
-    assert code == 0
-    assert told in output
-    assert f"fedcg broker run --dir {tmp_path / 'out'}" in output
-
-
 def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -445,26 +421,3 @@ def test_no_broker_is_reported_at_once(listed: Home) -> None:
     with pytest.raises(TransportError, match="nobody listens there"):
         publish_lists(listed, refresh_access(listed), timeout_s=60.0)
     assert not list(listed.root.glob("lists-*"))
-
-
-@pytest.mark.broker
-def test_a_mosquitto_without_the_program_beside_it_is_reported_with_the_remedy(listed: Home) -> None:
-    mosquitto = find_mosquitto()
-    assert mosquitto is not None
-    end_silences(listed)
-    write_folder(listed, listed.broker, refresh_access(listed))
-    command = [str(mosquitto.binary), "-c", str(write_config(listed.broker))]
-    process = subprocess.Popen(command, env=mosquitto.environment(), stderr=subprocess.DEVNULL)
-
-    def is_refused_with_the_remedy() -> bool:
-        with pytest.raises((BrokerError, TransportError)) as refused:
-            publish_lists(listed, refresh_access(listed), timeout_s=1.0)
-        return "`fedcg broker run`" in str(refused.value)
-
-    try:
-        began = time.monotonic()
-        wait_until(is_refused_with_the_remedy, "it is up, and applies nothing")
-        assert time.monotonic() - began < 60
-    finally:
-        process.kill()
-        process.wait()

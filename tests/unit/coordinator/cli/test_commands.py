@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.broker.access_lists import refresh_access
 from coordinator.cli.opening import create_home
 from coordinator.cli.shared_options import store_of
 from coordinator.config import CoordinatorConfig
@@ -20,7 +19,6 @@ from coordinator.operations.create_federation import example_plan
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
-from fedcg.text_output import moment
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
@@ -126,12 +124,6 @@ def test_a_federation_that_is_finished_is_shown_so(home: Home) -> None:
     assert re.search(rf"^{FEDERATION} +running +waiting ", listed, re.MULTILINE), listed
 
 
-def test_a_device_that_is_disabled_is_shown_with_the_end_of_its_certificate(home: Home) -> None:
-    until = ask(home, "device", "show", "a")["certificate_expires_at"]
-    shown = run_fedcg("device", "disable", "a", "--dir", home.root).stdout
-    assert moment(until) in shown.splitlines()[1], shown
-
-
 def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home) -> None:
     made = ask(coordinator, "coordinator", "token", "create", "--name", "ann", "--role", "viewer", "--for", "30d")
     assert made["token"] not in coordinator.database.read_bytes().decode("latin-1")
@@ -172,22 +164,6 @@ def test_an_archived_federation_leaves_the_lists_and_the_ids_that_may_be_left_ou
     ask(home, "federation", "archive")
     code, error = failure("federation", "show", "--dir", home.root)
     assert (code, "fedcg federation list --all" in error["message"]) == (NOT_FOUND, True)
-
-
-def test_the_output_of_a_command_ends_with_the_next_step(home: Home, tmp_path: Path) -> None:
-    for words, following in (
-        ("federation pause", f"to go on, fedcg federation resume {FEDERATION}"),
-        ("federation resume", f"fedcg federation watch {FEDERATION}"),
-        ("federation stop", f"fedcg federation archive {FEDERATION} takes it off the lists"),
-        ("federation extend --rounds 1", f"fedcg federation watch {FEDERATION}"),
-        ("device disable a", "to invite it again, fedcg device enable a"),
-        ("device revoke b", "to put a new machine in its place, fedcg token create --replaces b"),
-        (f"device add c --out {tmp_path}/out", "on each device, in its bundle: fedcg doctor"),
-        ("token list", "fedcg token create"),
-        ("coordinator token create --name ann --role viewer", "to end it, fedcg coordinator token revoke"),
-    ):
-        shown = run_fedcg(*words.split(), "--dir", home.root).stdout
-        assert shown.strip().rpartition("\nNext: ")[2].startswith(following), shown
 
 
 def test_a_federation_with_masked_parts_is_shown_with_what_the_coordinator_can_not_check(home: Home) -> None:
@@ -262,20 +238,6 @@ def test_where_nothing_listens_a_token_is_refused_with_the_next_step(tmp_path: P
     assert code == BAD_INPUT
     assert "[enrolment]" in error["message"]
     assert "fedcg device add" in error["message"]
-
-
-def test_a_device_is_added_shown_with_its_certificate_and_revoked(home: Home, tmp_path: Path) -> None:
-    ask(home, "device", "add", "c", "--out", tmp_path / "out")
-    leaf = load_certificate((tmp_path / "out" / "c" / "tls" / "device.pem").read_bytes())
-    shown = ask(home, "device", "show", "c")
-    assert [entry["serial"] for entry in shown["certificates"]] == [f"{leaf.serial_number:x}"]
-    assert shown["state"] == "enrolled"
-    assert [ask(home, "device", "revoke", "c", "--reason", "stolen")["certificates"] for _ in range(2)] == [1, 1]
-    listed = {one["id"]: (one["state"], one["ended_because"]) for one in ask(home, "device", "list")}
-    assert listed["c"] == ("revoked", "stolen")
-    assert refresh_access(home).devices == ("a", "b")
-    code, error = failure("token", "create", "--device", "c", "--dir", home.root)
-    assert (code, "it is revoked" in error["message"]) == (EXISTS, True)
 
 
 def test_a_change_whose_connection_breaks_is_asked_for_once_more_and_not_made_twice() -> None:

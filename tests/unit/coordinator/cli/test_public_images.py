@@ -10,7 +10,7 @@ from PIL import Image
 
 from coordinator.aggregation.worker import public_images
 from coordinator.errors import PlanError
-from coordinator.operations.create_federation import check_plan, make_artifacts, read_plan
+from coordinator.operations.create_federation import make_artifacts, read_plan
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
@@ -111,14 +111,6 @@ def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Pat
     plan = read_plan(plan_file(tmp_path, "feddf", params=""))
     with pytest.raises(PlanError, match=r"aggregation\.public_data in coordinator\.toml"):
         make_artifacts(plan, tmp_path / "artifacts")
-
-
-@pytest.mark.slow
-def test_a_method_with_masked_sums_takes_a_plan_with_four_clients(tmp_path: Path) -> None:
-    plan = read_plan(plan_file(tmp_path, "fedprobe", params=""))
-    with pytest.raises(PlanError, match=r"method fedprobe sends statistics behind masks.* set min_clients = 4 or more"):
-        check_plan(plan)
-    check_plan(plan.model_copy(update={"min_clients": 4}))
 
 
 @pytest.mark.slow

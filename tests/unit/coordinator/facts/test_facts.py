@@ -14,7 +14,7 @@ from coordinator.facts.sent import sent
 from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
 from fedcg.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
-from fedcg.wire.parts import Part, ReportField, TensorLayout
+from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld
 from tests.support.page.pages import add_crowd, known_of
@@ -150,17 +150,6 @@ def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: Ma
     needed = spec.model_copy(update={"optional_report": ()})
     fields = sent(known_of(world, needed), "tiny").fields
     assert fields["label_counts"][1] == when["examples"]
-
-
-def test_a_part_of_whole_numbers_is_not_said_to_be_coded_as_weights_are(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1, clients=())
-    counts = (TensorLayout(name="outputs", dtype="int64", shape=(2, 3), low=0.0, high=9.0),)
-    changes = {"upload": (*world.spec.upload, Part.STATISTICS), "codec": "i8-delta"}
-    layouts = {**world.spec.layouts, Part.STATISTICS: counts}
-    spec = world.spec.model_copy(update={**changes, "layouts": layouts})
-    parts = {one.part: one for one in sent(known_of(world, spec), "tiny").parts}
-    assert (parts["statistics"].codec, parts["statistics"].numbers) == ("whole numbers", 6)
-    assert parts["classifier"].codec.startswith("i8")
 
 
 @pytest.mark.parametrize("reason", DeclineReason)

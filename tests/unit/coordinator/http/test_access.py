@@ -17,7 +17,6 @@ from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_to
 from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.pki.authority import issue
-from coordinator.storage.register import USED_EVERY_S
 from coordinator.token_buckets import MAX_KEYS
 from fedcg.files import replace_durably
 from tests.support.broker.broker_plant import Plant
@@ -64,17 +63,6 @@ def test_a_token_is_kept_as_a_salted_hash_and_ends_with_its_days_or_when_it_is_r
     assert tokens.check(other.text) is not None
     tokens.revoke(other.record.id)
     assert tokens.check(other.text) is None
-
-
-def test_the_last_use_of_a_token_is_stored_at_most_once_a_minute(api: Api) -> None:
-    now = 1000.0
-    tokens = ApiTokens(api.store.api, lambda: now)
-    made = tokens.create("ann", Role.VIEWER)
-    seen = []
-    for now in (1000.0, 1000.0 + USED_EVERY_S - 1, 1000.0 + USED_EVERY_S + 1):  # noqa: B007 - the clock reads it
-        tokens.check(made.text)
-        seen.append(next(token.last_used_at for token in tokens.list() if token.id == made.record.id))
-    assert seen == [1000.0, 1000.0, 1000.0 + USED_EVERY_S + 1]
 
 
 def test_the_local_token_is_private_stays_and_is_replaced_when_it_is_no_longer_valid(home: Home, api: Api) -> None:

@@ -94,48 +94,6 @@ def test_plans_wait_up_to_a_bound_and_those_whose_clients_left_are_not_made(
     assert [record.id for record in api.store.federations()] == ["casting", "first"]
 
 
-def test_a_federation_is_created_started_paused_resumed_extended_and_stopped(api: Api, operator: httpx.Client) -> None:
-    made = operator.post("/api/v1/federations", json={"plan": PLAN, "start": False, "continued_from": None})
-    assert (made.status_code, made.json()["status"]) == (201, "created"), made.text
-    second = made.headers["location"]
-    assert operator.get(second).json()["federation"] == "second"
-    seen = []
-    for action, content in (
-        ("start", None),
-        ("pause", {"reason": "the line is rebuilt"}),
-        ("resume", None),
-        ("extend", {"rounds": 4}),
-        ("stop", {"reason": "enough"}),
-        ("archive", None),
-    ):
-        view = operator.post(f"{second}/{action}", json=content)
-        assert view.status_code == 200, view.text
-        seen.append((view.json()["status"], view.json()["rounds"], view.json()["reason"]))
-    assert seen == [
-        ("running", 1, ""),
-        ("paused", 1, "the line is rebuilt"),
-        ("running", 1, ""),
-        ("running", 5, ""),
-        ("stopped", 5, "enough"),
-        ("archived", 5, "enough"),
-    ]
-    again = operator.post("/api/v1/federations", json={"plan": PLAN})
-    assert (again.status_code, again.json()["type"]) == (409, "urn:fedcg:exists")
-    assert "already" in again.json()["detail"]
-    assert api.store.federation("second").policy.rounds == 5
-
-
-@pytest.mark.slow
-def test_a_federation_goes_on_from_the_last_weights_of_another(api: Api, operator: httpx.Client) -> None:
-    first = {**PLAN, "federation": "first"}
-    assert operator.post("/api/v1/federations", json={"plan": first, "start": False}).status_code == 201
-    wanted = {"plan": {**PLAN, "seed": 9}, "start": False, "continued_from": "first"}
-    made = operator.post("/api/v1/federations", json=wanted)
-    assert (made.status_code, made.json()["continued_from"]) == (201, "first"), made.text
-    other = operator.post("/api/v1/federations", json={**wanted, "continued_from": "nobody"})
-    assert (other.status_code, "casting" in other.json()["detail"]) == (404, True)
-
-
 def test_a_token_that_the_page_makes_is_shown_once_and_can_be_deleted(api: Api, operator: httpx.Client) -> None:
     made = operator.post("/enrolment", data={"device": "line-9", "hours": "24"})
     (secret,) = re.findall(r'id="token">([^<]+)<', made.text)
@@ -277,16 +235,6 @@ def test_devices_are_searched_and_sorted_and_an_answer_names_how_many_it_leaves_
     assert found("search=d") == (["d"], None)
     assert found("descending=true&limit=1") == (["e"], "4")
     assert operator.get("/api/v1/devices?limit=1001").status_code == 422
-
-
-def test_a_device_is_disabled_enabled_and_revoked(api: Api, operator: httpx.Client) -> None:
-    disabled = operator.post("/api/v1/devices/b/disable", json={"reason": "maintenance"}).json()
-    assert (disabled["disabled_because"], disabled["state"]) == ("maintenance", "enrolled")
-    assert operator.post("/api/v1/devices/b/enable").json()["disabled_at"] is None
-    assert operator.post("/api/v1/devices/b/revoke", json={"reason": "stolen"}).json()["was_member"] is True
-    assert operator.get("/api/v1/devices/b").json()["state"] == "revoked"
-    assert operator.post("/api/v1/devices/b/disable").status_code == 409  # it is known, and can't be changed
-    assert operator.get("/api/v1/devices/nobody").status_code == 404
 
 
 def test_events_are_filtered_and_read_backwards(api: Api, operator: httpx.Client) -> None:

@@ -3,19 +3,15 @@
 import contextlib
 import http.client
 import ssl
-import threading
 import time
-from asyncio.sslproto import _SSLProtocolTransport
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from coordinator.http import device_api
-from coordinator.http.device_api import MEMBER_S, REQUESTS_AT_ONCE, hang_up
+from coordinator.http.device_api import MEMBER_S
 from coordinator.members.enrolment import certificate_record
 from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
@@ -27,9 +23,8 @@ from edge_client.identity.enrol import enrol
 from edge_client.link.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, RENEW_PATH, load_certificate
-from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome, Welcome
+from fedcg.wire.messages.schemas import Carrier, Manifest, Outcome
 from fedcg.wire.tls import ServerRole
-from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.chunks import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from tests.support.broker.brokers import DEVICES, HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
@@ -262,28 +257,6 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
     wait_until(lambda: bench.get("a", bench.world.base_id).status == 200, "there is room again")
 
 
-def test_fetches_that_wait_for_the_disk_count_among_a_devices_requests(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published, base = bench.service.published, bench.world.base_id
-    may_read = threading.Semaphore(0)
-    source: Callable[[str], ChunkFile] = published.source
-
-    def slow_source(artifact: str) -> ChunkFile:
-        may_read.acquire()
-        return source(artifact)
-
-    monkeypatch.setattr(device_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
-    assert bench.ready("a") == 204  # takes no place
-    monkeypatch.setattr(published, "source", slow_source)
-    with ThreadPoolExecutor(7) as threads:
-        fetches = [threads.submit(bench.get, "a", base) for _ in range(7)]
-        wait_until(lambda: sum(fetch.done() for fetch in fetches) == 7 - REQUESTS_AT_ONCE, "all others are refused")
-        may_read.release(100)  # the service reads artifacts too
-    assert sorted(fetch.result().status for fetch in fetches) == [200] * REQUESTS_AT_ONCE + [429] * 3
-    wait_until(lambda: bench.get("a", base).status == 200, "there is room again")
-
-
 @pytest.mark.parametrize(
     ("carriers", "is_broadcast"), [((Carrier.HTTPS, Carrier.HTTPS), False), ((Carrier.HTTPS, Carrier.MQTT), True)]
 )
@@ -342,33 +315,6 @@ def test_no_session_is_resumed_because_that_would_skip_the_certificate(bench: Be
     assert session is None or not session.has_ticket
 
 
-def test_reads_of_the_carrier_that_hang_hold_up_no_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than asyncio has threads of its own; a hello is answered after a call of the database."""
-    go = threading.Event()
-    reading: list[None] = []
-
-    def hang(*_: object) -> None:
-        reading.append(None)
-        go.wait()
-
-    monkeypatch.setattr(device_api, "member_of", hang)
-    held = [
-        connect(bench.port, bench.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)
-    ]
-    for connection in held:
-        connection.request("GET", READY_PATH)
-    wait_until(lambda: len(reading) >= device_api.CARRIER_THREADS, "the carrier's threads hang")
-    device = bench.world.devices["a"]
-    welcomes = len(device.of(Welcome))
-    device.hello()
-    try:
-        wait_until(lambda: len(device.of(Welcome)) > welcomes, "the hello is answered")
-    finally:
-        go.set()
-        for connection in held:
-            connection.close()
-
-
 def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited_too(
     desk: Desk, tmp_path: Path
 ) -> None:
@@ -384,9 +330,3 @@ def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited
     own = desk.context()
     own.load_cert_chain(config.tls.cert, config.tls.key)
     assert 429 in [status_of(connect(desk.port, own), "POST", RENEW_PATH) for _ in range(21)]
-
-
-def test_a_connection_that_closed_by_itself_a_moment_ago_is_hung_up_on_without_an_error() -> None:
-    closed = _SSLProtocolTransport(None, None)  # type: ignore[arg-type]  # as asyncio leaves one
-    hang_up(closed)
-    assert closed.is_closing()

@@ -399,17 +399,6 @@ def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
     assert not (tmp_path / "box" / "agent.toml").exists()
 
 
-def test_a_pretender_hears_the_secret_where_nobody_checks_it(desk: Desk, tmp_path: Path) -> None:
-    """The tests above would notice: with a certificate of the true authority the request does arrive."""
-    own = issue(desk.home.pki, "enrolment", server=True)
-    token = desk.token("line-4")
-    with Pretender(desk.authority.read_bytes(), own) as true, pytest.raises(EnrolError, match="not of this protocol"):
-        enrol(token, tmp_path / "box", url=true.url)
-    sent = json_of(bytes(true.heard))
-    assert sent["secret"] == token.secret.hex()
-    assert b"PRIVATE" not in true.heard
-
-
 def test_a_box_takes_no_other_server_of_the_coordinator_for_the_broker_or_the_carrier(
     desk: Desk, tmp_path: Path
 ) -> None:

@@ -1,13 +1,10 @@
-"""Incoming messages: a queue that is fair to senders, token buckets, what a silenced device costs and how it comes back, cohort marks.
+"""Incoming messages: a queue that is fair to senders, what a silenced device costs and how it comes back, cohort marks.
 
 Real floods are in tests/faults/network/test_strangers.py.
 """
 
-import sys
-import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +18,9 @@ from coordinator.messaging import incoming
 from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.errors import _MAX_DETAIL, ALWAYS_REPORTED, MalformedError, Refusals, SignatureError
-from fedcg.wire.messages.schemas import CohortVerdict, Heartbeat, Need, RoundAttempt
+from fedcg.wire.messages.schemas import CohortVerdict, Heartbeat, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
@@ -38,22 +34,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def taken(take: Callable[[], bool], count: int) -> int:
-    return sum(take() for _ in range(count))
-
-
-def test_threads_that_share_a_bucket_take_no_more_than_it_holds() -> None:
-    buckets: Buckets[str] = Buckets(per_s=1.0, at_once=5_000.0, clock=Clock())
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            counts = list(threads.map(lambda _: taken(lambda: buckets.take("a"), 5_000), range(4)))
-    finally:
-        sys.setswitchinterval(before)
-    assert sum(counts) == 5_000
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
@@ -209,24 +189,6 @@ def test_a_flooding_device_is_left_out_and_comes_back(make_world: MakeWorld, mon
         assert True in links  # a new one: what of the flood waits at the broker is left behind
 
 
-def test_a_small_flood_is_thinned_out_unseen(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = make_world()
-    monkeypatch.setattr(incoming, "MESSAGES_AT_ONCE", 50.0)
-    monkeypatch.setattr(incoming, "MESSAGES_PER_S", 1.0)
-    a, b = world.devices["a"], world.devices["b"]
-    with RunningService(world) as running:
-        a.start()
-        b.start()
-        world.wait_event("finished")
-        for _ in range(200):
-            a.transport.publish(a.topics.up_control("a"), b"not even a message")
-            a.transport.publish(a.topics.up_chunk("a"), b"not even a chunk")
-        wait_until(lambda: running.service.refusals.get("capacity", 0) >= 300, "most are dropped unseen")
-        assert running.service.refusals["malformed"] <= 60
-        assert not running.service.floods.is_silenced("a")
-        b.tell(Need(**b.addressed(), artifact=world.base_id, ranges=((0, 1),)))
-
-
 def taken_from(queue: EventQueue[str], count: int) -> list[str | None]:
     return [queue.get(0.01) for _ in range(count)]
 
@@ -263,24 +225,6 @@ def test_the_queue_is_bounded_in_total_and_never_drops_our_own(monkeypatch: pyte
     taken = taken_from(queue, 3)
     queue.put("d", 10, "d")
     assert (taken + taken_from(queue, 2), queue.dropped) == (["ours", "a", "c", "d", None], 1)
-
-
-def test_an_item_of_any_thread_wakes_the_reader() -> None:
-    queue: EventQueue[int] = EventQueue()
-
-    def fill() -> None:
-        for number in range(500):
-            queue.put(number, 1, str(number))
-
-    threads = [threading.Thread(target=fill) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    taken: list[int] = []
-    while len(taken) < 1000:
-        item = queue.get(10.0)
-        assert item is not None
-        taken.append(item)
-    assert sorted(taken) == sorted([*range(500), *range(500)])
 
 
 def test_a_cohort_is_compared_without_a_device_that_is_gone() -> None:

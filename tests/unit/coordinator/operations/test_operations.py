@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 
 from coordinator.errors import NotFoundError, SteeringError
-from coordinator.facts.problems import open_problems
 from coordinator.operations.create_federation import too_few_for_sums
 from coordinator.operations.operations import Operations
 from coordinator.paths import Home
 from coordinator.rounds.engine import Phase
-from coordinator.rounds.records import CertificateRecord, DeviceState, FederationStatus, ParticipantState, TokenRecord
+from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
-from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.coordinator.world import MakeWorld, RunningService, World
-from tests.support.page.pages import known_of
 from tests.support.waiting import wait_until
 
 WHOLE = "must be a whole number"
@@ -171,24 +168,6 @@ def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
         assert world.events("distilling")[-1]["clients"] == ["a", "b"]
     stored = {person.client: person.state for person in world.store.participants(*KEY)}
     assert stored["c"] is ParticipantState.DECLINED
-
-
-def test_a_device_that_another_box_replaces_in_a_round_is_dropped_from_it_and_did_neither_decline_nor_fail(
-    world: World,
-) -> None:
-    token = TokenRecord("t", "0" * 64, "c", replaces=True, created_at=1.0, expires_at=2.0)
-    now = time.time()
-    certificate = CertificateRecord("1f", "c", now, now + 86_400, None, "")
-    with RunningService(world) as running:
-        waiting_for_c(world, running)
-        world.store.register.add_token(token)
-        world.store.register.admit(token, "", SigningKey.generate().public.hex, certificate, time.time())
-        world.wait_event("departed")
-        world.wait_event("finished")
-    world.store.set_status(FEDERATION, FederationStatus.RUNNING, "")
-    (problem,) = (each for each in open_problems(known_of(world)) if each.device == "c")
-    assert (problem.kind, problem.what) == ("dropped", f"dropped in round 2 of {FEDERATION}: another box replaces it")
-    assert problem.remedy.startswith("Nothing is broken")
 
 
 def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(world: World) -> None:

@@ -83,18 +83,6 @@ def test_a_wrong_token_is_answered_with_the_form_and_the_reason(page: ServedPage
     assert "the token is not valid" in text
 
 
-def test_a_paced_client_is_shown_with_its_share_of_the_steps_and_when_its_update_is_expected(tmp_path: Path) -> None:
-    def prepare(world: World) -> None:
-        world.change_policy(pace="equal-time")
-
-    with tiny_page(tmp_path, clients=("a", "b", "c"), prepare=prepare) as page:
-        for device, seconds in zip(page.made.devices["tiny"], (10.0, 10.0, 1000.0), strict=True):
-            device.full_round_s = seconds
-        page.made.devices["tiny"][2].trained.add((2, 1))  # it accepts the second round, and is still training
-        start(page)
-        shows(page.reader(), "/f/tiny", "update expected", "(25 % of the steps)")
-
-
 def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: ServedPage) -> None:
     page.made.devices["tiny"][2].silent = True
     page.made.devices["tiny"][1].decline = DeclineReason.NO_DATA
@@ -220,17 +208,6 @@ def test_a_refresh_of_now_is_its_live_part_made_once_for_all_who_watch(page: Ser
     assert Reader(page.port).ask("GET", "/f/tiny", **refresh)[0] == 401
 
 
-def test_presence_is_drawn_from_stored_changes_and_an_offline_device_has_no_health(page: ServedPage) -> None:
-    start(page)
-    reader = page.reader()
-    shows(reader, "/devices?q=a", "good", "online")
-    shows(reader, "/devices/a", 'class="on"', "round 2, on its own")
-    page.made.world.broker.drop("a")
-    shows(reader, "/devices/a", 'class="off"', ">offline</span>", "unavailable")
-    changes = page.made.world.store.presence.changes("a", 0.0)
-    assert [change.online for change in changes] == [True, False]
-
-
 def test_a_presence_timeline_has_gaps_where_nothing_was_observed(page: ServedPage) -> None:
     store, hour = page.made.world.store, 3600.0
     now = time.time()
@@ -279,10 +256,6 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     assert store.federation("second").status is FederationStatus.RUNNING
     assert operator.post("/logout", form_of="/devices")[0] == 303
     assert operator.ask("GET", "/devices")[1]["location"] == "/login?to=/devices"
-
-
-def test_the_first_page_marks_the_screen_that_it_shows(page: ServedPage) -> None:
-    assert re.search(r'<a href="/f/\w+" aria-current="page">Now</a>', page.reader().get("/")[1])
 
 
 def test_a_plan_with_errors_comes_back_with_all_of_them_and_the_text(page: ServedPage) -> None:

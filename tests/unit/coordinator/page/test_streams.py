@@ -14,7 +14,6 @@ import pytest
 
 from coordinator.facts.problems import Problem
 from coordinator.http import event_stream
-from coordinator.http.event_stream import EventStream
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
@@ -83,23 +82,6 @@ def test_a_stream_goes_on_from_the_last_event_that_its_reader_has(page: ServedPa
         fresh.first_id()
         page.made.operations.pause("tiny")
         assert fresh.until("steered")[-1] == "steered"
-
-
-def test_readers_at_one_place_get_the_same_bytes_which_are_made_once(make_world: MakeWorld) -> None:
-    events = make_world().store.events
-    stream = EventStream(events)
-    events.add({"event": "one"})
-    events.flush()
-    assert stream.after(events.newest()) == (b"", 1)
-    events.add({"event": "two"})
-    events.flush()
-    text, following = stream.after(1)
-    events.add({"event": "three"})
-    events.flush()
-    assert all(stream.after(1) == (text, following) for _ in range(50))
-    assert (b'"two"' in text, b'"three"' in text, following) == (True, False, 2)
-    assert b'"three"' in stream.after(following)[0]
-    assert stream.after(0)[0].count(b"event: log") == 3
 
 
 def test_a_stream_ends_soon_after_its_token_was_revoked(page: ServedPage, monkeypatch: pytest.MonkeyPatch) -> None:

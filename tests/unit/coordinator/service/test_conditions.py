@@ -15,11 +15,9 @@ from coordinator.facts.models import by_class, served_models
 from coordinator.facts.problems import Problem
 from coordinator.service.reports import ConditionBoard
 from coordinator.storage.view_store import Delivery
-from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
-    Carrier,
     DeviceCondition,
     DoctorFinding,
     Readings,
@@ -174,15 +172,6 @@ def test_a_report_that_waited_behind_an_update_is_no_evidence_of_a_wrong_clock(m
     assert board.clock_ahead_s == {}
 
 
-def test_a_process_that_goes_on_reporting_is_not_doubled(make_world: MakeWorld) -> None:
-    board = ConditionBoard(make_world().store, "tiny")
-    for at, boot in enumerate((BOOTS[0], BOOTS[0], BOOTS[1], BOOTS[1], "3" * 32)):
-        board.note("a", report(boot=boot), float(at), is_delayed=False)
-    assert board.doubled_at == {}
-    board.note("a", report(boot=BOOTS[1]), 9.0, is_delayed=False)
-    assert board.doubled_at == {"a": 9.0}
-
-
 def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_remedy(make_world: MakeWorld) -> None:
     world = make_world(pacing=RoundSettings(gather_s=60.0))
     with RunningService(world) as running:
@@ -214,48 +203,6 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert problem.is_severe, "of one device among many it would not be: it may also tell an untruth"
         assert "signing-N.key" in problem.remedy
         assert "nothing has to be done" not in problem.remedy
-
-
-def test_a_device_outside_the_cohort_is_a_problem_with_a_remedy_for_any_round(make_world: MakeWorld) -> None:
-    world = make_world(clients=("a", "b", "c"), pacing=RoundSettings(gather_s=60.0), min_clients=3)
-    world.devices["c"].silent = True
-    with RunningService(world) as running:
-        world.start_devices()
-        wait_until(lambda: len(running.service.state.online) == 3, "all are online")
-        for device, mark in (("a", "1" * 32), ("b", "1" * 32), ("c", None)):
-            running.service.cohorts.note(device, mark)
-        found = world.problems(running.service)["cohort differs"]
-    assert (found.device, found.what) == ("c", "it has no cohort secret")
-    assert found.remedy.index("`fedcg cohort join --config AGENT.TOML`") < found.remedy.index(
-        "has trained, or has another secret"
-    )
-    assert "`mv STORE STORE.before`" in found.remedy
-
-
-def test_updates_without_room_are_a_problem_for_a_while(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_PARTIAL_FILES", 1)
-    world = make_world(pacing=RoundSettings(gather_s=60.0))
-    a, b = world.devices["a"], world.devices["b"]
-    a.carrier = Carrier.HTTPS  # its update is under way for as long as nobody puts the chunks
-    with RunningService(world) as running:
-        problems = partial(world.problems, running.service)
-        b.silent = True
-        world.start_devices()
-        wait_until(lambda: running.service.receiver.is_busy("a"), "a occupies the folder")
-        assert "full partial store" not in problems()
-        b.silent = False
-        b.act()
-        wait_until(lambda: "full partial store" in problems(), "b has to wait")
-        found = problems()["full partial store"]
-        assert (found.subject, "1 update can't be received yet" in found.what) == ("tiny", True)
-        assert "max_clients" in found.remedy
-        a.pending = None  # it does not announce its update again
-
-        def has_room() -> bool:
-            running.service.receiver.forget("a")  # an announcement may have been on its way
-            return "full partial store" not in problems()
-
-        wait_until(has_room, "there is room again")
 
 
 @pytest.mark.parametrize(

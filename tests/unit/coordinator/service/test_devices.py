@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.facts.devices import device_facts, device_history
 from coordinator.facts.federations import ClientNow, ClientPhase, current_round
 from coordinator.rounds.engine import Phase, RoundState
-from coordinator.rounds.records import DeviceState, ParticipantState, PresenceRecord
+from coordinator.rounds.records import ParticipantState, PresenceRecord
 from coordinator.service.devices import MISSED, Liveness, PresenceLog
 from coordinator.service.reports import ProgressBoard
 from coordinator.storage.store import Store
@@ -78,42 +76,6 @@ def test_a_dead_link_of_the_coordinator_is_no_silence(make_world: MakeWorld, mon
     assert world.events("offline")[0]["t"] - world.events("link")[-1]["t"] > 0.9
 
 
-def test_of_a_device_that_is_revoked_online_the_time_of_its_last_message_is_kept(make_world: MakeWorld) -> None:
-    world = make_world()
-    device = world.devices["a"]
-    device.heartbeat_s = 60
-    with RunningService(world) as running:
-        device.start()
-        wait_until(lambda: running.service.state.online == {"a"}, "it is online")
-        came = world.store.devices()[0].last_seen_at
-        assert came is not None
-        wait_until(lambda: time.time() - came > 0.5, "some time passes")
-        device.tell(Heartbeat(**device.addressed()))
-        sent = time.time()
-        world.store.register.end_membership("a", DeviceState.REVOKED, "stolen", time.time())
-        wait_until(lambda: running.service.state.online == set(), "the register is read again")
-        known = world.known(running.service)
-        (facts,) = (each for each in device_facts(known) if each.id == "a")
-        history = device_history(known, "a")
-    assert facts.standing == "revoked"
-    assert facts.seen_at == pytest.approx(sent, abs=0.4)
-    assert history.presence["tiny"][-1].state == "offline"
-
-
-def test_a_device_that_comes_and_goes_fills_no_database(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 50)
-    world, now = make_world(), iter(range(10_000))
-    log = PresenceLog(world.store, "tiny", lambda: float(next(now)))
-    for _ in range(400):
-        for online in (True, False):
-            log.note("a", online=online)
-            log.note("nobody", online=online)
-    changes = world.store.presence.changes("a", 0.0, 10_000)
-    assert len(changes) == 50
-    assert (changes[-2].online, changes[-1].online) == (True, False)
-    assert world.store.presence.changes("nobody", 0.0) == []
-
-
 def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWorld) -> None:
     world = make_world(rounds=1000)
     for _ in range(2):
@@ -158,27 +120,6 @@ def test_a_heartbeat_holds_nothing_but_a_known_phase_and_bounded_numbers(wrong: 
     assert decode(json.dumps(fields).encode()) == beat(1)
     with pytest.raises(MalformedError):
         decode(json.dumps({**fields, **wrong}).encode())
-
-
-def test_the_api_shows_how_far_a_device_is_until_it_delivers(make_world: MakeWorld) -> None:
-    world = make_world()
-    with RunningService(world) as running:
-        for device in world.devices.values():
-            device.silent = True
-            device.start()
-        a = world.devices["a"]
-        wait_until(lambda: bool(a.of(Invite)), "a is invited")
-        a.tell(beat(10))
-        wait_until(lambda: "a" in running.service.progress, "its progress is known")
-        known = world.known(running.service)
-        facts = {each.id: each for each in device_facts(known)}
-        shown = asdict(facts["a"].progress["tiny"])
-        assert (shown["phase"], shown["step"], shown["steps"], shown["round"]) == ("classify", 10, 100, 1)
-        assert facts["b"].progress == {}
-        a.tell(Heartbeat(**{**ABOUT, "round": 2}, phase="classify", step=99, steps=100))  # of no open attempt
-        a.silent = False
-        a.act()
-        wait_until(lambda: "a" not in running.service.progress, "a delivers")
 
 
 def test_a_stopped_device_is_left_out_where_the_others_are_enough(make_world: MakeWorld) -> None:
@@ -233,30 +174,6 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
     assert len(world.events("declined")) == 1
 
 
-def test_a_federation_without_approvals_waits_loses_no_attempt_and_goes_on(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=2, pacing=RoundSettings(gather_s=20.0))
-    for device in world.devices.values():
-        device.decline = DeclineReason.NEEDS_APPROVAL
-    with RunningService(world) as running:
-        world.start_devices()
-        wait_until(lambda: len(running.service.state.unapproved) == 3, "all have declined")
-        known = world.known(running.service)
-        current = current_round(known, "tiny")
-        assert (current.phase, current.unapproved, current.attempt) == ("waits_for_owners", ["a", "b", "c"], 1)
-        assert "the owners of a, b, c" in current.reason
-        assert {one.phase for one in current.clients} == {ClientPhase.UNAPPROVED}
-        assert "a, b, c" in world.problems(running.service)["waits for owners"].what
-        assert world.store.round_state("tiny").label == "waits_for_owners", "a restart forgets no missing approval"
-        for name in ("a", "b"):
-            world.devices[name].decline = None
-            world.devices[name].act()
-        wait_until(lambda: running.service.state.phase is Phase.FINISHED, "two are enough")
-    assert world.events("attempt_failed") == []
-    assert len(world.events("declined")) == 3
-    kept = {one.client: (one.state, one.reason) for one in world.store.participants("tiny", RoundAttempt(1, 1))}
-    assert kept["c"] == (ParticipantState.INVITED, "needs_approval")
-
-
 def test_a_device_without_time_for_the_round_is_not_waited_for(make_world: MakeWorld) -> None:
     world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=3, pacing=RoundSettings(retry_s=600.0))
     with RunningService(world):
@@ -306,25 +223,6 @@ def test_a_late_update_teaches_the_next_round_with_decayed_weight(make_world: Ma
     assert [(event["client"], event["weight"], event["of_round"]) for event in world.events("late_merged")] == [
         ("c", 3, 1)
     ]
-
-
-@pytest.mark.slow
-def test_a_kept_update_is_there_after_a_restart_and_counts_once(make_world: MakeWorld) -> None:
-    world = late_world(make_world, "next")
-    with RunningService(world) as running:
-        world.start_devices()
-        artifact = deliver_late(world)
-        running.vanish()
-    with RunningService(world):
-        slow = world.devices["c"]
-        for device in world.devices.values():
-            device.hello()
-        wait_until(lambda: slow.session is not None, "a session")
-        slow.send_update(1, 1, world.artifacts.get(artifact))  # its outbox repeats
-        wait_until(lambda: len(slow.receipts()) == 2, "the same receipt again")
-        world.wait_event("finished")
-    assert [receipt.outcome for receipt in slow.receipts()] == [Outcome.LATE] * 2
-    assert merged(world)[-1]["c"] == (artifact, 3)
 
 
 def test_a_device_that_delivers_in_time_teaches_with_its_new_update_alone(make_world: MakeWorld) -> None:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from coordinator.aggregation.jobs import JobEased
 from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.facts.devices import device_facts
 from coordinator.facts.federations import RoundFacts, attempts_by_round, round_facts
@@ -291,17 +290,6 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
     assert odd.weight == 0
 
 
-def test_a_device_that_was_away_learns_it_with_its_next_session(make_world: MakeWorld) -> None:
-    world = make_world(1, clients=("a", "b", "c", "d"), make_worker=OddC, pacing=ALL_FIRST)
-    device = world.devices["c"]
-    world.run()
-    known = len(device.receipts())
-    with RunningService(world):
-        device.hello()
-        wait_until(lambda: len(device.receipts()) > known, "the receipt comes again")
-    assert device.receipts()[-1].reason.startswith("not merged (quarantine): its step is")
-
-
 def deliver(device: FakeDevice, round_number: int) -> None:
     """Let a silent device train one round."""
 
@@ -333,37 +321,3 @@ def test_an_odd_update_is_a_problem_until_the_next_normal_one(make_world: MakeWo
         deliver(world.devices["a"], 2)
         world.wait_event("aggregate_stored", 2)
         assert "odd update" not in world.problems(running.service)
-
-
-def test_an_update_that_is_merged_as_it_is_only_because_the_round_needs_it_is_a_problem(make_world: MakeWorld) -> None:
-    settings = RobustnessSettings(below_quorum="warn")
-    world = make_world(2, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, robustness=settings)
-    world.devices["a"].silent = True
-    with RunningService(world) as running:
-        world.start_devices()
-        deliver(world.devices["a"], 1)
-        world.wait_event("aggregate_stored")
-        what = world.problems(running.service)["odd update"].what
-    assert "merged all the same" in what
-    assert what.endswith("left in because the round needs it")
-
-
-class Eased(PlainWorker):
-    """Merges by averaging, since it ran out of memory."""
-
-    result: ClassVar[Mapping[str, Any]] = {"ease": 2}
-
-    def finish(self, *request: Any) -> None:
-        assert self.job is not None
-        self._reply(JobEased(self.job.round, self.job.attempt, 2, "MemoryError: 3 GiB"))
-        super().finish(*request)
-
-
-def test_a_merge_without_enough_memory_is_named_in_events_and_round(make_world: MakeWorld) -> None:
-    world = make_world(1, make_worker=Eased)
-    world.run()
-    attempt = first_attempt(world)
-    assert attempt["state"] == "closed"
-    assert attempt["reason"].startswith("merged by weighted averaging alone")
-    eased = world.events("merge_eased")
-    assert [(event["ease"], event["reason"]) for event in eased] == [(2, "MemoryError: 3 GiB")]

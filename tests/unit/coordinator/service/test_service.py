@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.errors import NotFoundError, SteeringError
+from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
-from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
+from coordinator.rounds.records import AttemptState, FederationStatus
 from fedcg.wire.messages.envelopes import seal
 from fedcg.wire.messages.schemas import (
     SPOKEN,
@@ -15,7 +15,6 @@ from fedcg.wire.messages.schemas import (
     DeclineReason,
     Finished,
     Hello,
-    Invite,
     Need,
     Offer,
     Outcome,
@@ -25,9 +24,8 @@ from fedcg.wire.messages.schemas import (
 )
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
-from tests.support.wire.artifact_chunks import frames_for
 
 
 def end_of(device: FakeDevice, round_number: int, attempt: int, data: bytes) -> Receipt:
@@ -70,23 +68,6 @@ def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_wor
         world.start_devices()
         world.wait_finished()
     assert seen == [True, True]
-
-
-def test_the_worker_gets_each_teacher_pass_on_arrival_and_the_merge_of_all(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1)
-    world.devices["b"].silent = True
-    with RunningService(world):
-        world.start_devices()
-        world.wait_event("teacher_done")
-        wait_until(lambda: bool(world.devices["a"].receipts()), "a's receipt")
-        update = world.devices["a"].receipts()[0].artifact
-        assert world.workers[0].asked == [("open", 1, 1), ("add", "a", update)]
-        world.devices["b"].silent = False
-        wait_until(lambda: world.base_id in world.devices["b"].artifacts, "b has the aggregate")
-        world.devices["b"].act()
-        world.wait_finished()
-    other = world.devices["b"].receipts()[0].artifact
-    assert world.workers[0].asked[2:4] == [("add", "b", other), ("finish", (("a", update, 11), ("b", other, 11)))]
 
 
 def test_a_late_update_a_failed_attempt_and_an_unknown_one_have_receipts_of_their_own(make_world: MakeWorld) -> None:
@@ -141,21 +122,6 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
     assert [event["epoch"] for event in world.events("started")] == [1, 2]
 
 
-def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1)
-    key, store = ("tiny", RoundAttempt(1, 1)), world.store
-    store.open_attempt(*key, world.base_id, frozenset("ab"), 0.0, 600.0)
-    for name in "ab":
-        store_update(world, name)
-    store.start_distilling(*key, 3.0)
-    store.reject_update(*key, "b", "its teacher pass failed")  # and then it is killed
-    with RunningService(world):
-        world.start_devices()
-        world.wait_finished()
-    assert [record.state for record in store.attempts("tiny")] == [AttemptState.FAILED, AttemptState.CLOSED]
-    assert [event["clients"] for event in world.events("distilling")] == [["a", "b"]]
-
-
 def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggregate(make_world: MakeWorld) -> None:
     world = make_world(rounds=1)
     with RunningService(world):
@@ -208,13 +174,6 @@ def test_status_and_offer_are_retained_and_the_end_is_told_by_a_goodbye(make_wor
     assert "stop" in world.workers[0].asked
 
 
-def store_update(world: World, name: str) -> None:
-    """The update of a device to the first attempt is accepted and stored."""
-    data = world.devices[name].make_update(1, 1, world.base_id)
-    artifact = world.artifacts.put(data)
-    world.store.end_update(UpdateRecord("tiny", 1, 1, name, artifact, len(data), Outcome.ACCEPTED, "", None, 1.0, 2.0))
-
-
 @pytest.fixture
 def made(make_world: MakeWorld) -> Federations:
     return Federations(make_world(clients=("a", "b", "c")), "second")
@@ -247,35 +206,6 @@ def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations)
     stored = made.world.events("aggregate_stored")
     closed = sorted((event["federation"], event["round"]) for event in stored)
     assert closed == [(federation, number) for federation in ("second", "tiny") for number in (1, 2)]
-
-
-def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, other, _ = made.devices["second"]
-    slow.silent = other.silent = True
-    granted: list[Need] = []
-    take = slow.in_session
-    with made.running():
-        slow.start()
-        other.start()
-        wait_until(lambda: bool(slow.of(Invite)), "it is invited")
-        base = made.world.store.aggregates("second")[0].artifact
-        wait_until(partial(slow.artifacts.__contains__, base), "it has the base")
-        monkeypatch.setattr(
-            slow, "in_session", lambda message: granted.append(message) if isinstance(message, Need) else take(message)
-        )
-        data = slow.make_update(1, 1, base)
-        manifest = slow.send_update(1, 1, data)
-        wait_until(lambda: bool(granted), "chunks are granted")
-        first, *rest = frames_for(data, manifest.artifact)
-        assert rest
-        slow.transport.publish(slow.topics.up_chunk("a"), first)
-        parts = made.world.root / "artifacts" / ".partial"
-        wait_until(lambda: bool(list(parts.rglob("a@*.part"))), "a part of it is stored")
-        start(made, "tiny")
-        until_over(made, "tiny")
-        monkeypatch.setattr(slow, "in_session", take)  # its repeated manifest is answered with what is missing
-        wait_until(lambda: bool(slow.receipts()), "the whole update is answered")
-        assert slow.receipts()[0].outcome is Outcome.ACCEPTED
 
 
 def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(made: Federations) -> None:
@@ -382,13 +312,6 @@ def test_rounds_that_are_under_way_cannot_be_taken_back(made: Federations) -> No
             made.operations.change_policy("tiny", {"rounds": 1, "min_clients": 0, "late": "never"})
         for part in ("tiny: 3 problems", "min_clients: must be", "late: must be", "rounds = 1: tiny is in round 2"):
             assert part in str(refused.value)
-
-
-def test_what_does_not_exist_is_named_with_what_does(made: Federations) -> None:
-    with pytest.raises(NotFoundError, match="no federation 'third'; there are: tiny, second"):
-        made.operations.stop("third")
-    with pytest.raises(NotFoundError, match="no device 'z'"):
-        made.operations.disable("z")
 
 
 def test_what_another_federation_needs_is_not_pruned(made: Federations) -> None:

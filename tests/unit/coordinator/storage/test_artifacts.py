@@ -19,7 +19,7 @@ from coordinator.http.operator_api import readyz
 from coordinator.storage.artifacts import ObjectStore, Pruner
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages.schemas import Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.coordinator.federations import hosting
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService, World
@@ -151,30 +151,6 @@ def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: M
         assert {world.artifacts.has(update.artifact) for update in updates} == {number >= 5}
     assert world.artifacts.has(world.store.federation(FEDERATION).spec)
     assert world.artifacts.has(aggregates[6].server_state)
-
-
-@pytest.mark.slow
-def test_a_restart_after_pruning_goes_on_and_answers_an_old_manifest(make_world: MakeWorld) -> None:
-    world = make_world(4, keep_rounds=1)
-    with RunningService(world) as running:
-        world.start_devices()
-        wait_until(lambda: running.service.state.round >= 3, "round 3 opens")
-        running.vanish()
-    assert not world.artifacts.has(world.store.updates(FEDERATION, RoundAttempt(1, 1))[0].artifact)
-    old = world.store.update(FEDERATION, RoundAttempt(1, 1), "a")
-    assert old is not None
-    with RunningService(world) as running:
-        wait_until(lambda: running.service.is_connected, "it is back")
-        for device in world.devices.values():
-            device.hello()
-        world.wait_event("finished")
-        device = world.devices["a"]
-        known = len(device.receipts())
-        with device.lock:
-            data = device.make_update(4, 1, world.store.aggregates(FEDERATION)[3].artifact)
-            device.send_update(1, 1, data)  # another one than it sent then, and for a round whose files are gone
-        wait_until(lambda: len(device.receipts()) > known, "it is answered")
-    assert device.receipts()[-1].outcome is Outcome.CONFLICT
 
 
 def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_world: MakeWorld) -> None:

@@ -12,15 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import cast
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Column, MetaData, String, create_engine, inspect, text
+from sqlalchemy import URL, inspect, text
 
-from coordinator.broker.access_lists import refresh_access
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, StorageSettings
 from coordinator.errors import HomeError, StoreError
@@ -36,13 +34,11 @@ from coordinator.rounds.records import (
 )
 from coordinator.storage import database as database_module
 from coordinator.storage import locks, migrations
-from coordinator.storage.backup import read_backup, write_backup
 from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_engine, open_database
 from coordinator.storage.locks import changing_members, sole_writer
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
-from fedcg import sealing
 from fedcg.config_file import set_values
 from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
@@ -50,7 +46,7 @@ from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation, call, closing_engine
 from tests.support.machines import ADDRESS, needs_machines, second_machine
 from tests.support.postgres import PASSWORD, Cluster, running_cluster
-from tests.support.waiting import free_port, wait_until
+from tests.support.waiting import free_port
 
 RNG = random.Random(5)
 
@@ -194,22 +190,6 @@ def test_a_damaged_database_file_and_a_damaged_or_missing_mark_are_refused_by_na
     assert killed.high_water.read_bytes() != mark
 
 
-def test_a_restored_coordinator_has_its_own_mark(killed: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "SCRYPT_N", 1 << 10)
-    for number in range(3):
-        (killed.artifacts / file_id(number)).write_text(str(number))
-    write_backup(killed, tmp_path / "backup", "correct horse battery")
-    new = Home(tmp_path / "new")
-    read_backup(tmp_path / "backup", new, "correct horse battery", lambda _: None)
-    with closing(Store.of(new)) as store:
-        assert store.epoch() > 1_000_000
-    with closing(sqlite3.connect(new.database)) as connection:
-        connection.execute("DELETE FROM attempts WHERE round = 3")
-        connection.commit()
-    with pytest.raises(StoreError, match="attempts of f"):
-        Store.of(new)
-
-
 def test_commits_lost_in_postgresql_are_noticed(home: Home, postgres: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     url = postgres.make_database()
@@ -249,17 +229,6 @@ def differences(database: Path | URL) -> list[object]:
         found: list[object] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
     engine.dispose()
     return found
-
-
-def test_a_column_without_its_revision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = MetaData()
-    for table in metadata.sorted_tables:
-        table.to_metadata(changed)
-    changed.tables["devices"].append_column(Column("owner", String))
-    monkeypatch.setitem(globals(), "metadata", changed)
-    assert [change[0] for change in cast("list[tuple[str, ...]]", differences(tmp_path / "new.sqlite"))] == [
-        "add_column"
-    ]
 
 
 def test_there_is_a_revision_for_each_version() -> None:
@@ -445,35 +414,6 @@ def test_locks_of_a_vanished_machine_are_free_within_seconds(tmp_path: Path, mon
                 machine.vanish()
                 with sole_writer(second), changing_members(second):
                     assert store.next_epoch() == 2
-
-
-@pytest.mark.slow
-def test_machines_change_members_in_turn(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    database = postgres.make_database()
-    first = home_on(database, tmp_path / "first", monkeypatch)
-    add_federation(first, "alpha")
-    second = Home(tmp_path / "second")
-    shutil.copytree(first.root, second.root)
-    words = (sys.executable, "-m", "fedcg", "device", "add", "box", "--out", tmp_path, "--dir", second.root)
-    with holding(first, "changing_members") as process:
-        adding = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait_until(lambda: waiting_at(database) == 1, "the command on the other machine waits for the lock")
-        with closing(Store.of(first)) as store:
-            assert store.members() == []
-        process.communicate("")
-    output, _ = adding.communicate(timeout=60)
-    assert adding.returncode == 0, output
-    assert refresh_access(first).devices == ("box",)
-
-
-def waiting_at(database: URL) -> int:
-    engine = create_engine(database)
-    with engine.connect() as connection:
-        count = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = "
-        here = "(SELECT oid FROM pg_database WHERE datname = current_database())"
-        waiting = connection.execute(text(count + here)).scalar_one()
-    engine.dispose()
-    return int(waiting)
 
 
 def test_a_hanging_change_of_members_is_named(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch) -> None:

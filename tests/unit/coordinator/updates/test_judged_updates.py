@@ -1,7 +1,7 @@
 """Updates judged: coded as the spec says, their weights, distances, figures and medians by hand, and what a policy makes of them."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from coordinator.aggregation.server_state import unpack_aggregate
@@ -22,7 +21,6 @@ from coordinator.storage.store import Store
 from coordinator.updates.robustness import (
     DISTANCE_BOUND,
     OUTPUT,
-    Distances,
     Figures,
     Movement,
     Verdict,
@@ -33,29 +31,19 @@ from coordinator.updates.robustness import (
     limits_of,
     medians_of,
     merge_weights,
-    movement_of,
     outlier,
     over,
     sketches_of,
     verdict_of,
 )
-from coordinator.updates.screening import LEFT_OUT_ROUNDS, Screening, left_out, plateau_reason, typical_distances
+from coordinator.updates.screening import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
-from fedcg.event_log import EventLog, read_events
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec, RoundPolicy
-from fedcg.wire.artifacts.artifacts import (
-    Base,
-    artifact_id,
-    decompress_payload,
-    join_artifact,
-    pack,
-    read_header,
-    split_artifact,
-)
-from fedcg.wire.artifacts.payload import MIN_CHANNEL, Array, PartArrays
+from fedcg.wire.artifacts.artifacts import Base, artifact_id, decompress_payload, join_artifact, pack, split_artifact
+from fedcg.wire.artifacts.payload import MIN_CHANNEL, Array
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, UpdateCodec
 from tests.support.coordinator.engine import policy_of
@@ -66,7 +54,6 @@ from tests.support.coordinator.toy_artifacts import (
     tiny_spec,
     update_header,
 )
-from tests.support.coordinator.world import RunningService, World
 from tests.unit.coordinator.aggregation.test_aggregation import founded
 
 # ------------------------------------------------------------------ weights
@@ -172,14 +159,14 @@ def test_the_outlier_is_the_farthest_in_medians_of_its_part() -> None:
 class Past:
     """A federation's database with rounds of updates."""
 
-    def __init__(self, folder: Path, devices: Sequence[str] = "abcd", needed: int = 1) -> None:
-        self.store, self.devices = Store(folder / "database.sqlite"), devices
-        record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, needed), 1.0)
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder / "database.sqlite")
+        record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, 1), 1.0)
         self.store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-        for device in devices:
+        for device in "abcd":
             self.store.add_device(device, device * 64, 1.0)
 
-    def collect(
+    def round(
         self,
         number: int,
         rejected: Sequence[str] = (),
@@ -187,16 +174,12 @@ class Past:
         distances: str = "{}",
         reports: Sequence[str | None] = (None,) * 4,
     ) -> None:
-        """An attempt that has these updates."""
-        self.store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset(self.devices), 1.0, 2.0)
+        """A closed round that has these updates."""
+        self.store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset("abcd"), 1.0, 2.0)
         for client, report in zip([*rejected, *accepted], reports, strict=False):
             outcome, reason = Outcome.REJECTED if client in rejected else Outcome.ACCEPTED, f"because of {number}"
             ended = ("f", number, 1, client, client * 64, 1, outcome, reason, report, 1.0, 2.0, distances)
             self.store.end_update(UpdateRecord(*ended))
-
-    def round(self, number: int, accepted: Sequence[str] = (), **updates: Any) -> None:
-        """A closed round."""
-        self.collect(number, accepted=accepted, **updates)
         self.store.start_distilling("f", RoundAttempt(number, 1), 3.0)
         self.store.weigh("f", RoundAttempt(number, 1), dict.fromkeys(accepted, 10))
         self.store.close_attempt(AggregateRecord("f", number, 1, f"{number}" * 64, 1, "e" * 64, 4.0))
@@ -370,91 +353,6 @@ def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> 
     assert first @ third == pytest.approx(0.0, abs=0.05)
 
 
-def test_figures_are_stored_as_short_numbers_without_those_that_are_unknown() -> None:
-    assert json.loads(json.dumps(Figures(norm=1.23456).as_json())) == {"norm": 1.2346}
-
-
-ROUNDS, BURN_IN = 200, 60
-SHAPES = {
-    Part.CLASSIFIER: {"hidden.weight": (16, 24), "hidden.bias": (16,), "out.weight": (10, 16), "out.bias": (10,)},
-    Part.GENERATOR: {"0.weight": (24, 16), "0.bias": (24,)},
-}
-NUMBERS = sum(int(np.prod(shape)) for tensors in SHAPES.values() for shape in tensors.values())
-
-
-def shaped(weights: NDArray[np.float64]) -> PartArrays:
-    """The weights as the parts of an update."""
-    found: dict[Part, dict[str, Array]] = {}
-    at = 0
-    for part, tensors in SHAPES.items():
-        found[part] = {}
-        for name, shape in tensors.items():
-            size = int(np.prod(shape))
-            found[part][name] = weights[at : at + size].reshape(shape).astype(np.float32)
-            at += size
-    return found
-
-
-def converged_rounds(
-    devices: int, spread: float, random: np.random.Generator
-) -> Iterator[tuple[PartArrays, list[PartArrays]]]:
-    """(base, updates) of each round after convergence: averaging on quadratic losses with gradient noise.
-
-    Each device's optimum is `spread` away from the common one in every number. A local round moves a weight with the curvature h by
-    1 - exp(-3 h p) of its way to the device's optimum, and noise moves it as far as it does in equilibrium. Curvatures lie between 0.01
-    and 1; p is between 0.5 and 2, since a device with four times the images takes four times the steps.
-    """
-    curvature = np.exp(random.uniform(np.log(0.01), 0.0, NUMBERS))
-    pulled = 1.0 - np.exp(-3.0 * np.outer(random.uniform(0.5, 2.0, devices), curvature))
-    noise = 0.1 * np.sqrt(1.0 - (1.0 - pulled) ** 2)
-    common = random.normal(size=NUMBERS)
-    optima = common + spread * random.normal(size=(devices, NUMBERS))
-    base = optima.mean(axis=0)
-    for number in range(BURN_IN + ROUNDS):
-        updates = base + pulled * (optima - base) + noise * random.normal(size=optima.shape)
-        if number >= BURN_IN:
-            yield shaped(base), [shaped(update) for update in updates]
-        base = updates.mean(axis=0)
-
-
-def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
-    """The screening of an attempt with an accepted update of each device, all of which the round needs."""
-    past = Past(folder, [f"d{number}" for number in range(devices)], devices)
-    past.collect(1, accepted=past.devices, reports=['{"examples": 50}'] * devices)
-    return past.store, Screening(past.store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
-
-
-def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
-    """What the coordinator finds odd about honest devices in `ROUNDS` rounds."""
-    random = np.random.default_rng([seed, devices])
-    store, screening = screened(folder, devices)
-    policy = store.federation("f").policy
-    typical: Distances = {}
-    with closing(store):
-        for base, updates in converged_rounds(devices, spread, random):
-            yardstick, seen = Yardstick(Base("0" * 64, base), typical), {}
-            for number, parts in enumerate(updates):
-                seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
-                yardstick.check(f"d{number}", seen[f"d{number}"].distances)
-            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), policy)
-            assert {client for client, *_ in choice.updates} == seen.keys()
-            assert {weight for *_, weight in choice.updates} == {50}
-            typical = medians_of([each.distances for each in seen.values()])
-    return [str(event["reason"]) for event in read_events(folder / "events.jsonl") if event["event"] == "update_odd"]
-
-
-@pytest.mark.parametrize(
-    ("devices", "spread"),
-    [
-        (3, 0.1),
-        (5, 0.0),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 0.0), (4, 0.1), (8, 0.1), (20, 0.0), (50, 0.1))),
-    ],
-)
-def test_no_honest_device_is_odd_in_200_rounds_after_convergence(tmp_path: Path, devices: int, spread: float) -> None:
-    assert odd_ones(tmp_path, devices, 1, spread) == []
-
-
 SPEC = tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
 AGGREGATE = aggregate_bytes(SPEC, 0, 0, seed=1)
 BASE_ID = artifact_id(AGGREGATE)
@@ -519,16 +417,6 @@ def test_the_distance_is_that_of_the_decoded_numbers() -> None:
 
 def test_no_more_bytes_are_taken_than_the_codec_needs() -> None:
     assert len(packed()) <= max_update_bytes(SPEC) < max_update_bytes(SPEC.model_copy(update={"codec": "f32"}))
-
-
-def test_a_federation_of_differences_runs_to_its_end(tmp_path: Path) -> None:
-    with closing(World(tmp_path, SPEC, AGGREGATE)) as world, RunningService(world):
-        world.start_devices()
-        world.wait_event("finished")
-    stored = [event["artifact"] for event in world.events("update_stored")]
-    assert len(stored) == 4
-    for artifact in stored:
-        assert read_header(world.artifacts.get(artifact)).codecs["classifier/weight"] == "i8-delta"
 
 
 def test_the_first_aggregate_is_the_decoded_one_for_both_sides(tmp_path: Path) -> None:
