@@ -22,13 +22,18 @@ from coordinator.members.enrolment import make_bundles
 from coordinator.paths import CRL_NAME, Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import credential_of, issue, renew_clients, server_credential, write_revocations
-from coordinator.pki.signing_keys import key_file, load_signing_identity, rotate_key
+from coordinator.pki.signing_keys import SigningIdentity, key_file, load_signing_identity, rotate_key
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol
-from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, VerifyKey, make_link, open_envelope, open_key_chain
+from fedcg.wire.messages.schemas import COORDINATOR
+from fedcg.wire.messages.topics import Topics
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.homes import call
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import MakeWorld, RunningService
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -118,6 +123,23 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     assert result.exit_code == 2
     with closing(Store(empty.database)) as fresh, pytest.raises(PlanError, match="no federation yet"):
         rotate_key(empty, fresh, 1.0)
+
+
+def test_a_running_coordinator_publishes_the_new_key_and_leaves_a_will_signed_by_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.service.service.REFRESH_S", 0.1)
+    world, topics, sent = make_world(), Topics(FEDERATION), dict[str, bytes]()
+    old, new = world.key, SigningKey.generate()
+    world.broker.record = lambda _identity, topic, payload: sent.update({topic: payload})
+    with RunningService(world):
+        world.signing_identity = SigningIdentity(new, (make_link(FEDERATION, 1, 1, old, new.public),))
+        world.wait_event("key_rotated")
+        assert open_key_chain(sent[topics.keys], FEDERATION, PinnedKey(old.public)) == PinnedKey(new.public, 1)
+        sent.clear()
+        world.broker.drop(COORDINATOR)  # the broker publishes its will
+        wait_until(lambda: topics.coordinator in sent, "the will")
+        assert open_envelope(sent[topics.coordinator], lambda _: new.public).kind == "coordinator_status"
 
 
 DAY = timedelta(days=1)

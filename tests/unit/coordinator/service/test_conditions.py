@@ -205,6 +205,18 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert "nothing has to be done" not in problem.remedy
 
 
+def test_a_device_outside_the_cohort_is_a_problem_with_a_remedy(make_world: MakeWorld) -> None:
+    world = make_world(pacing=RoundSettings(gather_s=60.0))
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: len(running.service.state.online) == 2, "all are online")
+        for device, mark in (("a", "1" * 32), ("b", None)):
+            running.service.cohorts.note(device, mark)
+        found = world.problems(running.service)["cohort differs"]
+    assert (found.device, found.what) == ("b", "it has no cohort secret")
+    assert "`fedcg cohort join --config AGENT.TOML`" in found.remedy
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -76,6 +76,20 @@ def test_a_dead_link_of_the_coordinator_is_no_silence(make_world: MakeWorld, mon
     assert world.events("offline")[0]["t"] - world.events("link")[-1]["t"] > 0.9
 
 
+def test_a_device_that_comes_and_goes_fills_no_database(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 50)
+    world, now = make_world(), iter(range(10_000))
+    log = PresenceLog(world.store, "tiny", lambda: float(next(now)))
+    for _ in range(400):
+        for online in (True, False):
+            log.note("a", online=online)
+            log.note("nobody", online=online)
+    changes = world.store.presence.changes("a", 0.0, 10_000)
+    assert len(changes) == 50
+    assert (changes[-2].online, changes[-1].online) == (True, False)
+    assert world.store.presence.changes("nobody", 0.0) == []
+
+
 def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWorld) -> None:
     world = make_world(rounds=1000)
     for _ in range(2):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -321,3 +321,15 @@ def test_an_odd_update_is_a_problem_until_the_next_normal_one(make_world: MakeWo
         deliver(world.devices["a"], 2)
         world.wait_event("aggregate_stored", 2)
         assert "odd update" not in world.problems(running.service)
+
+
+class Eased(PlainWorker):
+    """Merges by averaging, since it ran out of memory."""
+
+    result: ClassVar[Mapping[str, Any]] = {"ease": 2}
+
+
+def test_a_merge_without_enough_memory_is_named_with_its_round(make_world: MakeWorld) -> None:
+    world = make_world(1, make_worker=Eased)
+    world.run()
+    assert first_attempt(world)["reason"].startswith("merged by weighted averaging alone")

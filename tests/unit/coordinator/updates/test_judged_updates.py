@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from coordinator.updates.robustness import (
     over,
     sketches_of,
     verdict_of,
+    verdicts_of,
 )
 from coordinator.updates.screening import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
@@ -321,6 +322,17 @@ def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
     verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings, 5)
     assert verdict.action == "down-weight"
     assert len(verdict.reasons) == 2
+
+
+@pytest.mark.parametrize(
+    ("below", "quorum", "action"), [("warn", 3, "warn"), ("fail", 3, "quarantine"), ("warn", 2, "quarantine")]
+)
+def test_an_update_that_the_round_needs_is_treated_as_the_operator_chose(
+    below: Literal["warn", "fail"], quorum: int, action: Action
+) -> None:
+    figures = {"a": HONEST, "b": HONEST, "c": Figures(norm=9.0)}
+    verdicts = verdicts_of(figures, RobustnessSettings(below_quorum=below), "abc", quorum)
+    assert [verdicts[client].action for client in "abc"] == [None, None, action]
 
 
 @pytest.mark.parametrize(("action", "weight"), [("warn", 100), ("down-weight", 10), ("quarantine", None)])
