@@ -11,6 +11,8 @@ import torch
 
 from coordinator.aggregation.jobs import (
     AddUpdate,
+    Assessed,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
@@ -276,6 +278,22 @@ def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival(benches:
     free = aggregate("free", {}, {})
     assert aggregate("wide", wide, wide) == free
     assert aggregate("late", {}, narrow) == aggregate("early", narrow, narrow) != free
+
+
+@pytest.mark.slow
+def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(benches: Benches) -> None:
+    updates = [(client, benches.update(client, scaled(20.0 if client == "d" else 1.0))) for client in "abcd"]
+    runner, said = benches.open("first")
+    for client, artifact in reversed(updates):
+        runner.serve(AddUpdate(client, artifact))
+    again, said_again = benches.open("second")  # after SIGKILL: nothing but the stored updates is left
+    for worker, told in ((runner, said), (again, said_again)):
+        worker.serve(AssessJob(tuple(updates)))
+        assert isinstance(told[-1], Assessed)
+    assert said[-1] == said_again[-1]
+    found = said[-1].figures
+    assert (found["d"].norm or 0.0) > 3.0
+    assert None not in {each.direction for each in found.values()}
 
 
 def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
