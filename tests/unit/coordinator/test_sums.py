@@ -340,6 +340,22 @@ def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Att
     assert [event["reason"] for event in attempt.events("sum_off")] == [reason]
 
 
+@pytest.mark.parametrize("answered", [0, 4])
+def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt: Attempt, answered: int) -> None:
+    attempt.announce()
+    attempt.answer_all()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    for device, step in attempt.sent[:answered]:
+        attempt.answer(device, cast(SumSigned, attempt.cohort.reply(device, step, attempt.at)))
+    attempt.sent = []
+    attempt.sums = attempt.started()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    attempt.wait(5.0)
+    attempt.answer_all()
+    assert attempt.exact(attempt.merged[0])
+    assert len(attempt.merged[0].weights) == 5
+
+
 class LosesTheSum(PlainWorker):
     """Merges an aggregate without the sum that was opened for it."""
 

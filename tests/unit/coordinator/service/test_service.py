@@ -15,6 +15,7 @@ from fedcg.wire.messages.schemas import (
     DeclineReason,
     Finished,
     Hello,
+    Invite,
     Need,
     Offer,
     Outcome,
@@ -26,6 +27,7 @@ from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import frames_for
 
 
 def end_of(device: FakeDevice, round_number: int, attempt: int, data: bytes) -> Receipt:
@@ -206,6 +208,35 @@ def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations)
     stored = made.world.events("aggregate_stored")
     closed = sorted((event["federation"], event["round"]) for event in stored)
     assert closed == [(federation, number) for federation in ("second", "tiny") for number in (1, 2)]
+
+
+def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other, _ = made.devices["second"]
+    slow.silent = other.silent = True
+    granted: list[Need] = []
+    take = slow.in_session
+    with made.running():
+        slow.start()
+        other.start()
+        wait_until(lambda: bool(slow.of(Invite)), "it is invited")
+        base = made.world.store.aggregates("second")[0].artifact
+        wait_until(partial(slow.artifacts.__contains__, base), "it has the base")
+        monkeypatch.setattr(
+            slow, "in_session", lambda message: granted.append(message) if isinstance(message, Need) else take(message)
+        )
+        data = slow.make_update(1, 1, base)
+        manifest = slow.send_update(1, 1, data)
+        wait_until(lambda: bool(granted), "chunks are granted")
+        first, *rest = frames_for(data, manifest.artifact)
+        assert rest
+        slow.transport.publish(slow.topics.up_chunk("a"), first)
+        parts = made.world.root / "artifacts" / ".partial"
+        wait_until(lambda: bool(list(parts.rglob("a@*.part"))), "a part of it is stored")
+        start(made, "tiny")
+        until_over(made, "tiny")
+        monkeypatch.setattr(slow, "in_session", take)  # its repeated manifest is answered with what is missing
+        wait_until(lambda: bool(slow.receipts()), "the whole update is answered")
+        assert slow.receipts()[0].outcome is Outcome.ACCEPTED
 
 
 def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(made: Federations) -> None:
