@@ -287,13 +287,13 @@ def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(benc
     for client, artifact in reversed(updates):
         runner.serve(AddUpdate(client, artifact))
     again, said_again = benches.open("second")  # after SIGKILL: nothing but the stored updates is left
-    for worker, told in ((runner, said), (again, said_again)):
-        worker.serve(AssessJob(tuple(updates)))
-        assert isinstance(told[-1], Assessed)
-    assert said[-1] == said_again[-1]
-    found = said[-1].figures
-    assert (found["d"].norm or 0.0) > 3.0
-    assert None not in {each.direction for each in found.values()}
+    for bench in (runner, again):
+        bench.serve(AssessJob(tuple(updates)))
+    assessed = said[-1]
+    assert isinstance(assessed, Assessed)
+    assert assessed == said_again[-1]
+    assert (assessed.figures["d"].norm or 0.0) > 3.0
+    assert None not in {each.direction for each in assessed.figures.values()}
 
 
 def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
