@@ -1,0 +1,110 @@
+"""Converged devices: their steps are near orthogonal, and the whole decision about them leaves every one in."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from coordinator.config import RobustnessSettings
+from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances, Yardstick, figures_of, medians_of, movement_of
+from coordinator.updates.screening import Screening
+from fedcg.event_log import EventLog, read_events
+from fedcg.wire.artifacts.artifacts import Base
+from fedcg.wire.artifacts.payload import Array, PartArrays
+from fedcg.wire.messages.schemas import Outcome, RoundAttempt
+from fedcg.wire.parts import Part
+from tests.support.coordinator.engine import policy_of
+
+ROUNDS, BURN_IN = 200, 60
+SHAPES = {
+    Part.CLASSIFIER: {"hidden.weight": (16, 24), "hidden.bias": (16,), "out.weight": (10, 16), "out.bias": (10,)},
+    Part.GENERATOR: {"0.weight": (24, 16), "0.bias": (24,)},
+}
+NUMBERS = sum(int(np.prod(shape)) for tensors in SHAPES.values() for shape in tensors.values())
+
+
+def parts_of(weights: NDArray[np.float64]) -> PartArrays:
+    """The weights as the parts of an update."""
+    found: dict[Part, dict[str, Array]] = {}
+    at = 0
+    for part, tensors in SHAPES.items():
+        found[part] = {}
+        for name, shape in tensors.items():
+            size = int(np.prod(shape))
+            found[part][name] = weights[at : at + size].reshape(shape).astype(np.float32)
+            at += size
+    return found
+
+
+def converged_rounds(
+    devices: int, spread: float, random: np.random.Generator
+) -> Iterator[tuple[PartArrays, list[PartArrays]]]:
+    """(base, updates) of each round after convergence: averaging on quadratic losses with gradient noise.
+
+    Each device's optimum is `spread` away from the common one in every number. A local round moves a weight with the curvature h by
+    1 - exp(-3 h p) of its way to the device's optimum, and noise moves it as far as it does in equilibrium. Curvatures lie between 0.01
+    and 1; p is between 0.5 and 2, since a device with four times the images takes four times the steps.
+    """
+    curvature = np.exp(random.uniform(np.log(0.01), 0.0, NUMBERS))
+    pulled = 1.0 - np.exp(-3.0 * np.outer(random.uniform(0.5, 2.0, devices), curvature))
+    noise = 0.1 * np.sqrt(1.0 - (1.0 - pulled) ** 2)
+    common = random.normal(size=NUMBERS)
+    optima = common + spread * random.normal(size=(devices, NUMBERS))
+    base = optima.mean(axis=0)
+    for number in range(BURN_IN + ROUNDS):
+        updates = base + pulled * (optima - base) + noise * random.normal(size=optima.shape)
+        if number >= BURN_IN:
+            yield parts_of(base), [parts_of(update) for update in updates]
+        base = updates.mean(axis=0)
+
+
+def screened(folder: Path, devices: int) -> tuple[Store, Screening]:
+    """The screening of an attempt with an accepted update of each device, all of which the round needs."""
+    folder.mkdir(exist_ok=True)
+    store, names = Store(folder / "database.sqlite"), [f"d{number}" for number in range(devices)]
+    record = FederationRecord("f", "fedcg", "5" * 64, policy_of(99, devices), 1.0)
+    store.add_federation(record, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    for name in names:
+        store.add_device(name, name * 32, 1.0)
+    store.open_attempt("f", RoundAttempt(1, 1), "0" * 64, frozenset(names), 1.0, 2.0)
+    for name in names:
+        store.end_update(UpdateRecord("f", 1, 1, name, name, 1, Outcome.ACCEPTED, "", '{"examples": 50}', 1.0, 2.0))
+    return store, Screening(store, "f", RobustnessSettings(), EventLog(folder / "events.jsonl", lambda: 0.0))
+
+
+def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
+    """What the coordinator finds odd about honest devices in `ROUNDS` rounds."""
+    random = np.random.default_rng([seed, devices])
+    store, screening = screened(folder, devices)
+    policy = store.federation("f").policy
+    typical: Distances = {}
+    with closing(store):
+        for base, updates in converged_rounds(devices, spread, random):
+            yardstick, seen = Yardstick(Base("0" * 64, base), typical), {}
+            for number, parts in enumerate(updates):
+                seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
+                yardstick.check(f"d{number}", seen[f"d{number}"].distances)
+            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), policy)
+            assert {client for client, *_ in choice.updates} == seen.keys()
+            assert {weight for *_, weight in choice.updates} == {50}
+            typical = medians_of([each.distances for each in seen.values()])
+    return [str(event["reason"]) for event in read_events(folder / "events.jsonl") if event["event"] == "update_odd"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "spread"),
+    [
+        (3, 0.1),
+        (5, 0.0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 0.0), (4, 0.1), (8, 0.1), (20, 0.0), (50, 0.1))),
+    ],
+)
+def test_no_honest_device_is_odd_in_two_hundred_rounds_after_convergence(
+    tmp_path: Path, devices: int, spread: float
+) -> None:
+    assert odd_ones(tmp_path, devices, 1, spread) == []
