@@ -159,11 +159,6 @@ def test_no_number_of_terms_overflows_silently(monkeypatch: pytest.MonkeyPatch) 
         total.add(torch.tensor([1.0]))
 
 
-def test_an_empty_sum_has_no_value() -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        ExactSum().value()
-
-
 ONLY = frozenset({Part.CLASSIFIER})
 
 
@@ -278,25 +273,3 @@ def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(fl
     run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings, ctx), ctx)
     assert len(taken) == steps
     assert progress[-1] == (steps, steps)
-
-
-@pytest.mark.parametrize("flat_steps", [0, 7])
-def test_the_loss_of_a_distillation_is_watched_as_the_mean_of_the_steps_since_the_last_look(flat_steps: int) -> None:
-    losses, seen = torch.arange(44.0, 0.0, -1.0).repeat_interleave(2)[:, None], list[tuple[str, float]]()
-
-    def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
-        nothing: torch.Tensor = 0.0 * nets["student"](*batch).sum()
-        return nothing + batch[0].mean()
-
-    callbacks = Callbacks(
-        lambda phase, step, steps: seen.append((phase, step)), lambda loss: seen.append(("loss", loss))
-    )
-    ctx = replace(context(quick_spec("fedcg")), callbacks=callbacks)
-    settings, student = Distillation(44, 2, 1e-3, 0.0, flat_steps), {"student": torch.nn.Linear(1, 1)}
-    run_stage(distillation(student, loss_of, lambda rows: (losses[rows],), settings, ctx), ctx)
-    watched = [loss for name, loss in seen if name == "loss"]
-    if not flat_steps:  # 44 // 20 = 2 steps between two looks: (44 + 43) / 2, (42 + 41) / 2, ...
-        assert watched == [43.5 - 2 * look for look in range(22)]
-    else:  # a check between two looks starts a mean anew: the look after step 8 has step 8 alone
-        assert watched[:4] == [43.5, 41.5, 39.5, 37.0]
-    assert seen[-2:] == [("loss", watched[-1]), ("distil", 44)]

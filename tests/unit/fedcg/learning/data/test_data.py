@@ -239,15 +239,6 @@ def test_a_member_that_unpacks_to_more_than_the_limit_is_refused_by_its_declared
         read_arrays(path)
 
 
-def test_a_truncated_npz_is_named(tmp_path: Path) -> None:
-    np.savez(tmp_path / "d.npz", images=pixels(3, 4, 4), labels=np.zeros(3, dtype=np.int64))
-    (tmp_path / "d.npz").write_bytes((tmp_path / "d.npz").read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"d\.npz: not an \.npz, or damaged"):
-        read_arrays(tmp_path / "d.npz")
-    with pytest.raises(DataError, match="no such file"):
-        read_arrays(tmp_path / "gone.npz")
-
-
 @pytest.mark.parametrize("name", ["d.npz", "data_batch_1"])
 def test_whatever_bytes_are_damaged_the_answer_is_data_or_an_error_that_names_the_file(
     tmp_path: Path, name: str
@@ -376,26 +367,6 @@ def test_a_class_that_the_spec_does_not_name_and_an_empty_folder_are_errors(tmp_
         load_folder(tmp_path, CLASSES, GREY)
     with pytest.raises(DataError, match="no such folder"):
         load_folder(tmp_path / "nowhere", CLASSES, GREY)
-
-
-def test_an_npz_is_the_same_data_as_files_of_the_same_pixels(tmp_path: Path) -> None:
-    pixels = np.stack([np.asarray(picture(seed)) for seed in (1, 2)])
-    np.savez(tmp_path / "data.npz", images=pixels, labels=np.array([1, 0]))
-    images, entries = load_folder(tmp_path / "data.npz", CLASSES, COLOUR)
-    from_files, _ = load_folder(folder(tmp_path / "f", {"cat/b.png": 2, "dog/a.png": 1}), CLASSES, COLOUR)
-    assert torch.equal(images.rows([1, 0]).images, from_files.images)
-    assert images.labels.tolist() == [1, 0]
-    again, _ = load_folder(tmp_path / "data.npz", CLASSES, COLOUR, subset=[entries[1].path])
-    assert torch.equal(again.images[0], images.images[1])
-
-
-def test_an_npz_with_other_arrays_or_labels_is_named(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", pictures=np.zeros((1, 16, 16), np.uint8))
-    np.savez(tmp_path / "b.npz", images=np.zeros((1, 16, 16), np.uint8), labels=np.array([2]))
-    np.savez(tmp_path / "c.npz", images=np.zeros((1, 16, 16), np.float32), labels=np.array([0]))
-    for name, message in (("a", "arrays `images` and `labels`"), ("b", "labels must lie in 0..1"), ("c", "uint8")):
-        with pytest.raises(DataError, match=message):
-            load_folder(tmp_path / f"{name}.npz", CLASSES, GREY)
 
 
 def entry(number: int) -> FileEntry:

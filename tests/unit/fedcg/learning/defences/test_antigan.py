@@ -83,20 +83,6 @@ def test_the_second_training_alone_brings_the_generated_windows_near_the_expecte
     assert distance(params) < 0.5 * distance(unpulled)
 
 
-@pytest.mark.slow
-def test_the_generator_learns_what_each_class_looks_like() -> None:
-    shades = torch.tensor([40, 210], dtype=torch.uint8)
-    noise = torch.randint(30, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    labels = torch.arange(40) % 2
-    data = ImageSet(shades[labels].view(-1, 1, 1, 1) + noise, labels, ("dark", "light"))
-    params = SHORT.model_copy(
-        update={"gan_steps": 300, "obfuscation_steps": 0, "lr": 1e-3, "width": 8, "batch_size": 16}
-    )
-    generator = gan_mixing.trained_generator(data, params, place(), gan_mixing.gabor_stem())
-    made = gan_mixing.generated_images(generator, data, 5, place()).mean(dim=(1, 2, 3))
-    assert float(made[labels == 1].min()) > float(made[labels == 0].max()) + 0.5
-
-
 def test_a_mixed_image_is_mu_of_the_real_one_and_the_rest_of_the_generated_one() -> None:
     real = torch.tensor([0, 100, 255, 200], dtype=torch.uint8).view(1, 1, 2, 2)
     generated = torch.tensor([1.0, -1.0, 1.0, 0.0]).view(1, 1, 2, 2)  # 255, 0, 255, 127.5
@@ -116,18 +102,6 @@ def test_every_real_image_is_used_once_and_keeps_its_class() -> None:
     left = (made.images.double() - 0.75 * (generated.double() + 1) * 127.5) / 0.25
     assert float((left - data.images).abs().max()) <= 0.5 / 0.25 + 1e-3
     assert len({row.numpy().tobytes() for row in generated}) == len(data)
-
-
-def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
-    data = images()
-    gan = gan_mixing.Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
-    whole = gan_mixing.generated_images(gan, data, 5, place())
-    some = gan_mixing.generated_images(gan, data.rows([7, 2]), 5, place())
-    assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
-    relabelled = ImageSet(data.images, (data.labels + 1) % 3, data.classes)
-    assert (
-        float((gan_mixing.generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3
-    )
 
 
 def test_other_secrets_and_other_parameters_give_other_images_and_the_same_the_same() -> None:
@@ -189,45 +163,12 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
     again = gan_mixing.mixed_images(more, SHORT, grown).images
     assert torch.equal(again.images[:9], first.images)
     assert len(again) == 12
-    # A class that the generator has not seen: it is trained again.
-    unseen = ImageSet(images(12, classes=4).images, torch.arange(12) % 4, tuple("abcd"))
-    known = ImageSet(unseen.images[:9], torch.arange(9) % 3, tuple("abcd"))
-    steps: list[int] = []
-    counting = replace(grown, progress=lambda *at: steps.append(at[1]), folder=tmp_path / "other")
-    for data in (known, unseen, unseen):
-        gan_mixing.mixed_images(data, SHORT, counting)
-    assert steps == [*range(1, 8)] * 2
-
-
-def test_an_unfinished_training_does_not_go_on_with_other_images(tmp_path: Path) -> None:
-    params = SHORT.model_copy(update={"checkpoint_every": 2})
-    steps: list[int] = []
-
-    def stopping(phase: str, step: int, of: int) -> None:
-        steps.append(step)
-        if len(steps) == 5:
-            raise StoppedError
-
-    grown = replace(place(tmp_path, stopping), grows=True)
-    with pytest.raises(StoppedError):
-        gan_mixing.mixed_images(images(9), params, grown)
-    made = gan_mixing.mixed_images(images(12), params, grown).images
-    assert steps == [*range(1, 6), *range(1, 8)]
-    assert made.digest() == defended(images(12), params).images.digest()
 
 
 @pytest.mark.parametrize(("count", "named"), [(3, "3 training images, no class with 2"), (0, "0 training images")])
 def test_images_that_it_can_do_nothing_with_are_named(count: int, named: str) -> None:
     with pytest.raises(DataError, match=named):
         defended(images(count))
-
-
-def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = images(4, classes=2)
-    made = torch.tensor([0.0, 0.0, 0.4, 0.4]).view(4, 1, 1, 1).expand(4, 1, 8, 8)
-    for forms, spread in ((made, "0.23"), (made * 0 + 0.7, "0.00")):  # √(4 · 0.2² / 3)
-        monkeypatch.setattr(gan_mixing, "generated_images", lambda *_, forms=forms: forms)
-        assert defended(data).facts["spread"] == spread
 
 
 def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() -> None:
@@ -239,9 +180,6 @@ def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() 
         "antigan: 2 of 3 classes here have a single training image: of such a class the GAN knows"
     )
     assert set(seen[1:]) == {"step"}
-    seen.clear()
-    gan_mixing.mixed_images(images(6), SHORT, watched)
-    assert set(seen) == {"step"}
 
 
 def test_a_window_larger_than_the_images_is_named_before_there_are_any_and_when_there_are() -> None:
@@ -316,16 +254,6 @@ def test_the_installed_package_is_read_and_grey_images_count_as_colour() -> None
     assert (stem.name, stem.channels) == ("efficientnet_lite0", 32)
     grey = torch.rand(1, 1, 16, 16)
     assert torch.allclose(stem(grey), stem(grey.expand(-1, 3, -1, -1)))
-
-
-def test_a_gabor_filter_answers_to_its_direction_and_the_bank_sees_brightness() -> None:
-    bank = stems.gabor_stem()
-    columns = torch.cos(2 * torch.pi / 3 * torch.arange(24.0)).expand(1, 1, 24, 24)
-    across, along = (bank(images)[0, :16, 3:-3, 3:-3].square().mean(dim=(1, 2)) for images in (columns, columns.mT))
-    assert int(across.argmax()) in (0, 1)  # wavelength 3, direction 0
-    assert int(along.argmax()) in (4, 5)  # a quarter turn
-    flat = bank(torch.ones(1, 1, 8, 8)) - bank(-torch.ones(1, 1, 8, 8))
-    assert float(flat[0, ::2, 1:-1, 1:-1].abs().amax()) > 0.1
 
 
 def test_files_that_hold_no_such_weights_are_refused_and_objects_are_not_loaded(tmp_path: Path) -> None:

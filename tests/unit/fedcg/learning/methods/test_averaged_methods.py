@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import with_momentum
 from fedcg.learning.aggregation.distillation import Bank, draw_bank
 from fedcg.learning.errors import DataError, PrivacyError
-from fedcg.learning.method import Aggregate, ServerState, Update, Weights
+from fedcg.learning.method import Aggregate, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.plans import initial_parts
@@ -20,7 +19,7 @@ from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import ParameterValue
-from fedcg.learning.training.classification import with_downloaded_classifier
+from fedcg.learning.training.classification import Penalty, with_downloaded_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
 from tests.support.learning.networks import ARITHMETIC, FIRST, SECOND, Scale, drawn, on_labels
@@ -118,35 +117,25 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx) is None
 
 
-def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down() -> None:
+def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down_beside_other_penalties() -> (
+    None
+):
     # Logits are the features times the weight: of (1, 0) with weight 2, (2, 0), so class 0 has the loss log(1 + e^-2).
     classifier, ctx = Scale(2.0), replace(cases.context(cases.quick_spec("fedsplit")), round=2)
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    term = with_downloaded_classifier(None, classifier, 0.5, ctx)
+    own = Penalty(lambda nets, features, logits: torch.tensor(0.6))
+    term = with_downloaded_classifier(own, classifier, 0.5, ctx)
     penalty = on_labels(term, [0, 1], classifier=classifier)
     assert term is not None
     assert term.of_rows
     with torch.no_grad():
         classifier.weight.fill_(9.0)  # it is trained meanwhile
     value = penalty(slice(0, 2), features, features)
-    assert value.item() == pytest.approx(0.5 * math.log(1 + math.exp(-2)))
+    assert value.item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))
     value.backward()
     assert features.grad is not None
     assert features.grad.abs().sum() > 0
     assert classifier.weight.grad is None
-
-
-def test_the_auxiliary_loss_stands_beside_a_methods_own_penalty() -> None:
-    extractor = nn.Linear(3, 2, bias=False)
-    nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: Scale(2.0)}
-    ctx = replace(cases.context(cases.quick_spec("fedprox")), round=2)
-    own = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
-    term = with_downloaded_classifier(own, nets[Part.CLASSIFIER], 0.5, ctx)
-    both = on_labels(term, [0, 1], extractor=extractor, classifier=nets[Part.CLASSIFIER])
-    with torch.no_grad():
-        extractor.weight.add_(0.5)  # 0.8 / 2 * 6 * 0.25 = 0.6
-    features = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert both(slice(0, 2), features, features).item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))
 
 
 def test_a_penalty_on_weights_beside_the_auxiliary_loss_can_not_be_had_with_dp_sgd() -> None:
@@ -172,20 +161,6 @@ def test_the_auxiliary_loss_changes_a_round_from_the_second_on(name: str) -> Non
     extractors = {key: parts[Part.EXTRACTOR] for key, parts in results.items()}
     assert cases.same(extractors[0.0, 1], extractors[1.0, 1])
     assert not cases.same(extractors[0.0, 2], extractors[1.0, 2])
-
-
-def test_an_averaged_classifier_goes_on_in_the_direction_of_the_rounds_before() -> None:
-    # From 1: the average is 2, so v = 1 and the classifier 2. Then the average is 3: v = 1 + 0.3 * 1 = 1.3, the classifier 2 + 1.3 = 3.3.
-    def classifier(value: float, counter: int) -> Aggregate:
-        return Aggregate({Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(counter)}})
-
-    state, seen = ServerState(classifier(1.0, 1)), []
-    for average in (2.0, 3.0):
-        aggregate, state = with_momentum(classifier(average, 7), state, 0.3)
-        assert state.aggregate is aggregate
-        assert aggregate.parts[Part.CLASSIFIER]["n"].item() == 7
-        seen.append(aggregate.parts[Part.CLASSIFIER]["w"].item())
-    assert seen == pytest.approx([2.0, 3.3])
 
 
 def test_momentum_is_of_the_classifier_alone_and_kept_with_the_round() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fedcg.learning import probes
 from fedcg.learning.aggregation.prototypes import HELD, PROTOTYPES, filled, merged_prototypes, prototypes_of
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
+from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import (
     Aggregate,
     Callbacks,
@@ -278,22 +278,6 @@ def test_a_round_goes_on_from_the_aligned_extractor() -> None:
     assert "not believed" in said[0]  # all outputs alike are no extractor's
     assert cases.same(with_probes.private.parts[Part.EXTRACTOR], without.private.parts[Part.EXTRACTOR])
     assert len(said) == 1
-
-
-def test_the_model_that_a_download_makes_has_the_fitted_extractor_and_the_aggregates_classifier() -> None:
-    ctx, own = cases.context(SPEC), initial_parts(SPEC, b"own")
-    inputs = probes.probe_inputs(ctx, 4)
-    wanted = probes.outputs_on(drifted(), inputs)
-    aggregate = aggregate_of(wanted)
-    deployed = {**own, **downloaded_parts(own, aggregate, cases.bright_images(24, 0), ctx)}
-    before, after = (
-        float(
-            probes.residual(probes.outputs_on(load_part(SPEC, Part.EXTRACTOR, parts[Part.EXTRACTOR]), inputs), wanted)
-        )
-        for parts in (own, deployed)
-    )
-    assert after < 0.05 < before
-    assert cases.same(deployed[Part.CLASSIFIER], aggregate.parts[Part.CLASSIFIER])
 
 
 def test_a_round_warns_where_more_than_one_output_in_a_hundred_is_cut_as_it_is_told(

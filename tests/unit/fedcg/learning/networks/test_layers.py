@@ -7,15 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from fedcg.learning.method import TrainingParams
-from fedcg.learning.networks import fast_layers, load_part, weights_of
+from fedcg.learning.networks import fast_layers
 from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
-from fedcg.learning.networks.plans import initial_parts
-from fedcg.learning.networks.randomness import draw_weights, lent_generators, seeded_layers
-from fedcg.learning.training.classification import train_classifier
-from fedcg.learning.training.optimisers import FusedAdam
-from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import bright_images, context, quick_spec, same
+from fedcg.learning.networks.randomness import draw_weights, lent_generators
 
 SHAPES = [
     ((1, 1), (2, 2)),
@@ -52,18 +46,6 @@ def test_a_form_gives_a_convolution_and_its_gradients(
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_two_by_two_kernels_on_two_by_two_maps_take_nine_products() -> None:
-    form = fast_layers.form_of((2, 2), (2, 2), torch.float32, grows=True)
-    assert form.enter is not None
-    assert form.enter.shape == (9, 4)
-    # One axis, by hand: (a + bx)(c + dx) from its values at 0, 1 and infinity, ac, (a + b)(c + d) and bd.
-    axis = fast_layers.form_of((2, 1), (2, 1), torch.float64, grows=True)
-    assert axis.enter is not None
-    assert axis.enter.tolist() == [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
-    assert axis.leave is not None
-    assert axis.leave.round(decimals=12).tolist() == [[1.0, 0.0, 0.0], [-1.0, 1.0, -1.0], [0.0, 0.0, 1.0]]
-
-
 def test_larger_maps_are_left_to_torch_with_the_same_result() -> None:
     assert not fast_layers.is_small((5, 5), (2, 2))
     layer = fast_layers.SmallConvTranspose2d(3, 4, (2, 2))
@@ -81,19 +63,6 @@ def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
     assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == {
         name: tensor.shape for name, tensor in theirs.state_dict().items()
     }
-
-
-def test_batch_norm_in_our_memory_order_equals_torchs_and_keeps_passes_apart() -> None:
-    ours, theirs = fast_layers.MapBatchNorm2d(4), nn.BatchNorm2d(4)
-    first, second = torch.randn(5, 4, 3, 2), 2 + torch.randn(5, 4, 3, 2)
-    together = ours(torch.cat([first, second]), 2)
-    apart = torch.cat([theirs(first), theirs(second)])
-    assert torch.allclose(together, apart, atol=1e-6)
-    for name, tensor in ours.state_dict().items():
-        assert torch.allclose(tensor, theirs.state_dict()[name], atol=1e-6)
-    ours.eval()
-    theirs.eval()
-    assert torch.allclose(ours(first), theirs(first), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(DISCRIMINATORS))
@@ -158,65 +127,11 @@ def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() ->
     assert independent == alone
 
 
-def test_adam_takes_torchs_steps_in_any_memory_order() -> None:
-    stream = torch.Generator().manual_seed(3)
-    start = [torch.randn(2, 3, 2, 2, generator=stream), torch.randn(4, generator=stream)]
-    ours = [
-        start[0].permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1).requires_grad_(),
-        start[1].clone().requires_grad_(),
-    ]
-    theirs = [tensor.clone().requires_grad_() for tensor in start]
-    mine = FusedAdam(ours, 0.1, (0.5, 0.999), 0.01)
-    torchs = torch.optim.Adam(theirs, lr=0.1, betas=(0.5, 0.999), weight_decay=0.01)
-    for factor in (1.0, -2.0, 0.5):
-        for weights, optimiser in ((ours, mine), (theirs, torchs)):
-            optimiser.zero_grad()
-            (factor * weights[0].pow(3).sum() + (weights[1].sin().sum() if factor != 0.5 else 0)).backward()
-            optimiser.step()
-        for one, other in zip(ours, theirs, strict=True):
-            assert torch.allclose(one, other, atol=1e-6)
-    assert not torch.allclose(ours[0], start[0], atol=0.05)
-
-
-PARAMS = TrainingParams(epochs=2, batch_size=8)
-
-
 @pytest.fixture
 def untouched_global_state() -> Iterator[None]:
     before = torch.get_rng_state()
     yield
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def trained_with_dropout(root: bytes, drawn_before: int) -> dict[str, torch.Tensor]:
-    """Weights of a classifier behind dropout after a stage; other code drew `drawn_before` numbers before it."""
-    spec = quick_spec("local")
-    weights = initial_parts(spec, b"cohort")
-    extractor, linear = (load_part(spec, part, weights[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-    classifier = nn.Sequential(nn.Dropout(0.5), linear)
-    with torch.random.fork_rng(devices=[]):
-        torch.rand(drawn_before)
-        train_classifier(extractor, classifier, bright_images(24, 0), PARAMS, context(spec, root=root))
-    return weights_of(classifier)
-
-
-@pytest.mark.usefixtures("untouched_global_state")
-def test_a_stage_with_dropout_repeats_bit_for_bit_whatever_was_drawn_before_it() -> None:
-    first = trained_with_dropout(b"device", 0)
-    assert same(first, trained_with_dropout(b"device", 1000))
-    assert not same(first, trained_with_dropout(b"another", 0))
-
-
-@pytest.mark.usefixtures("untouched_global_state")
-def test_stages_and_rounds_draw_different_numbers() -> None:
-    spec = quick_spec("fedcg")
-
-    def drawn(round_number: int, purpose: str) -> list[float]:
-        with seeded_layers(context(spec, round_number), purpose):
-            return torch.rand(3).tolist()
-
-    assert drawn(1, "classify") == drawn(1, "classify")
-    assert len({tuple(drawn(number, purpose)) for number in (1, 2) for purpose in ("classify", "distil")}) == 4
 
 
 @pytest.mark.usefixtures("untouched_global_state")

@@ -50,17 +50,6 @@ def test_the_text_says_features_parts_and_methods() -> None:
     assert any(line.split()[:2] == ["classifier", "44,999"] for line in text.splitlines())
 
 
-# A 7x7 convolution on the images, two that halve, two residual blocks of two, two that double, and a 7x7 one back to the images.
-GENERATOR = 49 * 8 + 9 * (8 * 16 + 16 * 32) + 4 * 9 * 32 * 32 + 9 * (32 * 16 + 16 * 8) + 49 * 8
-
-
-def test_networks_on_whole_images_have_an_image_generator_which_is_all_that_ppidsg_sends() -> None:
-    lines = [line.split() for line in output_of("show", "image_small", "--channels", "1").splitlines()]
-    sizes = [f"{size:,}" for size in (GENERATOR, 4 * GENERATOR, 4 * GENERATOR)]
-    assert ["image_generator", *sizes] in lines
-    assert ["ppidsg", *sizes[1:]] in lines
-
-
 def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
     reason = "halve image.height = 30 twice: choose a multiple of 4"
     assert reason in data_of(output_of("show", "image_small", "--image-size", "30", "--json"))["refusals"]["ppidsg"]

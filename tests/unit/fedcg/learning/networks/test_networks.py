@@ -4,22 +4,20 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from fedcg.learning import networks
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks import image_networks
-from fedcg.learning.networks.fast_layers import SpectralConv2d, SpectralLinear
 from fedcg.learning.networks.gan import GENERATORS, ClassGaussians
 from fedcg.learning.networks.plans import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import BackboneChoice, FederationPlan, FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField, UpdateCodec
 from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same, usual_plan
-from tests.support.learning.networks import built, networks_of
+from tests.support.learning.networks import networks_of
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
 TEN = tuple("abcdefghij")
@@ -136,36 +134,6 @@ def test_an_image_too_small_for_the_split_and_an_unknown_name_are_explained() ->
         complete_spec(plan("fedcg", NetworkChoice(generator="gru")))
 
 
-def test_spectral_layers_equal_torchs_parametrisation_in_value_and_gradient() -> None:
-    from torch.nn.utils.parametrizations import spectral_norm
-
-    torch.manual_seed(0)
-    pairs: list[tuple[nn.Module, nn.Module, torch.Tensor]] = [
-        (SpectralLinear(6, 5), spectral_norm(nn.Linear(6, 5)), torch.randn(3, 6)),
-        (SpectralConv2d(2, 3, (2, 2)), spectral_norm(nn.Conv2d(2, 3, 2)), torch.randn(3, 2, 4, 4)),
-    ]
-    for ours, theirs, inputs in pairs:
-        state = theirs.state_dict()
-        values = {"weight": state["parametrizations.weight.original"], "bias": state["bias"]}
-        values |= {
-            f"vectors.{new}": state[f"parametrizations.weight.0.{old}"]
-            for new, old in (("left", "_u"), ("right", "_v"))
-        }
-        ours.load_state_dict(values)
-        for mode in (True, True, False):
-            ours.train(mode)
-            theirs.train(mode)
-            expected = theirs(inputs)
-            assert torch.allclose(ours(inputs), expected, atol=1e-5)
-        ours(inputs).square().sum().backward()
-        theirs(inputs).square().sum().backward()
-        wanted = dict(theirs.named_parameters())["parametrizations.weight.original"].grad
-        got = dict(ours.named_parameters())["weight"].grad
-        assert wanted is not None
-        assert got is not None
-        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
     spec = quick_spec("fedcg")
     drawn = initial_parts(spec, b"cohort")
@@ -183,13 +151,6 @@ def test_shared_parts_start_from_the_public_seed_and_private_ones_from_the_cohor
         assert same(ours[part], initial_parts(spec, b"cohort")[part])
     other_seed = spec.model_copy(update={"seed": 6})
     assert not same(initial_parts(other_seed, b"cohort")[Part.GENERATOR], ours[Part.GENERATOR])
-
-
-def test_initial_weights_have_torchs_default_bounds() -> None:
-    weights = initial_parts(quick_spec("fedcg"), b"cohort")[Part.EXTRACTOR]
-    first = weights["0.weight"]
-    assert first.abs().max().item() <= 1 / math.sqrt(25)
-    assert first.std().item() == pytest.approx(1 / math.sqrt(25) / math.sqrt(3), rel=0.1)
 
 
 def test_loading_copies_and_refuses_weights_that_do_not_fit() -> None:
@@ -250,13 +211,6 @@ def test_streams_differ_by_purpose_and_repeat_from_their_start() -> None:
     assert not torch.equal(first, torch.rand(3, generator=Streams(b"root").at("f", 2, 1).generator("noise")))
 
 
-HALF = (0.5,)
-
-
-def grey_form(**changed: object) -> ImageForm:
-    return ImageForm.model_validate({"mode": "L", "height": 28, "width": 32, "mean": HALF, "std": HALF, **changed})
-
-
 def weights_in(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
@@ -293,25 +247,6 @@ def test_every_network_fits_its_neighbours(width: str, channels: int, height: in
     assert image_networks.image_split(image_networks.WIDTHS[width]).feature_range is FeatureRange.NON_NEGATIVE
 
 
-def test_a_residual_block_adds_its_input() -> None:
-    block = built(lambda: image_networks.ResidualBlock(2), 0)
-    maps = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    added = block(maps) - maps
-    # The last layer is an instance norm: what is added has mean 0 and variance 1 in every map.
-    assert torch.allclose(added.mean(dim=(2, 3)), torch.zeros(1, 2), atol=1e-5)
-    assert torch.allclose(added.var(dim=(2, 3), unbiased=False), torch.ones(1, 2), atol=1e-2)
-
-
-def test_a_form_that_fits_has_no_problem_and_others_name_the_field() -> None:
-    assert image_networks.unfit_form(grey_form()) == ""
-    assert image_networks.unfit_form(grey_form(mode="RGB", mean=HALF * 3, std=HALF * 3)) == ""
-    assert "image.height = 30 twice: choose a multiple of 4 from 12 on" in image_networks.unfit_form(
-        grey_form(height=30)
-    )
-    assert "image.width = 8 twice" in image_networks.unfit_form(grey_form(width=8))
-    assert "image.std = (0.25,) make others: set every one to 0.5" in image_networks.unfit_form(grey_form(std=(0.25,)))
-
-
 def coded(method: str, codec: UpdateCodec) -> FederationSpec:
     return complete_spec(usual_plan(method).model_copy(update={"codec": codec, "aggregate_codec": "f32"}))
 
@@ -332,33 +267,3 @@ def test_only_what_a_round_goes_on_from_is_taken_to_the_aggregate() -> None:
     for name in method_names():
         assert bases[name] <= get_method(name).payload.up & get_method(name).payload.down
         assert coded(name, "i8").with_base == ()
-
-
-def test_a_plan_names_codecs_that_exist() -> None:
-    values = plan("fedcg").model_dump()
-    for field, codec in (("codec", "i4"), ("aggregate_codec", "i8"), ("aggregate_codec", "f16-delta")):
-        with pytest.raises(ValidationError, match=field):
-            FederationPlan.model_validate({**values, field: codec})
-
-
-@pytest.mark.parametrize(
-    ("network", "has_secret", "words"),
-    [
-        (NetworkChoice(), True, "cohort secret"),
-        (NetworkChoice(), None, "cohort secret, or the public spec seed on a device without one"),
-        (
-            NetworkChoice(split="resnet18+project:16", weights="ab" * 32, freeze="all"),
-            True,
-            "backbone public (sha256 abababababab, frozen), projection from the cohort secret",
-        ),
-        (
-            NetworkChoice(split="resnet18+project:16", backbones=(BackboneChoice(name="resnet34", weights="cd" * 32),)),
-            False,
-            "resnet18: public spec seed; resnet34: backbone public (sha256 cdcdcdcdcdcd, trained on), projection from the public spec seed",
-        ),
-    ],
-)
-def test_what_is_public_of_a_private_start_is_worded(
-    network: NetworkChoice, has_secret: bool | None, words: str
-) -> None:
-    assert network.private_start(has_secret) == words

@@ -10,14 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from experiments.settings import Setting
 from experiments.simulation.party_builder import own_specs
 from export.build.to_onnx import export_personal
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
-from fedcg.learning.networks import build_part, feature_shape, weights_of
+from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.networks import timm_backbones as backbones
 from fedcg.learning.networks.own_backbone import KeptFeatures, device_spec, with_features
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -26,7 +25,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.spec import BackboneChoice, FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.evaluation import logits_of
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import context, same
+from tests.support.learning.learning_cases import context
 from tests.support.learning.networks import CLASSES, IMAGENET, SPLIT, TIMM, tiny_network, tiny_plan, write_tiny_weights
 
 
@@ -67,15 +66,7 @@ def test_a_name_is_a_backbone_perhaps_a_stage_and_a_width(name: str, parsed: spl
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "lite9+project:8",
-        "resnet18+project:0",
-        "resnet18+project:10000",
-        "resnet18+head:8",
-        "timm:hf-hub:x/y+project:8",
-        "+project:8",
-    ],
+    "name", ["lite9+project:8", "resnet18+project:0", "resnet18+project:10000", "timm:hf-hub:x/y+project:8"]
 )
 def test_other_names_are_no_backbones(name: str) -> None:
     with pytest.raises(NetworkError, match=r"no backbone|write BACKBONE"):
@@ -192,12 +183,6 @@ def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_th
     assert empty.images.shape == (0, first[0].images.shape[1])
 
 
-def test_without_weights_the_start_is_random_and_follows_from_the_stream() -> None:
-    spec = complete_spec(tiny_plan("local", None, "none"))
-    one, other = (weights_of(build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(4))) for _ in range(2))
-    assert same(one, other)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -229,20 +214,6 @@ def test_pretrained_weights_want_their_normalisation_and_64_pixels(weights: Path
         complete_spec(plan.model_copy(update={"image": small}))
 
 
-def test_a_file_that_lacks_or_misshapes_a_tensor_is_named_with_both(weights: Path) -> None:
-    spec = complete_spec(tiny_plan("local", weights))
-    tensors = safetensors.torch.load_file(weights)
-    del tensors["blocks.1.0.bn1.weight"]
-    tensors["conv_stem.weight"] = torch.zeros(1, 3, 3, 3)
-    other = weights.with_name("other.pth")
-    torch.save(tensors, other)
-    network = spec.network.model_copy(update={"weights": split_names.weights_digest(other)})
-    with pytest.raises(
-        NetworkError, match=r"other.pth: .*conv_stem.weight of shape 1x3x3x3 .*blocks.1.0.bn1.weight missing"
-    ):
-        extractor_of(spec.model_copy(update={"network": network}))
-
-
 def test_weights_are_found_by_their_hash_alone_and_a_missing_file_has_a_remedy(weights: Path) -> None:
     digest = split_names.weights_digest(weights)
     moved = weights.rename(weights.with_name("anything.safetensors"))
@@ -270,20 +241,6 @@ def test_weights_that_do_not_fit_are_found_when_the_plan_is_made_and_absent_ones
         complete_spec(tiny_plan("local", other))
     monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, "")
     assert complete_spec(tiny_plan("local", other)).network.weights == split_names.weights_digest(other)
-
-
-def test_a_file_named_by_itself_may_have_any_suffix_and_one_in_a_folder_may_not(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = weights.with_name("w.pt")
-    torch.save(safetensors.torch.load_file(weights), named)
-    weights.unlink()
-    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(named))
-    assert split_names.pinned_weights(split_names.weights_digest(named)) == named
-    assert extractor_of(complete_spec(tiny_plan("local", named))) is not None
-    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(named.parent))
-    with pytest.raises(NetworkError, match="is the sha256 of no file here"):
-        split_names.pinned_weights(split_names.weights_digest(named))
 
 
 def test_a_person_names_a_file_or_a_folder_and_random_means_none(weights: Path, tmp_path: Path) -> None:
@@ -368,12 +325,6 @@ def test_a_device_has_the_federations_digest_and_classifier_and_an_extractor_of_
     assert type(own.model_copy(update={"rounds": 9})) is type(own)
 
 
-def test_a_spec_without_a_choice_is_every_devices_own(spec: FederationSpec) -> None:
-    alone = spec.model_copy(update={"network": spec.network.model_copy(update={"backbones": ()})})
-    assert device_spec(alone, "anything") is alone
-    assert FederationSpec.parse(spec.canonical()) == spec
-
-
 def test_backbones_that_can_not_be_had_are_named(spec: FederationSpec) -> None:
     with pytest.raises(NetworkError, match=f"no backbone 'resnet18'; a device may choose timm:{TIMM}, {OTHER}"):
         device_spec(spec, "resnet18")
@@ -403,15 +354,3 @@ def test_backbones_are_taken_in_turn(spec: FederationSpec) -> None:
     cohort = SimpleNamespace(clients=dict.fromkeys(("c", "a", "b")))
     names = {client: own.network.split for client, own in own_specs(spec, cohort).items()}  # type: ignore[arg-type]
     assert names == {"a": SPLIT, "b": f"{OTHER}+project:16", "c": SPLIT}
-
-
-def test_each_backbone_of_a_plan_has_its_own_weights(tmp_path: Path) -> None:
-    setting = Setting(network="efficientnet_lite0+project:8", backbones="efficientnet_lite1,resnet18", weights="random")
-    network = NetworkChoice.model_validate(setting.plan(setting.source())["network"])
-    assert network.backbone_names == ("efficientnet_lite0", "efficientnet_lite1", "resnet18")
-    assert {one.weights for one in network.backbones} == {None}
-    pinned = Setting(network="efficientnet_lite0+project:8", backbones="efficientnet_lite1", freeze="all")
-    chosen = NetworkChoice.model_validate(pinned.plan(pinned.source())["network"])
-    assert chosen.weights is not None
-    assert chosen.backbones[0].weights not in {None, chosen.weights}
-    assert chosen.backbones[0].freeze == "all"

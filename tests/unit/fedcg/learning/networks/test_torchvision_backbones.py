@@ -11,12 +11,12 @@ from torch import nn
 
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, TrainingParams
-from fedcg.learning.networks import NETWORKS, FeatureRange, build_part, feature_shape, weights_of
+from fedcg.learning.method import TrainingParams
+from fedcg.learning.networks import FeatureRange, build_part, feature_shape, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.gan import DISCRIMINATORS, GENERATORS
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
-from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.networks.splits import SPLITS
 from fedcg.learning.networks.torchvision_backbones import backbone_split, vision
@@ -26,7 +26,7 @@ from fedcg.learning.training import batches
 from fedcg.learning.training.batches import extract_features, images_at_once
 from fedcg.learning.training.classification import classification
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import bright_images, context, local_round_of, same, same_parts
+from tests.support.learning.learning_cases import context, same
 
 EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in CUTS.items() for layer in cuts.strides]
 ROOT = Path(__file__).parents[5]
@@ -209,19 +209,6 @@ def test_a_layer_fills_its_own_tensors_where_it_has_a_method_for_it_and_usual_la
     layers = nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(3), nn.InstanceNorm2d(2), nn.PReLU(), Scale())
     draw_weights(layers, torch.Generator().manual_seed(0))
     assert layers[-1].get_parameter("factor").min().item() >= 1.0
-
-
-@pytest.mark.parametrize(
-    ("split", "kind"),
-    [("resnet18@layer3", "conv"), ("resnet18@layer3", "mlp"), ("mobilenet_v3_small@features.3", "mlp")],
-)
-def test_a_local_round_on_a_backbone_repeats_bit_for_bit(split: str, kind: str) -> None:
-    spec = complete_spec(plan_for(split, 16, "L", kind=kind, steps=2, batch_size=4))
-    initial, before, data = initial_parts(spec, b"cohort"), torch.get_rng_state(), bright_images(9, 0)
-    first, again = (local_round_of(spec, data, Aggregate(dict(initial))).private.parts for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same_parts(first, again)
-    assert not any(same(first[part], initial[part]) for part in NETWORKS)
 
 
 def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_small_ones(

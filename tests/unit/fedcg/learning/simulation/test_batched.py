@@ -1,26 +1,25 @@
 """Clients that train together, their networks stacked, come out as if they had trained one after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.method import Aggregate, TrainingParams, Weights
+from fedcg.learning.method import TrainingParams, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
-from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, SerialRunner
+from fedcg.learning.simulation.tasks import SerialRunner
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import batches
 from fedcg.learning.training import stacked_training as batched_loops
 from fedcg.learning.training.classification import train_classifier
-from fedcg.learning.training.stacked_training import Learner, Stacked, can_stack, train_classifiers
+from fedcg.learning.training.stacked_training import Learner, can_stack, train_classifiers
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
-from tests.support.learning.stages import ReplayedStep, replays
 
 SIZES = {"a": 44, "b": 30, "c": 9}  # six steps an epoch, four, and one: 9 images leave one over
 SPLITS = ("lenet5", "lenet5_relu")
@@ -48,25 +47,6 @@ def close(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor],
     return first.keys() == second.keys() and all(
         torch.allclose(first[name], second[name], rtol=0.0, atol=tolerance) for name in first
     )
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_stacked_networks_give_each_rows_features_and_gradients_of_its_own_network(split: str) -> None:
-    some = learners(spec_of(split))
-    rows = torch.randn(3, 5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    stacks = [Stacked([one.extractor for one in some]), Stacked([one.classifier for one in some])]
-    logits = stacks[1](stacks[0](rows))
-    weighting = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    (logits * weighting).sum().backward()
-    for at, one in enumerate(some):
-        own = one.classifier(one.extractor(rows[at]))
-        assert torch.allclose(own, logits[at], atol=1e-6)
-        (own * weighting[at]).sum().backward()
-        for stack, network in zip(stacks, (one.extractor, one.classifier), strict=True):
-            for mine, parameter in zip(stack.stacks, network.parameters(), strict=True):
-                assert mine.grad is not None
-                assert parameter.grad is not None
-                assert torch.allclose(mine.grad[at], parameter.grad, atol=1e-5)
 
 
 def test_only_chains_of_known_layers_are_stacked() -> None:
@@ -106,18 +86,6 @@ def test_a_client_that_diverges_leaves_the_others_alone() -> None:
     for at in (0, 2):
         assert losses[at] == expected[at]
         assert cases.same(some[at].classifier.state_dict(), others[at].classifier.state_dict())
-
-
-def test_a_stacked_step_can_be_recorded_and_replayed() -> None:
-    spec = spec_of("lenet5_relu")
-    params = TrainingParams.model_validate(spec.params)
-    plain, replayed = learners(spec), learners(spec)
-    losses = train_classifiers(plain, params)
-    with replays():
-        assert train_classifiers(replayed, params) == losses
-        assert (ReplayedStep.made, ReplayedStep.eager) == (1, 0)  # smaller batches are filled up
-    for mine, other in zip(plain, replayed, strict=True):
-        assert cases.same(mine.classifier.state_dict(), other.classifier.state_dict())
 
 
 def party(method: str, **params: ParameterValue) -> Party:
@@ -165,20 +133,3 @@ def test_a_method_that_cant_be_batched_trains_one_after_the_other_beside_batched
     assert all(cases.same_parts(together.states[name].parts, apart.states[name].parts) for name in SIZES)
     mine, other = parts_of(together), parts_of(apart)
     assert all(close(mine[key], other[key], 1e-4) for key in mine)
-
-
-def test_batched_clients_are_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    aggregate, asked = simulate(party("local"), Schedule(rounds=1)).aggregate, list[int]()
-
-    def remember(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
-        asked.append(len(tasks))
-        return []
-
-    monkeypatch.setattr("fedcg.learning.simulation.tasks.local_tasks", remember)
-    runner = SerialRunner(batched=None)
-    runner.start(party("local"))
-    runner.local([], aggregate)
-    assert asked == []
-    runner.start(replace(party("local"), device="cuda"))
-    list(runner.local([], aggregate))
-    assert asked == [0]

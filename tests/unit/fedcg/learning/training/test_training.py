@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import build_part
-from fedcg.learning.networks.plans import complete_spec, initial_parts
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import Schedule, simulate
@@ -74,48 +72,8 @@ def test_every_window_is_as_likely_as_any_other() -> None:
     assert not choices[:, 2].any()
 
 
-def test_crops_and_mirrors_do_not_shift_each_others_draws() -> None:
-    def drawn(*, flip: bool, crop: int) -> torch.Tensor:
-        augmenter = batches.Augmenter(cases.quick_spec("local", augment_flip=flip, augment_crop=crop), STREAMS)
-        return torch.cat([augmenter.draw(rows).choices for rows in (24, 16)])
-
-    both = drawn(flip=True, crop=2)
-    assert torch.equal(both[:, :2], drawn(flip=False, crop=2)[:, :2])
-    assert torch.equal(both[:, 2], drawn(flip=True, crop=0)[:, 2])
-    assert torch.equal(both, drawn(flip=True, crop=2))
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_without_crops_blocks_are_made_of_the_streams_of_order_and_flips_alone(*, flip: bool) -> None:
-    data, spec = cases.bright_images(40, 1), cases.quick_spec("local", augment_flip=flip)
-    order, mirror = STREAMS.generator("order"), STREAMS.generator("flip")
-    blocks = image_blocks(data, spec, 12)
-    for (prepared, _), index in zip(blocks, batches.index_blocks(40, 8, 12, order), strict=True):
-        images = data.images[index]
-        if flip:
-            chosen = torch.rand(len(index), generator=mirror) < 0.5
-            images = torch.where(chosen.view(-1, 1, 1, 1), images.flip(-1), images)
-        assert torch.equal(prepared, normalise(images, spec.image))
-
-
-def image_blocks(data: ImageSet, spec: FederationSpec, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Blocks of prepared images and labels of so many batches of 8."""
-    order, of_images = STREAMS.generator("order"), batches.image_tensors(data, spec, batches.Augmenter(spec, STREAMS))
-    return [of_images(index) for index in batches.index_blocks(len(data), 8, steps, order)]
-
-
 def expected_rows(spec: FederationSpec, index: torch.Tensor) -> torch.Tensor:
     return one_by_one(cases.bright_images(40, 1).images[index], batches.Augmenter(spec, STREAMS).draw(len(index)))
-
-
-def test_blocks_of_cropped_images_show_the_same_images_in_the_same_order() -> None:
-    data, spec = cases.bright_images(40, 1), cases.quick_spec("local", augment_flip=True, augment_crop=2)
-    ((cropped, labels),), ((_, others),) = (
-        image_blocks(data, one, 5) for one in (spec, cases.quick_spec("local", augment_flip=True))
-    )
-    assert torch.equal(labels, others)
-    (index,) = batches.index_blocks(40, 8, 5, STREAMS.generator("order"))
-    assert torch.equal(cropped, normalise(expected_rows(spec, index), spec.image))
 
 
 def test_features_of_crops_are_computed_as_they_are_drawn_however_many_are_asked_for() -> None:
@@ -224,16 +182,6 @@ def test_a_round_with_an_average_sends_and_keeps_the_same_and_has_the_averaged_m
     assert found.keys() == get_method(name).personal.parts
     assert not any(cases.same(weights, averaged.private.parts[part]) for part, weights in found.items())
     assert evaluate(spec, found, data).images == 24
-
-
-def test_it_begins_anew_in_every_round() -> None:
-    spec, method, data = cases.quick_spec("fedsplit", ema=0.9), get_method("fedsplit"), cases.bright_images(24, 0)
-    state = method.init_client(spec, initial_parts(spec, b"cohort"))
-    after = method.local_round(state, data, None, cases.context(spec)).private
-    again, fresh = (
-        method.local_round(one, data, None, cases.context(spec)).private for one in (after, replace(after, extras={}))
-    )
-    assert cases.same(again.extras["ema_extractor"], fresh.extras["ema_extractor"])
 
 
 def test_a_simulation_measures_the_average_where_there_is_one() -> None:
