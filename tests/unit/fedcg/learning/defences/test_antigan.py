@@ -286,3 +286,25 @@ class _Harm:
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         return (Path.touch, (self._path,))
+
+
+def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
+    data = images()
+    gan = gan_mixing.Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
+    whole = gan_mixing.generated_images(gan, data, 5, place())
+    some = gan_mixing.generated_images(gan, data.rows([7, 2]), 5, place())
+    assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
+    relabelled = ImageSet(data.images, (data.labels + 1) % 3, data.classes)
+    assert (
+        float((gan_mixing.generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3
+    )
+
+
+def test_a_gabor_filter_answers_to_its_direction_and_the_bank_sees_brightness() -> None:
+    bank = stems.gabor_stem()
+    columns = torch.cos(2 * torch.pi / 3 * torch.arange(24.0)).expand(1, 1, 24, 24)
+    across, along = (bank(images)[0, :16, 3:-3, 3:-3].square().mean(dim=(1, 2)) for images in (columns, columns.mT))
+    assert int(across.argmax()) in (0, 1)  # wavelength 3, direction 0
+    assert int(along.argmax()) in (4, 5)  # a quarter turn
+    flat = bank(torch.ones(1, 1, 8, 8)) - bank(-torch.ones(1, 1, 8, 8))
+    assert float(flat[0, ::2, 1:-1, 1:-1].abs().amax()) > 0.1
