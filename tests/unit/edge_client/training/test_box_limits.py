@@ -69,12 +69,6 @@ def test_a_training_process_waits_for_that_of_another_federation_even_when_that_
     assert read_status(site.config)["training"] is None
 
 
-def test_while_a_training_process_works_no_other_one_can(tmp_path: Path) -> None:
-    lock = tmp_path / ".training.lock"
-    with turn(lock, lambda: None, lambda: None):
-        assert not is_free(lock)
-
-
 def test_a_lock_in_a_folder_that_only_another_user_writes_is_shared_by_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,12 +198,6 @@ def test_software_throttling_and_what_only_a_new_round_needs_do_not_pause(tmp_pa
     assert not box.path.exists()
 
 
-def test_a_second_reason_during_a_pause_is_named_too(tmp_path: Path) -> None:
-    box = Box(tmp_path, hot(95), Telemetry(causes=Causes((), ("GPU power brake",))), Telemetry())
-    box.pauses()
-    assert [line.get("reason") for line in box.lines()] == ["hot", "throttled", None]
-
-
 def test_a_round_that_was_paused_commits_what_an_undisturbed_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,27 +274,6 @@ def test_a_server_that_was_started_again_counts_from_nothing() -> None:
     load()
     clock.now += 2.0
     assert load() is None
-
-
-def test_a_round_pauses_while_predictions_are_asked_for_and_goes_on_at_half_the_limit(tmp_path: Path) -> None:
-    metrics, clock = Metrics(), Clock()
-    with server(metrics) as url:
-        settings = EligibilitySettings(inference_url=url, max_requests_per_s=4.0)
-        rates = [0.0, 40.0, 24.0, 8.0]  # of the looks to come; 3 and then 2 a second are above half of 4, and at it
-
-        def sleep(seconds: float) -> None:
-            clock.sleep(2.0)
-            metrics.requests.labels("ok").inc(rates.pop(0) / 4 if rates else 0.0)
-
-        events = EventLog(tmp_path / "events.jsonl", clock)
-        pauses = Pauses(settings, Telemetry, lambda: None, events, clock, lambda: NOON, sleep)
-        pauses()
-        metrics.requests.labels("ok").inc(10)
-        clock.now += 2.0
-        pauses()  # 5 a second
-    lines = [dict(event) for event in read_events(tmp_path / "events.jsonl")]
-    assert [(line["event"], line.get("reason")) for line in lines] == [("paused", "serving"), ("resumed", None)]
-    assert "5.0 requests/s, at most 4" in str(lines[0]["detail"])
 
 
 def test_a_busy_inference_server_keeps_a_device_from_a_round_with_the_reason(tmp_path: Path) -> None:

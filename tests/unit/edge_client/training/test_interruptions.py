@@ -143,10 +143,6 @@ def test_streams_of_mechanisms_go_on_too(tmp_path: Path, monkeypatch: pytest.Mon
     check_every_interruption(tmp_path, monkeypatch, "fedcg", SETTINGS[setting])
 
 
-def test_sgd_and_gradient_noise_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_every_interruption(tmp_path, monkeypatch, "fedavg", SETTINGS["noise"])
-
-
 def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     site = site_of(root, "fedavg", None, every_s=1e-9)
     with monkeypatch.context() as patch:
@@ -204,13 +200,6 @@ def test_a_full_disk_costs_checkpoints_and_not_the_round(tmp_path: Path, monkeyp
     monkeypatch.setattr(CheckpointFile, "save", full)
     site.train()
     assert "No space left on device" in site.events("refused")[0]["detail"]
-
-
-def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = site_of(tmp_path, "fedavg", None, every_s=0)
-    saves = count_saves(monkeypatch)
-    site.train()
-    assert saves == [0]
 
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)

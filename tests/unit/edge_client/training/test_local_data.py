@@ -259,6 +259,3 @@ def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent
         assert f"{folder / name}: {reason}" in finding.detail
     images = len([*(site.root / "data").glob("*/*/*")])
     assert finding.detail.startswith(f"{images - 1} images in ")
-    (folder / "gone.png").unlink()
-    site.train(3)
-    assert str(read_status(site.config)["images_left_out"]).startswith("5: ")

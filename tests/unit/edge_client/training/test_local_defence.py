@@ -1,6 +1,5 @@
 """`[data] defence` on a device: defended training images, and encrypted ones with an exported model that encrypts plain images itself."""
 
-import logging
 import re
 import stat
 from collections.abc import Mapping
@@ -17,20 +16,14 @@ from edge_client.config import DataSection
 from edge_client.session.signals import RoundCommitted
 from edge_client.store.generations import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
-from export.build.install_model import package_personal
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
 from fedcg.learning.defences.defence import DefencePlace, defence_of
-from fedcg.learning.defences.params import EtcParams
-from fedcg.learning.defences.scrambling import Scrambling, draw_keys, scrambling_of
-from fedcg.learning.method import silent
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm
-from fedcg.learning.tensor_conversion import to_weights
-from fedcg.sentences import sentence_of
 from fedcg.wire.messages.schemas import DeclineReason
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
@@ -144,39 +137,6 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
     assert made.snapshot == local(whole).for_round(whole.spec, 1).snapshot
 
 
-def test_a_class_with_one_image_is_a_warning_in_the_log(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec("local"))
-    give(site)
-    images = site.data().train
-    (of_first,) = torch.nonzero(images.labels == 0, as_tuple=True)
-    few = images.rows([*of_first[:1].tolist(), *torch.nonzero(images.labels).flatten().tolist()])
-    LocalDefence(site.config.data, site.store, EventLog(site.events_path, lambda: 0.0)).apply(FEDERATION, few, silent)
-    (event,) = site.events("defence_warning")
-    assert "1 of 3 classes here have a single training image" in str(event["detail"])
-    sentence = sentence_of(event)
-    assert sentence is not None
-    assert sentence.level == logging.WARNING
-    assert "the GAN knows no more than that image" in sentence.text
-
-
-def test_a_window_larger_than_the_images_declines_with_the_setting_to_change(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec("local"))
-    give(site, params={"window": 33})
-    report = site.declined()
-    assert report.reason is DeclineReason.SPEC_REFUSED
-    assert "window = 33 is larger than the images of 32x32 pixels: lower `window`" in report.detail
-
-
-def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec("local"))
-    give(site)
-    site.configure(data={"defence_stem": tmp_path / "gone.pth"})
-    state, detail = finding(site)
-    assert state == "failed"
-    assert detail.startswith("antigan-")
-    assert detail.endswith(f"defence_stem {tmp_path / 'gone.pth'} is no file")
-
-
 FORM = ImageForm(mode="L", height=16, width=16, mean=(0.4,), std=(0.6,))
 
 
@@ -201,15 +161,8 @@ def draw_digits(root: Path, rows: slice) -> None:
         Image.fromarray(image[0].numpy()).save(folder / f"{number:04}.png")
 
 
-def keyed(root: bytes) -> Scrambling:
-    size = 1, FORM.height, FORM.width
-    return scrambling_of(draw_keys(Streams(root).at(FEDERATION, "defence"), size), size, EtcParams().order(1))
-
-
 @pytest.mark.slow
-def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_with_another_key_that_of_chance(
-    tmp_path: Path,
-) -> None:
+def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits(tmp_path: Path) -> None:
     site, digits = Site(tmp_path, digits_spec(), shadow=1, export=True), tmp_path / "digits"
     draw_digits(digits / "train", slice(0, 900))
     draw_digits(digits / "test", slice(900, 1100))
@@ -234,17 +187,6 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits_and_wit
         found = data_of(asked.stdout)["results"]
         right = [Path(one["file"]).parent.name == one["class"] for one in found]
         assert float(np.mean(right)) == pytest.approx(scores[f"best.{name}"])
-
-    best, files = to_weights(state.slots["best"]), sorted((digits / "test").rglob("*.png"))
-    labels = [int(file.parent.name) for file in files]
-    for layer in (keyed(b"another device"), None):
-        before = None if layer is None else layer.layer(FORM)
-        package_personal(
-            site.spec, best, tmp_path / "others", round_number=1, test_files=files, test_labels=labels, before=before
-        )
-        accuracy = read_manifest(Slots(tmp_path / "others").current()).verification.accuracy_onnx
-        assert accuracy is not None
-        assert accuracy < 0.35
 
     weights = next((site.store.root / "generations").rglob("state.safetensors"))
     spec = next((site.store.root / "specs").glob("*.json"))
@@ -289,20 +231,3 @@ def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(t
         give(site, "etc")
     one, two = (local(site).for_round(site.spec, 1).train.digest() for site in sites)
     assert one != two
-
-
-@pytest.mark.parametrize(
-    ("params", "named"),
-    [
-        ({"block": 5}, "block = 5 does not divide images of 32x32 pixels"),
-        ({"scrambling": "IR,IC"}, "scrambling: IC permutes the channels of colour images"),
-    ],
-)
-def test_images_that_can_not_be_encrypted_so_decline_with_the_parameter(
-    tmp_path: Path, params: dict[str, str | int], named: str
-) -> None:
-    site = Site(tmp_path, real_spec("local"))
-    give(site, "etc", params)
-    report = site.declined()
-    assert report.reason is DeclineReason.SPEC_REFUSED
-    assert named in report.detail

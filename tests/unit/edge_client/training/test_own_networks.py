@@ -23,8 +23,6 @@ from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted
 from edge_client.training import local_round
 from export.model.versions import Slots
 from fedcg.event_log import EventLog
-from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.networks.own_backbone import keeps_features
@@ -36,35 +34,11 @@ from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.log_output import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
-from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION, FORM
 from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
-
-
-def test_what_a_method_remembers_is_kept_from_round_to_round_and_never_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = get_method("fedsplit")
-
-    def remembering(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
-        result = method.local_round(state, data, aggregate, ctx)
-        rounds = state.extras["known"]["rounds"] + 1 if state.extras else torch.ones(1)
-        known = {"rounds": rounds, "validation": torch.tensor([len(ctx.validation or ())])}
-        return replace(result, private=replace(result.private, extras={"known": known}))
-
-    monkeypatch.setattr(local_round, "get_method", lambda _name: replace(method, local_round=remembering))
-    site = Site(tmp_path, real_spec("fedsplit"))
-    for number in (1, 2):
-        site.train(number)
-    stored = site.state()
-    assert stored.extras["known"]["rounds"].tolist() == [2]
-    counts = site.store.generations.snapshot(stored.generation).counts()
-    assert stored.extras["known"]["validation"].tolist() == [counts["val"]]
-    assert counts["val"] > 0
-    assert {name.partition("/")[0] for name in inspect(site.update()).tensors} == {"classifier"}
 
 
 def allowing(site: Site) -> Site:
@@ -97,17 +71,6 @@ def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_o
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert report.detail.startswith(
         "method fedprobe needs the cohort secret: `fedcg cohort create` on the first device"
-    )
-
-
-def test_a_spec_with_another_number_of_probes_than_its_statistics_have_rows_is_declined(tmp_path: Path) -> None:
-    spec = real_spec("fedprobe", probes=4)
-    site = allowing(Site(tmp_path, spec.model_copy(update={"params": {**spec.params, "probes": 8}})))
-    site.share_cohort_secret()
-    report = site.declined()
-    assert (report.reason, report.detail) == (
-        DeclineReason.SPEC_REFUSED,
-        "the spec's tensor layouts are not those of its networks",
     )
 
 
@@ -231,20 +194,6 @@ def test_the_status_names_the_public_backbone_and_where_the_projection_starts(tm
     assert read_status(site.config)["private_parts_start"] == f"{public} cohort secret"
 
 
-def test_the_status_names_the_devices_own_backbone_and_all_where_it_can_not_be_told(
-    tmp_path: Path, weights: Path
-) -> None:
-    site = site_of(tmp_path, weights, "resnet18")
-
-    def start(backbone: str) -> object:
-        training = TrainingSection(device="cpu", backbone=backbone)
-        return read_status(site.config.model_copy(update={"training": training}))["private_parts_start"]
-
-    assert start("resnet18") == "public spec seed"
-    assert str(start(f"timm:{TIMM}")).startswith("backbone public (sha256 ")
-    assert str(start("nope")).startswith(f"timm:{TIMM}: backbone public (sha256 ")
-
-
 def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,23 +215,6 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     assert "is the sha256 of no file here" in found(backbone=own).detail
     assert "no backbone named 'nope'" in found(weights=weights, backbone="nope").detail
     assert "none of those that the federation allows" in found(weights=weights, backbone="mobilenetv3_small_100").detail
-
-
-def test_the_choice_at_the_end_reads_the_same_features_and_the_exported_model_takes_images(
-    tmp_path: Path, weights: Path
-) -> None:
-    site = site_of(tmp_path, weights)
-    site.configure(export=ExportSection(enabled=True, each_best=False, variants=False))
-    trainer = site.trainer()
-    trainer.do(site.round(1))
-    kept = trainer._work.features
-    before = kept._kept
-    chosen = trainer.do(site.end)
-    assert isinstance(chosen, Chosen)
-    assert chosen.succeeded, site.events("finalise_failed")
-    assert kept._kept is before
-    (told,) = site.events("finalised")
-    assert told["accuracy_common_onnx"] == pytest.approx(told["accuracy_common_personal"])
 
 
 def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(tmp_path: Path, weights: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,14 @@ from edge_client.training.workplace import Measured, measure
 from export.errors import GateError
 from export.model.manifest import read_manifest, required
 from export.model.versions import Slots
-from fedcg.learning.method import Masking, Weights
-from fedcg.learning.networks import load_part
-from fedcg.learning.probes import ProbeParams, counted, outputs_on, probe_inputs, residual
+from fedcg.learning.method import Weights
 from fedcg.learning.registry import get_method
-from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
-from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.learning.spec import FederationSpec, ParameterValue
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import aggregate_of
-from tests.support.learning.learning_cases import context
 
 NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
 
@@ -152,31 +146,6 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
         assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
 
 
-def test_the_downloaded_candidate_of_a_fedprobe_device_has_the_extractor_that_was_fitted_to_the_mean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relu = NetworkChoice(split="lenet5_relu", noise_dim=8)
-    site = Site(tmp_path, real_spec("fedprobe", network=relu, probes=4, align_steps=60, align_lr=3e-3))
-    site.share_cohort_secret()
-    policy = PolicySection(allow_upload=frozenset({Part.CLASSIFIER, Part.STATISTICS}))
-    site.configure(policy=policy)
-    site.train()
-    latest = to_weights(site.state().slots["personal"])
-    inputs = probe_inputs(replace(context(site.spec), masking=Masking(Streams(b"c" * 32).at(site.spec.federation))), 4)
-
-    def outputs(parts: Mapping[Part, Weights]) -> torch.Tensor:
-        return outputs_on(load_part(site.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), inputs)
-
-    wanted = 1.5 * outputs(latest)
-    sums = counted(wanted, 50, ProbeParams(probes=4))
-    parts = to_arrays({Part.CLASSIFIER: latest[Part.CLASSIFIER], Part.STATISTICS: sums})
-    site.aggregate = site.store.artifacts.put(aggregate_of(parts, site.spec, 1))
-    seen = watch(monkeypatch)
-    assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=True)
-    downloaded = seen[NAMES.index("downloaded")]
-    assert float(residual(outputs(downloaded), wanted)) < 0.1 * float(residual(outputs(latest), wanted))
-
-
 def test_test_and_common_images_have_no_part_in_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, command = finished(tmp_path)
     chosen, told = [], []
@@ -274,25 +243,6 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
     assert outcome["gate"] == "worse than version 0001"
     assert outcome["model_dir"] == str(site.store.root / "models" / "0001")
     assert outcome["accuracy_onnx"] == read_manifest(Path(str(outcome["model_dir"]))).verification.accuracy_onnx
-
-
-def test_variants_of_the_chosen_model_are_judged_by_validation_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, real_spec(), export=True)
-    site.configure(export=ExportSection())
-    monkeypatch.setattr("export.build.variants.TIMING_S", 0.02)
-    trainer = site.trainer()
-    trainer.do(site.round(1))
-    assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
-    manifest = read_manifest(Path(str(outcome["model_dir"])))
-    assert sorted(one.name for one in manifest.variants) == ["fp16", "fp32", "int8", "ort", "trt_fp16"]
-    assert {one.images for one in manifest.variants if one.accuracy is not None} == {outcome["val_images"]}
-    checked = [one.name for one in manifest.variants if one.file is not None and one.name != "fp32"]
-    assert {one.images for one in manifest.verification.variants} <= {manifest.verification.images}
-    assert set(checked) <= {one.name for one in manifest.verification.variants}
-    assert outcome["served_variant"] == manifest.serves
 
 
 def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(

@@ -13,11 +13,7 @@ from opacus.accountants import RDPAccountant
 from audit.measures import Outcome
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
-from edge_client.session.signals import ChooseModel
 from edge_client.training import local_round
-from edge_client.training.personal_model import choose_model
-from edge_client.training.workplace import measure
-from fedcg.learning.mechanisms.protected_round import last_bias, log_prior
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.artifacts.payload import PartArrays
@@ -234,24 +230,3 @@ def test_a_method_that_dp_sgd_does_not_cover_is_declined_with_the_setting_to_cha
     assert report.reason is DeclineReason.SPEC_REFUSED
     assert "dp_sgd can't cover fedmd_cg" in report.detail
     assert site.store.privacy() == {}
-
-
-def test_a_downloaded_classifier_is_fitted_to_the_devices_labels_where_they_are_kept_out_of_it(tmp_path: Path) -> None:
-    spec = real_spec("fedcg")
-    site = Site(tmp_path, spec)
-    site.configure(privacy=PrivacySettings(balance="logits"))
-    trainer = site.trainer()
-    trainer.do(site.round(1))
-    work = trainer._work
-    data = work.data.for_round(spec, spec.rounds + 1)
-    before = sent(site, site.store.artifacts.get(site.aggregate))[Part.CLASSIFIER][last_bias(spec)]
-    seen: list[Any] = []
-
-    def kept(spec_: Any, parts: Any, *rest: Any) -> Any:
-        seen.append(parts[Part.CLASSIFIER][last_bias(spec)])
-        return measure(spec_, parts, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edge_client.training.personal_model.measure", kept)
-        choose_model(work, ChooseModel(spec.digest, site.aggregate))
-    assert np.allclose(seen[1].numpy(), before + log_prior(data.train.label_counts()).numpy(), atol=1e-6)

@@ -39,13 +39,9 @@ class StandIn:
     def __init__(self, outcome: Callable[[], Outcome] | None = None) -> None:
         self.cases: list[Case] = []
         self.efforts: list[Effort] = []
-        self.needs_auxiliary = False
         self._outcome = outcome or (
             lambda: Outcome("labels", (figure(), figure(high=0.9, knowledge=Knowledge.PRIVATE)))
         )
-
-    def lacks(self, case: Case) -> str | None:
-        return case.lacks(auxiliary=True) if self.needs_auxiliary else None
 
     def carry_out(self, trial: Trial) -> Iterator[Found]:
         self.cases.append(trial.case)
@@ -59,7 +55,7 @@ class StandIn:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> StandIn:
-    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.carry_out, lacking=stand_in.lacks)
+    attack = Attack("labels", "Label distribution", "Which labels?", "ours", stand_in.carry_out)
     monkeypatch.setitem(sys.modules, "audit.attacks.label_distribution", SimpleNamespace(ATTACK=attack))
     return stand_in
 
@@ -180,19 +176,6 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
     assert report["subject"]["start"] == "public spec seed"
     page = (folder / "report.html").read_text()
     assert outcome().pictures[0].rows[0][1][0] in page
-    site.share_cohort_secret()
-    site.declined(2)
-    again = json.loads((folder / "report.json").read_text())["subject"]
-    assert (again["round"], again["start"]) == (2, "cohort secret")
-
-
-def test_progress_of_the_audit_is_a_phase_and_a_sign_of_life(tmp_path: Path, stand_in: StandIn) -> None:
-    site = audited_site(tmp_path)
-    site.train()
-    phases = [event["phase"] for event in site.events("phase_started")]
-    assert phases == ["load", "classify", "generate", "evaluate", "audit"]
-    steps = [(event["step"], event["steps"]) for event in site.events("progress") if event["phase"] == "audit"]
-    assert steps[-1] == (100, 100)
 
 
 def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
@@ -239,14 +222,6 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     assert "[audit] auxiliary" in failed.detail
     assert site.store.generations.current() == (None, ())
     assert isinstance(auxiliary(tmp_path / "aux"), RoundCommitted)
-    stand_in.needs_auxiliary = True
-    audit = AuditSection(before_publish="quick", gate="label_l1<9", attacks=("labels",))
-    site.configure(audit=audit)
-    without = site.declined(2)
-    assert (
-        "not measured (labels: the attacker needs labelled images of the same kind: give [audit] auxiliary)"
-        in without.detail
-    )
     images = stand_in.cases[-1].view.auxiliary
     assert images is not None
     assert len(images) == 4 * len(CLASSES)

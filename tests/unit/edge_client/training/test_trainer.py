@@ -29,11 +29,9 @@ from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, aggregate_of, draw_images
-
-COHORT_KEY = b"c" * 32
 
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
@@ -130,19 +128,6 @@ def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_i
     assert {event["round"] for event in site.events("progress") if event["phase"] == "shadow-classify"} == {1, 3}
 
 
-def test_the_owner_switches_the_shadow_off_and_on_while_the_federation_runs(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), shadow=4)
-    found = []
-    for number, every in enumerate((4, 0, 4), start=1):
-        site.configure(training={"shadow_every": every})
-        site.train(number)
-        report = read_header(site.update()).report
-        found.append((report is not None and report.shadow is not None, "shadow" in site.state().slots))
-    assert found == [(True, True), (False, False), (True, True)]
-    trained = {event["round"] for event in site.events("progress") if event["phase"] == "shadow-classify"}
-    assert trained == {1, 3}, "it begins anew from the first weights, and is trained at once"
-
-
 def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_owner_allows_them(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), shadow=1)
 
@@ -202,16 +187,6 @@ def test_the_next_round_starts_from_the_committed_state(site: Site) -> None:
 
     assert 0 < distance(second, first) < distance(second, fresh)
     assert [event["round"] for event in site.events("committed")] == [1, 2]
-
-
-def test_a_restarted_process_continues_with_the_same_bits(tmp_path: Path) -> None:
-    through, restarted = Site(tmp_path / "a", real_spec(), shadow=2), Site(tmp_path / "b", real_spec(), shadow=2)
-    trainer = through.trainer()
-    for number in (1, 2, 3):
-        trainer.do(through.round(number))
-        restarted.train(number)
-    assert through.update() == restarted.update()
-    assert dict(through.state().generation.checksums) == dict(restarted.state().generation.checksums)
 
 
 def test_devices_differ_by_their_secret_and_a_repetition_by_its_attempt(tmp_path: Path) -> None:
@@ -370,15 +345,3 @@ def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equ
     assert Measured(test=0.1).beats(best)  # without validation images the newer one counts
     assert best.beats(None)
     assert Measured.from_scores(best.as_scores("best"), "best") == best
-
-
-def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(tmp_path: Path) -> None:
-    spec = real_spec("fedmd_cg")
-    assert (spec.upload, spec.with_base) == ((Part.CLASSIFIER, Part.GENERATOR), (Part.CLASSIFIER,))
-    site = Site(tmp_path, spec)
-    site.configure(policy={"allow_report": frozenset(ReportField)})
-    site.train()
-    codecs = inspect(site.update()).codecs
-    assert codecs["classifier/1.weight"] == "i8-delta"
-    assert codecs["generator/body.0.weight"] == "i8"
-    assert {codec for codec in codecs.values() if is_delta(codec)} == {"i8-delta"}

@@ -153,21 +153,21 @@ def test_three_failures_of_any_kind_with_memory_near_its_end_halve_and_the_round
 
 
 def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_forgets_them(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(batch_size=BATCH))
+    def started() -> MemoryShare:
+        return MemoryShare(tmp_path, 1.0, "cpu 4", box(tmp_path, kills=4))
 
     def dies() -> None:  # by a signal, as of an allocation that was not checked
-        memory = site.trainer()._memory
+        memory = started()
+        assert memory.share == 1.0
         memory.round_begins()
         memory.look(NEAR_END_BYTES - 1)
 
     dies()
     dies()
-    site.train()
+    started().round_ended(well=True)
     for _ in range(3):
-        assert site.events("memory_short") == []
         dies()
-    site.train(2)
-    assert [event["share"] for event in site.events("memory_short")] == [0.5]
+    assert started().share == 0.5
 
 
 @pytest.mark.parametrize(
@@ -271,25 +271,6 @@ def test_cuda_that_the_owner_asked_for_and_torch_lacks_is_declined_and_fails_the
     assert (found.state, found.detail) == ("failed", report.detail)
 
 
-def test_a_gpu_that_torch_does_not_find_counts_as_none(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, ORIN)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    configure(site, device="cuda")
-    report = site.declined()
-    assert "check NVIDIA's driver" in report.detail
-
-
-def test_bf16_is_for_a_cpu_with_instructions_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure(site, device="cpu", precision="bf16")
-    on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "int8")))
-    report = site.declined()
-    assert report.reason is DeclineReason.NOT_ELIGIBLE
-    assert 'the CPU of this box has instructions for f32, int8; set precision = "f32"' in report.detail
-    assert doctor(site).detail == report.detail
-    on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "bf16")))
-    site.train()
-
-
 def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(CPU_BOX, cpu_formats=("f32", "bf16")))
     updates = {}
@@ -345,13 +326,6 @@ def test_half_of_the_steps_are_taken_in_every_stage_and_by_the_shadow_and_told_t
     assert steps_of(half) == {phase: (steps + 1) // 2 for phase, steps in steps_of(whole).items()}
     assert [line["share"] for site in (whole, half) for line in read_lines(site.store.root / LEDGER_FILE)] == [1.0, 0.5]
     assert [event.get("share") for site in (whole, half) for event in site.events("committed")] == [None, 0.5]
-
-
-def test_a_share_of_all_steps_ends_in_the_bytes_of_before_there_were_shares(tmp_path: Path) -> None:
-    sites = [Site(tmp_path / name, real_spec()) for name in ("a", "b")]
-    sites[0].train()
-    sites[1].trainer().do(replace(sites[1].round(), share=1.0))
-    assert sites[0].update() == sites[1].update()
 
 
 def test_differentially_private_training_counts_the_steps_that_are_taken(tmp_path: Path) -> None:
