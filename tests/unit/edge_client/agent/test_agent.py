@@ -35,7 +35,6 @@ from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker
 from tests.support.edge.world import (
     DEVICE,
-    FakeTrainer,
     MakeWorld,
     World,
     connected,
@@ -193,29 +192,6 @@ def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_unt
     assert is_in_session()
 
 
-def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:
-    world = in_round(make_world)
-    before = world.coordinator.wait(Manifest)
-    world.stop_agent()
-    world.coordinator.session = None
-    world.start_agent()
-    assert world.coordinator.wait(Manifest).artifact == before.artifact
-    world.coordinator.invite(1)  # the real one invites whoever has not delivered
-    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
-    assert world.trainer.rounds() == []
-
-
-def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
-    world = in_training(make_world)
-    command = world.trainer.commands[0]
-    assert isinstance(command, TrainRound)
-    world.trainer.commit(command)
-    world.trainer.deliver(Exited(1001, -9))
-    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
-    wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
-    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
-
-
 def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offline(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     world.agent.stop()
@@ -254,23 +230,6 @@ def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_traini
     assert all(message.phase is None for message in world.coordinator.heard if isinstance(message, Heartbeat))
 
 
-def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld) -> None:
-    world = connected(make_world)
-    coordinator = world.coordinator
-    world.open_round(2)
-    manifest = coordinator.wait(Manifest)
-    assert coordinator.session is not None
-    coordinator.session.next_out -= 1  # the counter of the invite, again
-    coordinator.receipt(manifest)
-    coordinator.offer(world.spec, world.aggregate(), 1)
-    wait_until(lambda: len(world.events("refused")) == 2, "both are refused")
-    assert world.store.seen() == (1, 2, 1)
-    assert world.events("receipt") == []
-    world.stop_agent()
-    world.start_agent()
-    wait_until(lambda: len(world.events("refused")) == 3, "a restarted agent remembers what it has seen")
-
-
 def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     command = world.trainer.commands[0]
@@ -299,34 +258,6 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(make_wo
     assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
     assert "generator" in str(world.events("refused")[-1]["detail"])
     assert world.store.deliveries()[-1].outcome == "withheld"
-
-
-def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    world = connected(make_world)
-    monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
-    world.open_round()
-    assert world.coordinator.wait(Accept).round == 1
-
-
-def test_a_training_process_that_cannot_be_started_is_tried_again(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, failures = FakeTrainer.start, iter([OSError(errno.EAGAIN, "Resource temporarily unavailable")] * 2)
-
-    def scarce(trainer: FakeTrainer) -> int:
-        for failure in failures:
-            raise failure
-        return start(trainer)
-
-    monkeypatch.setattr(FakeTrainer, "start", scarce)
-    world = in_round(make_world, clock_speed=8.0)
-    world.coordinator.wait(Manifest)
-    assert "the training process can't be started" in str(world.events("agent_error")[0]["detail"])
 
 
 NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"

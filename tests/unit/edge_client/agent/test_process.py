@@ -136,17 +136,6 @@ def test_signs_of_life_come_three_times_within_the_limit_and_the_status_when_it_
     assert received(manager) == "STATUS=line break"
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "soon"}]
-)
-def test_no_sign_of_life_without_a_watchdog_of_this_process(
-    manager: socket.socket, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    service = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify"), **environment}, lambda: 0.0)
-    service.alive("trains")
-    assert received(manager) == "STATUS=trains"
-
-
 def test_an_abstract_address_is_reached_and_a_manager_that_is_gone_changes_nothing(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("\0fedcg-test-notify")

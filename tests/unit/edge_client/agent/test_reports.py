@@ -10,7 +10,7 @@ from devices.eligibility import EligibilitySettings, Obstacle
 from devices.power import Rail, Supply
 from devices.telemetry import Causes, Sensors, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch, metrics_text
-from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, describe_end, readings, served_model
+from edge_client.agent.reports import REPORT_EVERY_S, SelfReporter, readings, served_model
 from edge_client.cli.doctor.checks import findings_of
 from edge_client.config import PolicySection
 from edge_client.session.signals import Chosen, Invited
@@ -223,22 +223,6 @@ def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_w
     assert (told.free_disk or 0) > 0
     (line,) = [one for one in read_lines(world.store.root / SENT_FILE) if one["kind"] == "self_report"]
     assert "free_disk" in line["report"]["telemetry"]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "told"),
-    [
-        (
-            {"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": 0.912},
-            "model 0003, accuracy 91.2%",
-        ),
-        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.674, "accuracy_onnx": None}, "model 0003"),
-        ({"accuracy_personal": 0.5}, "no exported model, accuracy 50.0%"),
-    ],
-    ids=["that the gate kept", "not measured", "not exported"],
-)
-def test_the_end_is_told_with_the_model_and_its_accuracy(outcome: dict[str, object], told: str) -> None:
-    assert describe_end(outcome, succeeded=True) == f"finished; {told}"
 
 
 def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

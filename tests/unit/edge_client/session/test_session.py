@@ -1,7 +1,5 @@
 """The agent's state machine: single rules by hand, and its laws under random orders of events."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +25,6 @@ from edge_client.session.signals import (
     Offered,
     OutboxFound,
     RecordDelivery,
-    RecordReason,
     ReleaseTrainer,
     RoundCommitted,
     RoundFailed,
@@ -199,21 +196,6 @@ def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(deli
 
 def test_silence_while_downloading_opens_a_new_session(ready: SessionState) -> None:
     assert drive(ready, SessionLost())[1] == [SendHello()]
-
-
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_every_outcome_of_a_receipt_ends_the_outbox_entry(delivering: SessionState, outcome: Outcome) -> None:
-    state, commands = drive(delivering, receipt(update(1).id, outcome))
-    assert commands == [RecordDelivery(RoundAttempt(1, 1), update(1).id, outcome, "")]
-    assert state.delivery is None
-
-
-def test_a_later_receipt_only_says_what_became_of_the_update(delivering: SessionState) -> None:
-    state, commands = drive(delivering, receipt(update(1).id, reason="late"), receipt(update(1).id))
-    assert [command for command in commands if isinstance(command, RecordReason)] == []
-    after, commands = drive(state, receipt(update(1).id, reason="not merged (quarantine): too long"))
-    assert commands == [RecordReason(update(1).id, "not merged (quarantine): too long")]
-    assert after == state
 
 
 def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:
@@ -496,14 +478,6 @@ def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_e
             shell.feed(receipt(shell.outbox.id))
         shell.trainer("commit")
     assert shell.state.done
-
-
-def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: SessionState) -> None:
-    """The checks above bite: the same machine with its memory of commits taken away trains twice."""
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
-    amnesic = replace(state, committed=None)
-    _, commands = drive(amnesic, Invited(RoundAttempt(1, 1)))
-    assert any(isinstance(command, TrainRound) for command in commands)
 
 
 @pytest.fixture
