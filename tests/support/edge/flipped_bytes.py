@@ -1,6 +1,5 @@
 """One byte of a device's files flipped at a time, and what `fedcg doctor` then says."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.commands import data_of, run_fedcg
@@ -12,18 +11,17 @@ CURES = ("estore", "delete it", "move it away", "enrol", "again", "anew", "the a
 _CHECKS = ("keys", "certificate", "broker", "store", "cohort secret")
 
 
-def unnamed(device: Path, share: float, names: Sequence[str] = ()) -> list[str]:
-    """Files of which a flipped byte is not named together with a cure.
+def unnamed(device: Path, share: float) -> list[str]:
+    """Files with a check of which a flipped byte is not named together with a cure.
 
     Args:
         device: the folder with agent.toml and the store.
         share: where in each file, in [0, 1).
-        names: of the files; by default all but those in `UNCHECKED`.
     """
     assert "damaged" not in _found(device)
     kept = [name for name, content in files_of(device).items() if content and not _is_unchecked(name)]
     assert len(kept) > 15
-    return [name for name in names or kept if not _is_named(device, name, share)]
+    return [name for name in kept if not _is_named(device, name, share)]
 
 
 def undocumented() -> list[str]:

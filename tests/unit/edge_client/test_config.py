@@ -265,15 +265,6 @@ def test_a_defence_is_read(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, {"FEDCG_AGENT_DATA_DEFENCE": "ats"}).data.defence == "ats"
 
 
-def test_the_defence_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:
-    text = render_agent_config("shapes", "site-1", host="broker.example", port=8883, preset="mosquitto")
-    assert load(tmp_path, text).data.defence is None
-    begin, end = text.index("# defence ="), text.index("\n\n[policy]")
-    data = load(tmp_path, text[:begin] + re.sub(r"(?m)^# ([a-z_]+ =|\[)", r"\1", text[begin:end]) + text[end:]).data
-    assert (data.defence, dict(data.defence_params)) == ("antigan", {"v_e": 0.5, "mu": 0.5})
-    assert data.defence_stem == tmp_path / "efficientnet-lite0.safetensors"
-
-
 def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside_the_file(tmp_path: Path) -> None:
     text = f'metrics_folder = "prom"\n{GOOD}\n[eligibility]\nlock_file = "app.lock"\non_mains = true\n'
     environment = {
@@ -286,16 +277,6 @@ def test_eligibility_is_read_from_the_file_and_the_environment_with_paths_beside
     assert (found.lock_file, config.metrics_folder) == (tmp_path / "app.lock", tmp_path / "prom")
     assert (found.on_mains, found.quiet_hours) == (True, ("22:00-06:00", "12:00-13:00"))
     assert (found.power_modes, found.metered_interfaces) == (("15W",), ("wwan0", "usb*"))
-
-
-def test_consent_is_read_from_file_and_environment(tmp_path: Path) -> None:
-    policy = load(tmp_path, GOOD).policy
-    assert (policy.federations, policy.methods) == (frozenset(), frozenset())
-    assert (policy.max_upload_mb_per_day, policy.max_download_mb_per_day) == (None, None)
-    environment = {"FEDCG_AGENT_POLICY_METHODS": "fedcg, fedavg", "FEDCG_AGENT_POLICY_FEDERATIONS": "shapes"}
-    policy = load(tmp_path, GOOD + "[policy]\nmax_upload_mb_per_day = 20\n", environment).policy
-    assert (policy.methods, policy.federations) == (frozenset({"fedcg", "fedavg"}), frozenset({"shapes"}))
-    assert policy.max_upload_mb_per_day == 20
 
 
 def test_the_consent_of_a_new_devices_configuration_needs_only_its_comment_signs_taken_away(tmp_path: Path) -> None:

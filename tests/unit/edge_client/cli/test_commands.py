@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -154,21 +153,6 @@ def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Pat
     assert findings(device)["encrypted disk"].state in ("ok", "warning"), "of this machine"
 
 
-def test_a_folder_that_its_file_system_encrypts_is_unknown_to_the_doctor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block_device(tmp_path).mkdir(parents=True)
-
-    def attributes(descriptor: int, request: int, flags: bytearray) -> int:
-        assert request == checks.FS_IOC_GETFLAGS
-        flags[:4] = checks.FS_ENCRYPT_FL.to_bytes(4, sys.byteorder)
-        return 0
-
-    monkeypatch.setattr("fcntl.ioctl", attributes)
-    state, detail, _ = checks.check_encryption(tmp_path, tmp_path)
-    assert (state, "fscrypt" in detail) == ("ok", True)
-
-
 @pytest.mark.parametrize(
     ("table", "module", "extra"),
     [
@@ -238,17 +222,6 @@ def test_what_only_a_person_can_mend_ends_the_agent_with_a_code_at_which_its_uni
 def test_a_disk_that_fails_for_a_moment_does_not_stop_the_unit_and_a_file_of_another_user_does(tmp_path: Path) -> None:
     assert unreadable(tmp_path, OSError(errno.EIO, "Input/output error")).exit_code == FAILED
     assert unreadable(tmp_path, PermissionError(errno.EACCES, "Permission denied")).exit_code == BAD_INPUT
-
-
-def test_auxiliary_images_that_are_not_there_are_named_before_the_first_round(device: Path) -> None:
-    device.write_text(device.read_text() + '[audit]\nbefore_publish = "quick"\nauxiliary = "aux"\n')
-    found = findings(device)["audit"]
-    assert found.state == "failed"
-    assert str(device.parent / "aux") in found.detail
-    (device.parent / "aux").mkdir()
-    assert findings(device)["audit"].detail == (
-        "quick, all attacks; gate none: the report is written, and no update is withheld"
-    )
 
 
 @pytest.mark.parametrize(("content", "code"), [(None, NOT_FOUND), ("federation = 1", FAILED)])

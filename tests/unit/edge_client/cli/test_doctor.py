@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -105,20 +104,6 @@ def test_every_image_is_opened_and_what_training_will_miss_is_named(
     assert (found.state, named, advice in found.advice) == (state, True, True), found
 
 
-def test_a_data_set_that_is_not_installed_is_a_failure_with_the_names_of_those_that_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = [EntryPoint(name, "box.images:make", "fedcg.datasets") for name in ("mine", "other")]
-    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: installed)
-    config = box_config(tmp_path)
-    sources = {name: config.data.model_copy(update={"root": tmp_path / f"dataset:{name}"}) for name in ("nix", "mine")}
-    told = {name: data_finding(config.model_copy(update={"data": data})) for name, data in sources.items()}
-    assert (told["nix"].state, told["mine"].state) == ("failed", "ok")
-    assert told["nix"].detail.startswith("dataset:nix: no entry point of that name")
-    assert "(mine, other)" in told["nix"].detail
-    assert "`root` under [data]" in told["nix"].advice
-
-
 def test_a_name_that_would_steer_the_terminal_is_escaped_by_doctor_and_status(tmp_path: Path) -> None:
     config = write_device(tmp_path)
     draw(tmp_path / "data")
@@ -168,17 +153,6 @@ def test_a_path_of_the_settings_that_cannot_be_used_is_named(
     finally:
         os.seteuid(0)
     assert (found["state"], detail in found["detail"], next_step in found["advice"]) == ("failed", True, True), found
-
-
-def test_the_next_step_of_a_sound_device_is_the_agent_unless_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = write_device(tmp_path)
-    monkeypatch.setattr("edge_client.cli.doctor.checks.examine", lambda *_: (Finding("clock", "ok", ""),))
-    assert run_fedcg("doctor", "--config", config).stdout.endswith(f"Next: fedcg agent run --config {config}\n")
-    with PrivateStore.open(tmp_path / "store", FEDERATION, "a").locked():
-        told = run_fedcg("doctor", "--config", config).stdout
-    assert told.endswith(f"Next: the agent runs already: fedcg agent status --config {config}\n")
 
 
 @pytest.mark.parametrize("place", [".", "train"])
@@ -318,11 +292,3 @@ def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_t
     assert policy().state == "ok"
     (store.root / "consent.json").write_text("{")
     assert policy().state == "failed"
-
-
-def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:
-    deep = tmp_path / ("a" * 60) / ("b" * 60)
-    path = write_device(deep)
-    told = run_fedcg("doctor", "--config", path, environment={"COLUMNS": "80"})
-    assert told.exit_code == 1
-    assert f"failed   data           {deep / 'data'} is no folder" in told.stdout.splitlines()

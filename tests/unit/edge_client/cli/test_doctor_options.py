@@ -1,22 +1,18 @@
 """`fedcg doctor --hardware` (the box, its readings, whether they let it train) and `--samples` (real images beside defended ones)."""
 
 import re
-import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from devices.eligibility import EligibilitySettings
 from edge_client.cli.doctor.checks import Finding
 from edge_client.cli.doctor.hardware import examine_hardware
 from edge_client.config import DataSection
-from edge_client.training.local_data import LocalData, LocalDefence
-from fedcg.event_log import EventLog
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images, write_device
@@ -45,19 +41,6 @@ def test_an_orin_shows_every_reading_and_nothing_keeps_it_from_training(tmp_path
     assert "over-current oc3: 41 since the start" in found["throttling"][0].detail
     assert found["supply"][0].detail == "unavailable, no battery"
     assert {finding.state for each in found.values() for finding in each} == {"ok"}
-
-
-def test_the_rate_of_a_counter_comes_from_two_readings(tmp_path: Path) -> None:
-    root = tmp_path / "box"
-    shutil.copytree(TREES / "jetson-orin-nano-8gb", root)
-
-    def events_happen(seconds: float) -> None:
-        (root / "sys/class/hwmon/hwmon2/oc3_event_cnt").write_text("45\n")
-
-    found = examine_hardware(EligibilitySettings(), tmp_path, root, events_happen)
-    (throttling,) = [finding for finding in found if finding.check == "throttling"]
-    assert throttling.state == "failed"
-    assert "can't train because over-current oc3" in throttling.detail
 
 
 @pytest.mark.parametrize(
@@ -133,32 +116,6 @@ def test_before_the_agent_was_ever_started_pictures_are_made_and_nothing_else(tm
     assert not np.array_equal(pixels[:, :96], pixels[:, 96:])
     assert stat.S_IMODE(picture.stat().st_mode) == 0o600
     assert not (tmp_path / "box" / "store").exists()
-
-
-def test_with_a_spec_and_a_secret_the_picture_is_what_the_first_round_trains_on(tmp_path: Path) -> None:
-    site = Site(tmp_path / "site", real_spec("local"))
-    data = site.config.data.model_copy(update={"defence": "etc"})
-    config = write_config(tmp_path / "box", data.root, "etc")
-    text = config.read_text()
-    config.write_text(f'store = "{site.store.root}"\n{text}')
-    before = {path: path.stat().st_mtime_ns for path in site.store.root.rglob("*")}
-    found = shown(config, tmp_path / "seen.png")
-    assert "(private; images of 32x32 pixels): " in found["detail"]
-    assert {path: path.stat().st_mtime_ns for path in site.store.root.rglob("*")} == before
-    local = LocalData(
-        data.root,
-        None,
-        site.store,
-        defence=LocalDefence(
-            DataSection.model_validate(data.model_dump()), site.store, EventLog(site.events_path, lambda: 0.0)
-        ),
-    )
-    layer = local.input_layer(site.spec)
-    assert layer is not None
-    pixels = torch.from_numpy(np.array(Image.open(tmp_path / "seen.png"))[::3, ::3])
-    for line in pixels.split(32):
-        real, encrypted = line[:, :32], line[:, 32:]
-        assert torch.equal(layer.encrypt(real[None, None])[0, 0], encrypted)
 
 
 def test_antigan_before_its_training_is_told_with_its_time_and_afterwards_shown(tmp_path: Path) -> None:

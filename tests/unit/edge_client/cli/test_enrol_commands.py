@@ -201,29 +201,3 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     (tmp_path / "box" / "tls" / "device.key").unlink()
     assert "device.key" in fails(2, "agent", "renew", "--config", config)
     fails(NOT_FOUND, "agent", "renew", "--config", tmp_path / "nothing.toml")
-
-
-def clock_line(config: Path) -> tuple[str, str, str]:
-    (found,) = (
-        one
-        for one in data_of(run_fedcg("doctor", "--config", config, "--json").stdout)["findings"]
-        if one["check"] == "clock"
-    )
-    return found["state"], found["detail"], found["advice"]
-
-
-def test_the_doctor_compares_the_clock_with_the_coordinators_as_enrol_does(tmp_path: Path) -> None:
-    config = tmp_path / "box" / "agent.toml"
-    with running_desk(open_home(tmp_path / "home")) as desk:
-        assert run_enrol("--token", desk.token("line-4").text, "--out", config.parent).exit_code == 0
-        assert clock_line(config)[0] == "ok"
-        assert clock_line(config)[1].endswith(", as the coordinator's")
-        for ahead_s, state, how in ((-7200, "failed", "2:00:0. ahead of"), (300, "warning", "0:0[45]:.. behind")):
-            desk.ahead_s = ahead_s
-            found = clock_line(config)
-            assert found[0] == state
-            assert re.search(f"this box's clock is {how} the coordinator's: it shows .* UTC", found[1])
-            assert "timedatectl" in found[2]
-    state, detail, _ = clock_line(config)
-    assert state == "warning"
-    assert "not compared with the coordinator's: no answer from https://" in detail

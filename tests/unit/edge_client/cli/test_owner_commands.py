@@ -13,21 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-import numpy as np
 import pytest
 
-from edge_client.agent.owner import OwnerRequest, part_bytes, success, update_bytes
+from edge_client.agent.owner import OwnerRequest, success
 from edge_client.cli import support_file
-from edge_client.config import PolicySection
-from edge_client.firewall import UpdateFacts, build_update, widened
 from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, SentRecord, append_line
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog, log_text
-from fedcg.wire.artifacts.artifacts import Base, artifact_id
+from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
-from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import Part, ReportField, TensorLayout
 from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.edge.answering_agent import answering_agent
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, toy_spec, update_of, write_device
@@ -119,53 +116,12 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     assert event["event"] == "approved"
 
 
-def test_approve_marks_every_item_and_has_the_rounds_of_the_last_offer(device: Path) -> None:
-    device.write_text(f"{device.read_text()}\n[policy]\nmethods = ['other']\nfederations = ['other']\nmax_batch = 2\n")
-    events = EventLog(device.parent / "store" / "events.jsonl", time.time).unwatched()
-    for rounds in (6, 28):
-        events.write("offer", round=1, attempt=1, rounds=rounds)
-    new, (first, why, *_, last) = " (not in [policy])", run(device, "approve", typed="n\n").stderr.splitlines()[:-1]
-    assert first.startswith(f"Federation {FEDERATION}{new}, method {STATISTICS.method}{new}, rounds 28, spec ")
-    for setting in ("federations", "methods", "allow_upload", "max_epochs", "max_batch"):
-        assert f"policy.{setting} of this device" in why
-    assert f"epochs 500{new}, batch size 16{new}." in last
-
-
-def test_no_update_is_larger_than_approve_says(device: Path) -> None:
-    """Random numbers do not compress, and every field of report and header is as long as it can be."""
-    drawn = np.random.default_rng(0).integers(0, 1 << 30, 301_200, dtype=np.uint32).view(np.float32)
-    parts = {
-        Part.CLASSIFIER: {"weight": drawn[:1200].reshape(3, 400)},
-        Part.STATISTICS: {"means": drawn[1200:].reshape(3, 100_000)},
-    }
-    many = 1 << 40
-    report = Report(examples=3 * many // 3, label_counts=(many // 3, many // 3, many - 2 * (many // 3)))
-    facts = UpdateFacts(
-        DEVICE,
-        1 << 53,
-        1 << 53,
-        versions={"torch": "9" * 40, "fedcg-edge": "9" * 40},
-        determinism={
-            "cpu": "x" * 120,
-            "device": "cuda",
-            "threads": "9" * 5,
-            "most_rows": "9" * 9,
-            "batch_size": "9" * 9,
-        },
-    )
-    policy = widened(PolicySection(allow_report=frozenset(ReportField)), STATISTICS)
-    update = build_update(parts, report, spec=STATISTICS, policy=policy, facts=facts, base=Base("a" * 64, {}))
-    assert sum(part_bytes(STATISTICS).values()) < len(update) <= update_bytes(STATISTICS)
-    assert update_bytes(STATISTICS) < 1.02 * len(update)
-
-
 @pytest.mark.parametrize(
     ("words", "option"),
     [
         (("agent", "approve"), "--yes"),
         (("agent", "leave"), "--yes"),
         (("agent", "backup", "--out", "backup"), "--passphrase-file"),
-        (("agent", "restore", "backup"), "--passphrase-file"),
         (("cohort", "join"), "--code-file"),
     ],
 )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.rounds.records import DeviceState
 from edge_client.config import AgentConfig, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
 from edge_client.identity.conversation import leave
@@ -23,20 +22,10 @@ from tests.support.broker.memory import MemoryTransport
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION
-from tests.support.coordinator.world import RunningService, World
+from tests.support.coordinator.world import World
 from tests.support.edge.conversations import talk
 
 TOPICS = Topics(FEDERATION)
-
-
-def test_a_goodbye_is_confirmed_and_ends_the_membership(service_world: World, tmp_path: Path) -> None:
-    with RunningService(service_world):
-        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 20.0)
-        known = service_world.store.device("a")
-        assert known is not None
-        assert known.state is DeviceState.LEFT
-        assert service_world.wait_event("left")["client"] == "a"
-        assert service_world.wait_event("departed")["client"] == "a"
 
 
 def test_a_coordinators_confirmation_that_is_forged_is_not_believed(service_world: World, tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.envelopes import SigningKey
-from tests.support.commands import run_fedcg
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 from tests.support.waiting import wait_until
 
@@ -258,30 +257,6 @@ def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_pa
         wait_until(lambda: bool(reported(config, "renewal_failed")), "it is written down")
     assert not told.is_set()
     assert fits(config)
-
-
-def test_of_two_agents_with_one_identity_one_renews_and_both_connect_anew(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edge_client.identity.credentials.LOOK_AGAIN", timedelta(seconds=0.2))
-    with running_desk(home) as desk:
-        enrol(desk.token("line-4"), tmp_path / "box")
-        path, second = tmp_path / "box" / "agent.toml", tmp_path / "second"
-        joining = ("--federation", "second", "--data", tmp_path, "--out", second)
-        assert run_fedcg("agent", "join", "--config", path, *joining).exit_code == 0
-        due = threading.Event()
-        pasts = {True: 25.0, False: 1.0}  # a due certificate is renewed once; the new one is as old as the clock says
-
-        def clock() -> datetime:
-            return days_ahead(pasts[due.is_set() and len(desk.store.register.certificates("line-4")) == 1])
-
-        told = threading.Event(), threading.Event()
-        configs = load_config(path, {}), load_config(second / "agent.toml", {})
-        with renewer(configs[0], clock, told[0]).running(), renewer(configs[1], clock, told[1]).running():
-            due.set()
-            for one in told:
-                wait_until(one.is_set, "it connects anew")
-        assert len(desk.store.register.certificates("line-4")) == 2
 
 
 def test_a_clock_that_is_far_off_renews_nothing_and_is_named_once_until_it_is_right(

@@ -46,12 +46,6 @@ def test_a_mistyped_letter_is_noticed(secret: bytes, place: int, letter: str) ->
             secret_of(wrong)
 
 
-@pytest.mark.parametrize(("code", "why"), [("ABCD", "this one has 4"), ("!" * 56, "not '!'"), ("", "this one has 0")])
-def test_what_is_no_code_is_refused_with_the_reason(code: str, why: str) -> None:
-    with pytest.raises(CohortError, match=why):
-        secret_of(code)
-
-
 def test_a_mark_is_equal_for_equal_secrets_of_a_federation_alone() -> None:
     first, other = bytes(32), bytes(31) + b"\1"
     assert mark_of(first, "shapes") == mark_of(first, "shapes")

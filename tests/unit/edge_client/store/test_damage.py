@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,23 +16,13 @@ from edge_client.errors import DamagedFileError, StoreError
 from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from fedcg.files import file_sha256
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation, bundle
 from tests.support.edge.filled_store import SPEC, contents, files_of, fill
 from tests.support.edge.flipped_bytes import undocumented, unnamed
-from tests.support.edge.world import (
-    DEVICE,
-    FEDERATION,
-    MakeWorld,
-    connected,
-    newest,
-    toy_generation,
-    toy_snapshot,
-    write_device,
-)
+from tests.support.edge.world import DEVICE, FEDERATION, newest, toy_generation, toy_snapshot, write_device
 
 ENROLLED = SigningKey.generate().public
 WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
@@ -163,22 +152,6 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
     assert Generations(store.root).newest() == fallback
 
 
-def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = connected(make_world)
-    hashed: list[str] = []
-
-    def counted(path: Path) -> str:
-        hashed.append(f"{path.name} on {threading.current_thread().name}")
-        return file_sha256(path)
-
-    monkeypatch.setattr("edge_client.store.generations.file_sha256", counted)
-    world.open_round()
-    world.deliver()
-    assert hashed == []
-
-
 REMEDIES = ("estore", "delete it", "move it away", "enrol")
 
 
@@ -249,27 +222,14 @@ def check_told(error: StoreError, name: str) -> None:
     assert any(remedy in text for remedy in REMEDIES), (name, text)
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with its keys and certificates, and a private store in which every file of an agent at work exists."""
-    root = tmp_path_factory.mktemp("device")
-    home = create_home(root / "home", CoordinatorConfig())
+@pytest.mark.slow
+def test_a_flipped_byte_in_any_file_of_a_device_is_named_with_its_cure_but_where_the_documentation_says_why_not(
+    tmp_path: Path,
+) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig())
     add_federation(home, FEDERATION, [DEVICE])
     fill(PrivateStore.open(bundle(home, DEVICE) / "store", FEDERATION, DEVICE))
-    return bundle(home, DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("share", "names"),
-    [
-        (0.5, ("coordinator.pub", "tls/ca.pem", "store/accepted.json", "store/memory.json", "store/signing.pub")),
-        *(pytest.param(share, (), marks=pytest.mark.slow, id=f"all at {share}") for share in (0.0, 0.5, 0.999)),
-    ],
-)
-def test_a_flipped_byte_in_any_file_of_a_device_is_named_with_its_cure_but_where_the_documentation_says_why_not(
-    device: Path, share: float, names: tuple[str, ...]
-) -> None:
-    assert unnamed(device, share, names) == []
+    assert unnamed(bundle(home, DEVICE), 0.5) == []
     assert undocumented() == []
 
 
