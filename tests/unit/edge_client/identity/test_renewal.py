@@ -124,16 +124,6 @@ def test_a_message_key_alone_and_another_devices_certificate_renew_nothing(
     assert len(desk.store.register.certificates("line-4")) == 1
 
 
-def test_an_expired_certificate_is_refused_with_what_to_look_at(desk: Desk, device: AgentConfig) -> None:
-    assert device.tls is not None
-    long_ago = datetime.now(timezone.utc) - timedelta(days=10)
-    expired = issue(desk.home.pki, "line-4", now=long_ago, life=timedelta(days=1), target=desk.home.pki)
-    device.tls.cert.write_bytes(expired.certificate.read_bytes())
-    device.tls.key.write_bytes(expired.key.read_bytes())
-    with pytest.raises(EnrolError, match=r"no answer from|does not accept"):
-        renew(device, load_keys(device).signing)
-
-
 def test_a_device_can_not_collect_certificates(desk: Desk, device: AgentConfig) -> None:
     signing = load_keys(device).signing
     for _ in range(RENEWALS_AT_ONCE - 1):

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from coordinator.config import CarrierSettings, CoordinatorConfig, load_config, render_config
 from edge_client import config as edge_config
 from edge_client.cli.doctor.checks import examine
 from edge_client.config import TlsSection
@@ -340,16 +339,6 @@ def test_https_is_switched_on_with_one_word_and_needs_an_address(tmp_path: Path)
     path.write_text(text.replace('carrier = "mqtt"', 'carrier = "https"'))
     config = edge_config.load_config(path, {})
     assert (config.carrier, config.carrier_url) == (Carrier.HTTPS, url)
-
-
-def test_the_coordinators_section_is_read_as_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "coordinator.toml"
-    for settings in (CarrierSettings(), CarrierSettings(port=8445, listen="0.0.0.0", host="fl.example")):  # noqa: S104
-        config = CoordinatorConfig(carrier=settings)
-        path.write_text(render_config(config))
-        assert load_config(path) == config
-    assert config.carrier_url == "https://fl.example:8445"
-    assert CoordinatorConfig().carrier_url is None
 
 
 def test_a_download_that_is_wanted_no_more_leaves_no_file(tmp_path: Path) -> None:

@@ -276,6 +276,19 @@ def test_a_server_that_was_started_again_counts_from_nothing() -> None:
     assert load() is None
 
 
+def test_a_round_pauses_while_more_predictions_are_asked_for_than_the_owner_allows(tmp_path: Path) -> None:
+    metrics, clock = Metrics(), Clock()
+    events = EventLog(tmp_path / "events.jsonl", clock)
+    with server(metrics) as url:
+        settings = EligibilitySettings(inference_url=url, max_requests_per_s=4.0)
+        pauses = Pauses(settings, Telemetry, lambda: None, events, clock, lambda: NOON, lambda _: clock.sleep(2.0))
+        pauses()
+        metrics.requests.labels("ok").inc(10)
+        clock.now += 2.0
+        pauses()  # 5 a second, and none afterwards
+    assert [line.get("reason") for line in read_events(tmp_path / "events.jsonl")] == ["serving", None]
+
+
 def test_a_busy_inference_server_keeps_a_device_from_a_round_with_the_reason(tmp_path: Path) -> None:
     metrics = Metrics()
     with server(metrics) as url:

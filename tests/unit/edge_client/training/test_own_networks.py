@@ -47,6 +47,15 @@ def allowing(site: Site) -> Site:
     return site
 
 
+def test_what_a_method_keeps_beside_its_networks_is_there_in_the_next_round(tmp_path: Path) -> None:
+    site = allowing(Site(tmp_path, real_spec("ppidsg")))
+    site.train(1)
+    first = site.state().extras["key"]
+    site.train(2)
+    second = site.state().extras["key"]
+    assert {name: one.tolist() for name, one in second.items()} == {name: one.tolist() for name, one in first.items()}
+
+
 @pytest.mark.parametrize(("method", "part"), [("fedproto", "statistics"), ("ppidsg", "image_generator")])
 def test_what_is_no_usual_part_leaves_only_with_the_owners_word(tmp_path: Path, method: str, part: str) -> None:
     report = Site(tmp_path, real_spec(method)).declined()
