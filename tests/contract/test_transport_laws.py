@@ -155,16 +155,6 @@ def fence(bench: Bench, reader: Client, topic: str, writer: Client) -> None:
     reader.await_payload(topic, mark)
 
 
-def test_a_published_message_reaches_every_subscriber_that_may_read_the_topic(bench: Bench) -> None:
-    coordinator = bench.connect("coordinator").start().await_link()
-    readers = [listening(bench, identity, TOPICS.offer) for identity in ("a", "b")]
-    observer = listening(bench, "observer", TOPICS.everything())
-    payload = unique("offer")
-    coordinator.transport.publish(TOPICS.offer, payload)
-    for reader in (*readers, observer):
-        reader.await_payload(TOPICS.offer, payload)
-
-
 @pytest.mark.parametrize("qos", [0, 1])
 def test_many_large_messages_arrive_in_order_and_once(bench: Bench, qos: int) -> None:
     coordinator = listening(bench, "coordinator", TOPICS.up_chunk("+"))

@@ -33,13 +33,15 @@ class MemoryBroker:
 
     Args:
         rules: whether an identity may publish on, or read from, a concrete topic; only its publisher learns that a publish is refused.
+
+    Attributes:
         record: called with (identity, topic, payload) for every publish that was let through, wills included.
         max_payload: the largest payload taken.
     """
 
-    def __init__(self, rules: Rules = allow_all, record: Record | None = None, max_payload: int = 1_900_000) -> None:
-        self.record = record
-        self.max_payload = max_payload
+    def __init__(self, rules: Rules = allow_all) -> None:
+        self.record: Record | None = None
+        self.max_payload = 1_900_000
         self._rules = rules
         self._lock = threading.RLock()
         self._sessions: dict[str, MemoryTransport] = {}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from typing_extensions import Self
 
@@ -76,7 +76,6 @@ class DrivenWorker:
 
 
 STALL_S = 1.0
-THREADS_FILE = "threads.txt"
 
 
 def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
@@ -107,33 +106,6 @@ def serve(connection: Connection, settings: WorkerSettings, first_time: Callable
 
 def _stop(_connection: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class NotingConnection:
-    """A connection that notes on which thread a request was received."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.receiver = ""
-
-    def recv(self) -> object:
-        request = self._connection.recv()
-        self.receiver = threading.current_thread().name
-        return request
-
-    def send(self, report: object) -> None:
-        self._connection.send(report)
-
-
-def count_and_note_threads(connection: Connection, settings: WorkerSettings) -> None:
-    """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    noting = NotingConnection(connection)
-    for request in requests_of(cast(Connection, noting)):
-        if isinstance(request, AddUpdate):
-            names = [noting.receiver, threading.current_thread().name]
-            (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
-            connection.send(UpdateAdded(1, 1, request.client))
 
 
 def hang_once(connection: Connection, settings: WorkerSettings) -> None:

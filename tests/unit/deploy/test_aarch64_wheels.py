@@ -56,9 +56,3 @@ def test_the_gpus_onnxruntime_comes_without_the_one_for_the_cpu() -> None:
     assert found.returncode == 0, found.stderr
     names = [line.partition("==")[0] for line in found.stdout.splitlines()]
     assert [name for name in names if name.startswith("onnxruntime")] == ["onnxruntime-gpu"]
-
-
-def test_a_package_without_a_wheel_is_found(tmp_path: Path) -> None:
-    source_only = tmp_path / "requirements.in"
-    source_only.write_text("antlr4-python3-runtime==4.9.3\n")
-    assert "no usable wheels" in resolve(source_only, "3.12").stderr

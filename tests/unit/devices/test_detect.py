@@ -231,28 +231,6 @@ def test_the_documentation_has_the_builds_for_each_board_and_jetpack_of_the_cata
     lines = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("| board | Python | torch | onnxruntime | says |") + 2
     assert lines[begin : lines.index("", begin)] == rows
-    assert {one.jetpack for one in catalogue.builds} == {5, 6, 7}
-    trains = {row.name.partition(":")[0]: row.trains for row in catalogue.rows()}
-    assert trains["Jetson Orin"] == "yes: GPU, or CPU; from JetPack 6 (Jetson Linux 36)"
-    assert {one.soc for one in catalogue.builds} == {"tegra194", "tegra234", "tegra264"}
-
-
-@pytest.mark.parametrize(
-    ("tree", "python"),
-    [
-        ("jetson-agx-xavier", "3.8"),
-        ("jetson-agx-orin-jetpack5", "3.8"),
-        ("jetson-orin-nano-8gb", "3.10"),
-        ("jetson-agx-thor", "3.12"),
-        ("jetson-nano", None),
-        ("raspberrypi-5", None),
-    ],
-)
-def test_a_board_knows_the_builds_for_its_own_jetpack(tree: str, python: str | None) -> None:
-    builds = detect(TREES / tree).builds
-    assert (None if builds is None else builds.python) == python
-    shown = run_fedcg("profile", "--root", TREES / tree, environment={"COLUMNS": "900"}).stdout
-    assert ("builds for its GPU" in shown) == (builds is not None)
 
 
 def test_precisions_follow_compute_capability_and_instructions() -> None:

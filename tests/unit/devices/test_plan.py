@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from devices.detect import detect
 from devices.nvidia import torch_obstacle
@@ -140,25 +138,6 @@ def test_bf16_needs_instructions_of_the_place_that_trains(gpu: Gpu | None, devic
 def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: float) -> None:
     assert batch_share(box(), "cpu", free) == scale
     assert batch_share(box(memory=MIB), "cpu", free) == 0.25
-
-
-@given(
-    cpus=st.none() | st.integers(1, 512),
-    memory=st.none() | st.integers(0, 1 << 45),
-    gpu=st.none()
-    | st.builds(
-        card, st.none() | st.integers(0, 1 << 45), st.none() | st.tuples(st.integers(1, 15), st.integers(0, 9))
-    ),
-    device=st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
-)
-def test_every_plan_has_a_thread_and_a_share_of_the_batch(
-    cpus: int | None, memory: int | None, gpu: Gpu | None, device: str
-) -> None:
-    plan = plan_training(box(cpus=cpus, memory=memory, gpu=gpu), device=device)
-    assert plan.threads >= 1
-    assert 0 < plan.batch_scale <= 1
-    assert plan.device in ("cpu", "cuda", "cuda:1")
-    assert device in ("auto", plan.device)
 
 
 def test_the_profile_command_shows_the_plan_why_a_box_cannot_train_and_what_it_does_not_report(tmp_path: Path) -> None:

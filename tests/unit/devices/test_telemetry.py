@@ -70,10 +70,6 @@ def test_a_full_disk_is_worse_than_heat() -> None:
     assert readings.condition is Condition.LOW_DISK
 
 
-def test_a_disk_that_cannot_be_asked_is_unavailable(tmp_path: Path) -> None:
-    assert read_telemetry(tmp_path / "missing", root=tmp_path).free_disk_bytes is None
-
-
 def test_every_condition_has_a_word_on_the_wire() -> None:
     assert {condition.value for condition in Condition} <= {health.value for health in Health}
 
@@ -306,18 +302,6 @@ def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_know
     assert jetson_stats(ORIN) == ((), None)
 
 
-def test_only_commands_ask_the_service_since_it_may_take_seconds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    root = tmp_path / "box"
-    (root / "proc/device-tree").mkdir(parents=True)
-    (root / "proc/device-tree/compatible").write_bytes((ORIN / "proc/device-tree/compatible").read_bytes())
-    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
-    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
-    assert telemetry.Sensors(tmp_path, root).read().power_mode is None
-    assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"
-
-
 BOARDS = {
     # 19.16 V x 1.3 A + 19.16 x 0.52 + 4.968 x 1.016 + 4.968 x 0.44; VIN_SYS_5V0 alone is 5.05 W
     "jetson-agx-orin-jetpack5": ("VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0 + VDDQ_VDD2_1V8AO", 42.104608),
@@ -353,18 +337,6 @@ def test_without_one_of_its_rails_and_on_an_unknown_board_the_total_is_unknown_a
     assert telemetry.read_power(root) is not None
     for compatible in root.rglob("compatible"):
         compatible.write_text("maker,board\0")
-    assert telemetry.read_power(root) is None
-
-
-def test_where_nvml_reports_a_cards_power_that_stands_for_the_box_and_no_other_monitor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monitor = "sys/class/hwmon/hwmon0"
-    root = _write(tmp_path, {f"{monitor}/name": "ina226", f"{monitor}/power1_input": "4000000"})
-    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
-    monkeypatch.setattr(telemetry, "nvml_readings", lambda: GpuReadings(None, None, 60.0, (), ()))
-    assert telemetry.read_power(root) == Rail("GPU", 60.0)
-    monkeypatch.setattr(telemetry, "nvml_readings", lambda: None)
     assert telemetry.read_power(root) is None
 
 

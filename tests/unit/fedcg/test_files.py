@@ -2,10 +2,7 @@
 
 import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,16 +11,6 @@ import pytest
 from fedcg.files import PRIVATE, READABLE, checked, file_sha256, replace_durably, with_check, write_durably
 
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
-REWRITER = """
-import sys
-from pathlib import Path
-from fedcg.files import replace_durably
-path = Path(sys.argv[1])
-print("ready", flush=True)
-while True:
-    for letter in "ab":
-        replace_durably(path, letter * 200_000)
-"""
 
 
 def test_a_replaced_file_has_the_new_content_and_the_mode_that_was_asked_for(tmp_path: Path) -> None:
@@ -73,18 +60,6 @@ def test_content_is_synced_before_the_name_changes_and_the_name_after(
     monkeypatch.setattr(Path, "replace", renamed)
     replace_durably(path, "new")
     assert order == ["content", "name", "directory"]
-
-
-def test_a_process_killed_while_it_rewrites_a_file_leaves_a_whole_one(tmp_path: Path) -> None:
-    path = tmp_path / "seen.json"
-    replace_durably(path, "a" * 200_000)
-    for _ in range(5):
-        with subprocess.Popen([sys.executable, "-c", REWRITER, str(path)], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            writer.send_signal(signal.SIGKILL)
-        content = path.read_text()
-        assert content in ("a" * 200_000, "b" * 200_000)
 
 
 def test_several_threads_that_replace_one_file_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paho.mqtt.client import topic_matches_sub
 
 from fedcg.wire.messages.topics import (
     BROADCASTS,
@@ -83,33 +82,6 @@ def test_an_identity_writes_and_reads_what_is_its_own_and_nothing_else(
     assert [topic for topic in EVERY_TOPIC if TOPICS.may_read(identity, topic)] == reads
 
 
-def test_the_coordinator_may_subscribe_to_the_filters_over_all_devices_and_a_device_may_not() -> None:
-    for topic_filter in (TOPICS.up_control("+"), TOPICS.up_chunk("+"), TOPICS.status("+")):
-        assert TOPICS.may_read("coordinator", topic_filter)
-        assert not TOPICS.may_read("a", topic_filter)
-    assert TOPICS.may_read("observer", TOPICS.everything())
-    assert not TOPICS.may_read("a", TOPICS.everything())
-    assert topic_matches_sub(TOPICS.up_control("+"), TOPICS.up_control("a"))
-    assert not topic_matches_sub(TOPICS.up_control("+"), TOPICS.up_chunk("a"))
-
-
-def test_the_access_list_says_exactly_what_the_rules_say() -> None:
-    rights = parse_acl(TOPICS.mosquitto_acl(["b", "a"], ["observer"]))
-    assert set(rights) == {"coordinator", "observer", "a", "b"}
-    for identity, (reads, writes) in rights.items():
-        for topic in EVERY_TOPIC:
-            assert any(topic_matches_sub(topic_filter, topic) for topic_filter in reads) == TOPICS.may_read(
-                identity, topic
-            )
-            assert any(topic_matches_sub(topic_filter, topic) for topic_filter in writes) == TOPICS.may_publish(
-                identity, topic
-            )
-
-
-def test_a_device_that_is_not_listed_has_no_section() -> None:
-    assert "user b\n" not in TOPICS.mosquitto_acl(["a"], [])
-
-
 @pytest.mark.parametrize(
     "name", ["coordinator", "observer", "observer-2", "A", "a/b", "+", "#", "", "-a", "a" * 64, "a\n"]
 )
@@ -128,19 +100,3 @@ def test_an_observer_must_be_named_as_one_or_its_rules_would_be_a_devices() -> N
 def test_a_federation_name_with_a_wildcard_is_refused() -> None:
     with pytest.raises(ValueError):
         Topics("+")
-
-
-def parse_acl(text: str) -> dict[str, tuple[list[str], list[str]]]:
-    rights: dict[str, tuple[list[str], list[str]]] = {}
-    current: tuple[list[str], list[str]] = ([], [])
-    for line in filter(None, text.splitlines()):
-        words = line.split()
-        if words[0] == "user":
-            current = rights.setdefault(words[1], ([], []))
-            continue
-        assert words[0] == "topic"
-        if "read" in words[1]:
-            current[0].append(words[2])
-        if "write" in words[1]:
-            current[1].append(words[2])
-    return rights

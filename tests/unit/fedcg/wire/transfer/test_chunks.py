@@ -44,16 +44,6 @@ def test_no_changed_byte_of_a_frame_goes_unnoticed(position: int, change: int) -
         parse_chunk(bytes(frame))
 
 
-def test_a_frame_can_be_read_without_copying_or_hashing_its_content() -> None:
-    frame = chunks.chunk_frame(REF.id, 3, DATA[:256])
-    altered = frame[:-1] + bytes((frame[-1] ^ 1,))
-    chunk = chunks.read_frame(altered)
-    assert chunk == Chunk(REF.id, 3, altered[-256:])
-    assert chunk.check == chunks.read_frame(frame).check
-    assert isinstance(chunk.data, memoryview)
-    assert chunk.data.obj is altered
-
-
 @given(st.binary(max_size=100))
 def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
     for read in (parse_chunk, chunks.read_frame):
@@ -66,12 +56,6 @@ def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
 def test_an_oversize_frame_is_refused_unread() -> None:
     with pytest.raises(TooLargeError):
         parse_chunk(b"FCGC" + bytes(MAX_CHUNK_BYTES + chunks.FRAME_OVERHEAD_BYTES))
-
-
-def test_frames_follow_the_grants_and_ignore_what_is_not_there() -> None:
-    frames = [parse_chunk(frame) for frame in frames_for(DATA, REF, ((8, 99), (2, 1), (50, 3)))]
-    assert frames == [CHUNKS[8], CHUNKS[9], CHUNKS[2]]
-    assert [parse_chunk(frame) for frame in frames_for(DATA, REF)] == CHUNKS
 
 
 def test_grants_stay_within_the_window_and_wait_until_half_of_it_is_free() -> None:
@@ -105,19 +89,6 @@ def most_under_way(ref: ArtifactRef, seconds_per_turn: float) -> int:
 def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_link() -> None:
     assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 122_832, chunk_bytes=122_832), 0.01) == 15
     assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), 0.01) == 16
-
-
-def test_the_window_starts_small_and_shrinks_to_one_chunk_when_chunks_take_long() -> None:
-    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
-    assert Receiver(ref).next_need(0.0) == ((0, 4),)
-    grants, now, queued, windows = Grants(ref, Window()), 0.0, list[int](), list[int]()
-    while not grants.complete:  # a link that carries a chunk in 8 s
-        for first, count in grants.next_need(now) or ():
-            queued += [index for index in range(first, first + count) if index not in queued]
-        now += 8.0
-        grants.received(queued.pop(0), now)
-        windows.append(grants.under_way)
-    assert max(windows[8:]) <= 1
 
 
 def test_a_shared_bound_limits_what_is_granted() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, parse_chunk, read_frame
@@ -86,6 +85,7 @@ SECOND_RECORD = len(DATA) + HEAD_BYTES + RECORD_BYTES
         ({0, 1, 5, 9}, altered(256 * 5), ALL - {0, 1, 9}),
         ({0, 1, 5, 9}, altered(len(DATA) - 1), ALL - {0, 1, 5}),
         ({0, 1, 5}, altered(SECOND_RECORD + 6), ALL - {0, 5}),
+        ({0, 1, 5}, lambda whole: whole[:-1], ALL - {0, 1}),  # the last record is torn
         ({0, 1, 5}, lambda whole: whole[: len(DATA)], ALL),  # no journal
         ({0, 1, 5}, lambda whole: whole[: len(DATA) + 20], ALL),  # the journal's head is torn
         ({0, 1, 5}, lambda whole: whole[: len(DATA)] + FOREIGN, ALL),  # of another transfer
@@ -99,21 +99,6 @@ def test_the_next_process_asks_for_what_is_missing_or_harmed_and_for_no_other_ch
     begun(tmp_path, left)
     part(tmp_path).write_bytes(harm(part(tmp_path).read_bytes()))
     completed(tmp_path, missing)
-
-
-@pytest.mark.parametrize("cut_off", range(RECORD_BYTES + 1))
-def test_a_torn_last_record_costs_its_chunk_and_the_next_process_goes_on(tmp_path: Path, cut_off: int) -> None:
-    begun(tmp_path, (0, 1, 5))
-    os.truncate(part(tmp_path), len(DATA) + HEAD_BYTES + 3 * RECORD_BYTES - cut_off)
-    missing = {2, 3, 4, 6, 7, 8, 9} | ({5} if cut_off else set())
-    begun(tmp_path, (2,))  # written over the torn record
-    completed(tmp_path, missing - {2})
-
-
-def test_a_process_killed_after_the_journal_was_cut_off_needs_nothing_more(tmp_path: Path) -> None:
-    begun(tmp_path, range(10))
-    assert partials(tmp_path).open(REF).finish().read_bytes() == DATA
-    completed(tmp_path, set())
 
 
 def test_another_chunk_size_starts_again(tmp_path: Path) -> None:
@@ -155,15 +140,6 @@ def test_chunks_damaged_on_their_way_cost_themselves_and_no_other(tmp_path: Path
     assert receiver.finish().read_bytes() == DATA
 
 
-def test_reading_too_early_is_an_error_and_keeps_what_came(tmp_path: Path) -> None:
-    receiver = partials(tmp_path).open(REF)
-    receiver.feed(CHUNKS[3], 0.0)
-    with pytest.raises(MalformedError):
-        receiver.finish()
-    receiver.close()
-    assert partials(tmp_path).open(REF).resumed == 1
-
-
 def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -> None:
     receiver = partials(tmp_path).open(REF)
     for index, size in ((10, 256), (0, 255), (0, 257), (9, 256), (9, 0)):
@@ -171,14 +147,6 @@ def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -
             receiver.feed(Chunk(REF.id, index, bytes(size)), 0.0)
     assert not receiver.feed(Chunk("f" * 64, 0, bytes(256)), 0.0)
     assert journal_bytes(tmp_path) == HEAD_BYTES
-
-
-def test_a_repeated_chunk_is_counted_and_written_once(tmp_path: Path) -> None:
-    receiver = partials(tmp_path).open(REF)
-    assert receiver.feed(CHUNKS[0], 0.0)
-    assert not receiver.feed(CHUNKS[0], 0.0)
-    assert (receiver.fresh, receiver.repeated) == (1, 1)
-    assert journal_bytes(tmp_path) == HEAD_BYTES + RECORD_BYTES
 
 
 def test_the_part_file_takes_room_only_for_what_came(tmp_path: Path) -> None:
@@ -251,19 +219,6 @@ def test_a_file_that_another_thread_takes_over_meanwhile_does_no_harm(tmp_path: 
     folder.collect()
     folder.open(named(1)).close()
     assert part(tmp_path).exists()
-
-
-def test_a_finished_transfer_is_adopted_by_the_store_of_artifacts(tmp_path: Path) -> None:
-    store = ArtifactStore(tmp_path)
-    folder = partials(tmp_path / ".partial")
-    receiver = folder.open(REF)
-    for chunk in CHUNKS:
-        receiver.feed(chunk, 0.0)
-    store.adopt(receiver.finish(), REF.id)
-    folder.discard(REF.id)
-    assert store.get(REF.id) == DATA
-    assert list(store.ids()) == [REF.id]
-    assert list((tmp_path / ".partial").iterdir()) == []
 
 
 @given(

@@ -1,9 +1,7 @@
 """Sending what was granted: in bounded memory, fair, never twice while it waits, paced when it is a broadcast."""
 
-import gc
 import random
 import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transfer.chunk_sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import parse_chunk
-from fedcg.wire.transport.mqtt_link import Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import cut, make_ref
@@ -187,43 +184,3 @@ def test_a_broadcast_keeps_its_pace_and_ends_when_it_is_not_current(link: SlowLi
     wait_until(lambda: False in asked, "it is over")
     assert len(link.indices("all")) == 32
     sender.close()
-
-
-class AcknowledgingLink:
-    """A transport over the real queue whose broker acknowledges everything at once."""
-
-    def __init__(self) -> None:
-        self.queue = OutgoingQueue(1000, 64_000_000)
-        self.published: list[weakref.ref[Outgoing]] = []
-
-    @property
-    def backlog(self) -> Backlog:
-        return self.queue.backlog
-
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Outgoing:
-        message = Outgoing(topic, payload, qos, retain)
-        self.published.append(weakref.ref(message))
-        self.queue.put(message)
-        sent = self.queue.take(20)
-        assert sent is message
-        self.queue.acknowledged(message)
-        return message
-
-    @property
-    def held_bytes(self) -> int:
-        """Of payloads that somebody still refers to."""
-        gc.collect()
-        alive = [reference() for reference in self.published]
-        return sum(len(message.payload) for message in alive if message is not None)
-
-
-def test_what_the_broker_has_acknowledged_is_not_kept_however_many_receivers_there_are(source: ChunkFile) -> None:
-    link = AcknowledgingLink()
-    sender = ChunkSender(link, "sending")  # type: ignore[arg-type]
-    sender.start()
-    for receiver in range(40):
-        sender.serve(f"device-{receiver}", source, ((0, source.ref.chunks),))
-    wait_until(lambda: len(link.published) == 40 * source.ref.chunks, "all are sent")
-    sender.close()
-    assert link.held_bytes <= HIGH_WATER_BYTES
-    assert not sender.is_busy

@@ -15,7 +15,7 @@ from fedcg.wire.errors import MalformedError, TransportError
 from fedcg.wire.tls import ServerRole, expect_role
 from fedcg.wire.transport import mqtt_link
 from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, explain_failure
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_link import MAX_SENDS, MqttLink, Outgoing, OutgoingQueue
 from tests.support.broker import broker_packets as packets
 from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
@@ -121,34 +121,6 @@ def move_on(link: MqttLink, wake: socket.socket) -> None:
         link.move(wake.fileno(), 0.1)
 
 
-def test_a_descriptor_that_can_be_read_ends_a_wait_which_says_so(
-    linked: tuple[MqttLink, Peer], wake: socket.socket
-) -> None:
-    link, peer = linked
-    assert not link.move(wake.fileno(), 0.0)
-    peer.send(packets.PONG)
-    assert not link.move(wake.fileno(), DEADLINE_S)
-    near, far = socket.socketpair()
-    with near, far:
-        far.send(b"x")
-        assert link.move(near.fileno(), DEADLINE_S)
-
-
-@pytest.mark.parametrize("told", [0, 65_535, None])
-def test_a_silent_link_is_pinged_after_our_own_keepalive_at_the_latest(
-    broker: ScriptedBroker, wake: socket.socket, told: int | None
-) -> None:
-    link = MqttLink(replace(broker.config(), keepalive_s=1), None, "5", None)
-    link.open()
-    peer = broker.accept()
-    peer.expect(packets.CONNECT)
-    peer.send(packets.connack())
-    link.on_connect = lambda *_: link.accept_keepalive(told)
-    with pytest.raises(ConnectionError, match="a ping was not answered"):
-        move_on(link, wake)
-    assert peer.expect(packets.PINGREQ) == b""
-
-
 def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker) -> None:
     context = ssl.create_default_context()
     expect_role(context, ServerRole.BROKER)
@@ -225,25 +197,6 @@ def test_a_message_that_breaks_every_link_is_given_up() -> None:
     assert len(queue) == 0
 
 
-def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some_are_owed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("fedcg.wire.transport.mqtt_link.time.monotonic", lambda: now[0])
-    queue = queued(outgoing(b"1"), outgoing(b"2"))
-    assert queue.owed_s() == 0.0  # nothing was sent
-    first, second = queue.take(2), queue.take(2)
-    assert first is not None
-    assert second is not None
-    now[0] = 130.0
-    assert queue.owed_s() == 30.0
-    queue.acknowledged(first)
-    now[0] = 140.0
-    assert queue.owed_s() == 10.0
-    queue.acknowledged(second)
-    assert queue.owed_s() == 0.0
-
-
 @pytest.mark.parametrize(
     ("host", "insecure", "has_tls", "why"),
     [
@@ -285,13 +238,6 @@ def test_a_key_of_another_certificate_is_refused_at_start(pki: Pki) -> None:
 def test_nobody_listening_is_said_so(pki: Pki) -> None:
     with pytest.raises(TransportError, match="is the broker running"):
         probe(MqttConfig(HOST, free_port(), "a", tls=pki.tls("a"), protocol="5"), timeout_s=10)
-
-
-@pytest.mark.parametrize(
-    ("error", "hint"), [(TimeoutError(), "firewall"), (OSError("odd"), "odd"), (ssl.SSLError(1, "handshake"), "TLS")]
-)
-def test_every_failure_has_an_explanation(error: OSError, hint: str) -> None:
-    assert hint in explain_failure(MqttConfig(HOST, 1, "a", insecure=True), error)
 
 
 def test_the_backoff_doubles_from_a_fifth_of_a_second_to_half_a_minute_with_jitter() -> None:

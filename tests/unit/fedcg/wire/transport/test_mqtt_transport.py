@@ -1,21 +1,17 @@
 """The transport against a broker that does what the test says: it breaks links, and keeps back what a client lives on."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.envelopes import MAX_ENVELOPE_BYTES
 from fedcg.wire.messages.schemas import MAX_MESSAGE_BYTES
 from fedcg.wire.transfer.chunks import chunk_bytes_for
-from fedcg.wire.transport import mqtt, mqtt_link
+from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
 from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
-from fedcg.wire.transport.mqtt_link import MqttLink
 from fedcg.wire.transport.transport import Will
 from tests.support.broker import broker_packets as packets
 from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
@@ -126,28 +122,6 @@ def test_a_broker_that_does_not_answer_a_subscription_is_tried_again(
     assert client.links == []
 
 
-def test_messages_are_acknowledged_in_order_and_delivered(broker: ScriptedBroker, connect: Connect) -> None:
-    client = connect()
-    peer = broker.welcome()
-    peer.send(packets.message("5", "t", b"1", 5), packets.message("5", "t", b"2"), packets.message("5", "t", b"3", 6))
-    assert [peer.expect(packets.PUBACK), peer.expect(packets.PUBACK)] == [b"\x00\x05", b"\x00\x06"]
-    assert client.payloads("t") == [b"1", b"2", b"3"]
-
-
-@pytest.mark.parametrize("protocol", ["5", "3.1.1"])
-def test_the_answer_to_another_subscription_does_not_bring_the_link_up(
-    broker: ScriptedBroker, connect: Connect, protocol: Protocol
-) -> None:
-    client = connect("mine", "others", protocol=protocol)
-    peer = broker.welcome(protocol)
-    number = int.from_bytes(peer.expect(packets.SUBSCRIBE)[:2], "big")
-    peer.send(packets.suback(protocol, number ^ 1, b"\x01\x01"), packets.message(protocol, "mine", b"x"))
-    client.await_payload("mine", b"x")
-    assert client.links == []
-    peer.send(packets.suback(protocol, number, b"\x01\x00"))
-    client.await_link()
-
-
 @pytest.mark.parametrize(
     "early", [packets.suback("5", 0x8000, b"\x01"), packets.message("5", "t", b"early", 1), packets.puback(1)]
 )
@@ -173,83 +147,6 @@ def test_a_refused_publish_is_logged_and_not_sent_again(
     peer.send(packets.puback(peer.expect_message()[0], b"\x97\x00"))
     wait_until(lambda: not publication.is_under_way, "it is done with")
     wait_until(lambda: "refused a publish on t: Quota exceeded" in caplog.text, "it says so")
-
-
-WILL = Will("status", b"vanished")
-
-
-@pytest.mark.parametrize("leave", [MqttTransport.close, MqttTransport.reconnect])
-def test_who_leaves_before_the_broker_has_answered_says_good_bye_so_that_there_is_no_will(
-    broker: ScriptedBroker, connect: Connect, leave: Callable[[MqttTransport], None]
-) -> None:
-    client = connect(protocol="auto", will=WILL)
-    peer = broker.accept()
-    peer.expect(packets.CONNECT)
-    leaving = threading.Thread(target=leave, args=(client.transport,), daemon=True)
-    leaving.start()
-    peer.expect(packets.DISCONNECT)
-    peer.close()
-    leaving.join()
-    if leave is MqttTransport.reconnect:
-        broker.welcome()  # with the version it would have taken: nobody has refused it
-        client.await_link()
-        assert transport_of(client).protocol == "5"
-
-
-def test_who_connects_anew_ends_the_packet_that_is_on_its_way_and_says_good_bye(
-    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    links: list[MqttLink] = []
-
-    class NotedLink(MqttLink):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            links.append(self)
-
-    monkeypatch.setattr(mqtt, "MqttLink", NotedLink)
-    monkeypatch.setattr(mqtt_link, "HANG_UP_S", DEADLINE_S)
-    client = connect(will=WILL)
-    peer = broker.welcome()
-    client.await_link()
-    for _ in range(500):  # more than the buffers of both sockets hold
-        client.transport.publish("t", bytes(100_000), qos=0)
-    wait_until(lambda: links[0].want_write(), "the link is full")
-    client.transport.change_will(Will("status", b"other"))
-    kinds = []
-    while (found := peer.next()) is not None:
-        kinds.append(found[0])
-        if found[0] == packets.DISCONNECT:
-            peer.close()
-            break
-    assert set(kinds[:-1]) == {packets.PUBLISH}
-    assert kinds[-1] == packets.DISCONNECT
-    assert len(kinds) < 500
-    assert b"other" in broker.accept().expect(packets.CONNECT)
-
-
-def test_who_always_has_something_to_send_reads_in_between(broker: ScriptedBroker, connect: Connect) -> None:
-    client = connect()
-    peer = broker.welcome()
-    client.await_link()
-    over = threading.Event()
-
-    def send_on() -> None:
-        while not over.is_set():
-            with contextlib.suppress(TransportError):  # the queue is full
-                client.transport.publish("t", b"x", qos=0)
-
-    def read_on() -> None:
-        with contextlib.suppress(TimeoutError):  # the last packet may have come before `over` was set
-            while not over.is_set():
-                peer.next()
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (send_on, read_on)]
-    for thread in threads:
-        thread.start()
-    peer.send(packets.message("5", "news", b"1"))
-    client.await_payload("news", b"1")
-    over.set()
-    threads[0].join()
 
 
 def test_many_messages_leave_without_waiting_for_the_next_tick(
@@ -318,28 +215,6 @@ def test_a_subscription_that_is_not_granted_ends_the_link_which_is_tried_again(
     assert client.links == []
     grant(broker.welcome())
     client.await_link()
-
-
-@pytest.mark.parametrize("reasons", [b"\x80", None])
-def test_a_later_subscription_that_is_refused_or_not_answered_ends_the_link_too(
-    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch, reasons: bytes | None
-) -> None:
-    monkeypatch.setattr(mqtt, "ACK_S", 0.1)
-    client = connect()
-    peer = broker.welcome()
-    client.await_link()
-    client.transport.subscribe(OFFERED)
-    if reasons is None:
-        peer.expect(packets.SUBSCRIBE)
-    else:
-        grant(peer, reasons=reasons)
-    assert peer.rest() == []
-    again = broker.welcome()
-    grant(again)
-    client.await_link(2)
-    assert client.links == [True, False, True]
-    again.send(packets.message("5", OFFERED, b"news"))
-    client.await_payload(OFFERED, b"news")
 
 
 def test_a_broker_that_answers_pings_and_acknowledges_nothing_is_left_and_gets_all_of_it_again(
