@@ -31,13 +31,11 @@ def connack(protocol: str = "5", reason: int = 0, properties: bytes = b"") -> by
     return packet(0x20, bytes((0, reason)) + (varint(len(properties)) + properties if protocol == "5" else b""))
 
 
-def message(
-    protocol: str, topic: str, payload: bytes, number: int = 0, *, retained: bool = False, properties: bytes = b""
-) -> bytes:
+def message(protocol: str, topic: str, payload: bytes, number: int = 0) -> bytes:
     """A PUBLISH at QoS 1 under a number, or at QoS 0 without."""
     body = text(topic) + (number.to_bytes(2, "big") if number else b"")
-    body += varint(len(properties)) + properties if protocol == "5" else b""
-    return packet(0x30 | (2 if number else 0) | retained, body + payload)
+    body += b"\x00" if protocol == "5" else b""
+    return packet(0x30 | (2 if number else 0), body + payload)
 
 
 def suback(protocol: str, number: int, reasons: bytes) -> bytes:
@@ -82,11 +80,11 @@ class Peer:
         assert found[0] == kind, f"a packet of kind {found[0]} came, not {kind}: {found[1][:80]!r}"
         return found[1]
 
-    def expect_message(self, protocol: str = "5") -> tuple[int, bytes]:
-        """Packet id and payload of the next packet, a PUBLISH at QoS 1."""
+    def expect_message(self) -> tuple[int, bytes]:
+        """Packet id and payload of the next packet, a PUBLISH of MQTT 5 at QoS 1."""
         body = self.expect(PUBLISH)
         after = 2 + int.from_bytes(body[:2], "big")
-        return int.from_bytes(body[after : after + 2], "big"), body[after + (3 if protocol == "5" else 2) :]
+        return int.from_bytes(body[after : after + 2], "big"), body[after + 3 :]
 
     def rest(self) -> list[int]:
         """The kinds of all further packets until the client hangs up."""

@@ -192,14 +192,12 @@ class Outcome:
     Attributes:
         calm_s: from the opening of an undisturbed round to the last honest update, on average.
         flooded_s: the same in the flood.
-        hard_s: from the opening of the first round in the hard flood to the end of the last one.
-        silenced_s: from there to the silence of the flooder; None when it was not silenced, or before.
+        silenced_s: from the opening of the first round in the hard flood to the silence of the flooder; None when it was not silenced, or before.
         log_bytes: of the coordinator's event log.
     """
 
     calm_s: float
     flooded_s: float
-    hard_s: float
     silenced_s: float | None
     log_bytes: int
     events: list[dict[str, Any]] = field(repr=False)
@@ -247,7 +245,6 @@ def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float 
 def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
     attempts = [event for event in events if event["event"] == "attempt_opened"]
     opened = {event["round"]: event["t"] for event in reversed(attempts)}  # the first attempt of each
-    ended = next(event["t"] for event in events if event["event"] == "finished")
     stored = [event for event in events if event["event"] == "update_stored"]
     settled = {
         number: max(event["t"] for event in stored if event["round"] == number) - opened[number]
@@ -256,8 +253,7 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
     calm = [seconds for number, seconds in settled.items() if not is_flooded(number)]
     wild = [seconds for number, seconds in settled.items() if is_flooded(number)]
     silenced = next((event["t"] - opened[HARD_FROM] for event in events if event["event"] == "silenced"), None)
-    hard_s = ended - opened[HARD_FROM]
-    return Outcome(statistics.mean(calm), statistics.mean(wild), hard_s, silenced, log_bytes, events)
+    return Outcome(statistics.mean(calm), statistics.mean(wild), silenced, log_bytes, events)
 
 
 def _coordinate(root: Path) -> None:

@@ -195,6 +195,7 @@ def test_an_old_board_is_refused_by_the_python_that_is_there_and_not_by_its_age(
         ("x86-cuda", "pip install 'fedcg-edge[infer-gpu]'"),
         ("jetson-orin-nano-8gb", "onnxruntime-gpu 1.22.0 from pypi.jetson-ai-lab.io/jp6/cu126"),
         ("jetson-agx-thor", "the build for this board and JetPack: unknown"),
+        ("jetson-agx-orin-jetpack5", "the build for this board and JetPack: unknown"),
         ("x86-cpu", None),
         ("raspberrypi-5", None),
     ],

@@ -55,6 +55,7 @@ def tree(root: Path, *nodes: Node) -> Path:
         ),
         pytest.param([(f"{EMMC}/mmcblk0p1", "", ()), (EMMC, "", ())], False, id="a partition of an SD card"),
         pytest.param([(f"{DM}0", "CRYPT-VERITY-root", (PCI,)), (PCI, "", ())], False, id="dm-verity encrypts nothing"),
+        pytest.param([(f"{DM}0", "CRYPT-INTEGRITY-x", (PCI,)), (PCI, "", ())], False, id="dm-integrity neither"),
         pytest.param([(f"{DM}0", LUKS, (LOOP,)), (LOOP, "", ())], True, id="LUKS in a file"),
         pytest.param([(LOOP, "", ())], None, id="a file as a disk"),
     ],

@@ -302,6 +302,18 @@ def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_know
     assert jetson_stats(ORIN) == ((), None)
 
 
+def test_only_commands_ask_the_service_since_it_may_take_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = tmp_path / "box"
+    (root / "proc/device-tree").mkdir(parents=True)
+    (root / "proc/device-tree/compatible").write_bytes((ORIN / "proc/device-tree/compatible").read_bytes())
+    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
+    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
+    assert telemetry.Sensors(tmp_path, root).read().power_mode is None
+    assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"
+
+
 BOARDS = {
     # 19.16 V x 1.3 A + 19.16 x 0.52 + 4.968 x 1.016 + 4.968 x 0.44; VIN_SYS_5V0 alone is 5.05 W
     "jetson-agx-orin-jetpack5": ("VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0 + VDDQ_VDD2_1V8AO", 42.104608),

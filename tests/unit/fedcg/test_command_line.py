@@ -206,13 +206,6 @@ def test_no_name_of_an_option_and_no_word_is_cut_in_the_help_of_any_command_at_8
     assert (cut, lost) == ({}, {})
 
 
-def test_the_help_has_a_panel_for_each_kind_of_reader_and_every_command_is_in_one() -> None:
-    whole: Any = app
-    panels = {name: whole.get_command(None, name).rich_help_panel for name in whole.list_commands(None)}
-    assert list(dict.fromkeys(panels.values())) == ["For the operator", "On a box", "Models", "Research"]
-    assert (panels["federation"], panels["doctor"], panels["infer"]) == ("For the operator", "On a box", "Models")
-
-
 def test_an_environment_variable_stands_for_the_coordinator_s_directory_and_one_for_the_device_s_configuration(
     tmp_path: Path,
 ) -> None:

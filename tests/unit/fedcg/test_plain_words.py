@@ -3,7 +3,6 @@
 import re
 import ssl
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ from pydantic import BaseModel, ValidationError
 from coordinator.config import CoordinatorConfig
 from coordinator.http import operator_api
 from coordinator.operations.create_federation import OperatorPlan
-from edge_client.cli.doctor.checks import examine
-from edge_client.config import AgentConfig, load_config
+from edge_client.config import AgentConfig
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import problems_of, section_of
 from fedcg.errors import FedcgError
 from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationPlan, RoundPolicy
-from fedcg.sentences import sentence_of
 from tests.support.commands import run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, write_device
 
@@ -137,17 +134,6 @@ def test_what_the_system_openssl_or_a_schema_refuses_is_told_with_its_place_and_
     assert SAID[words] in " ".join(told.stderr.split())
     assert not RAW.search(told.output)
     assert "insecure=True" not in told.output
-
-
-def test_what_the_doctor_finds_and_what_a_log_says_is_in_words_too(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = OSError(113, "No route to host")
-    monkeypatch.setattr("edge_client.cli.doctor.checks._carrier", lambda *_: ("failed", f"https://box: {refused}", ""))
-    [found] = examine(load_config(box / "agent.toml", {}), datetime.now(timezone.utc), ("carrier",))
-    assert found.detail == "https://box: No route to host"
-    sentence = sentence_of({"event": "link_problem", "detail": str(refused)})
-    assert sentence is not None
-    assert "No route to host" in sentence.text
-    assert "Errno" not in sentence.text
 
 
 @pytest.mark.parametrize(

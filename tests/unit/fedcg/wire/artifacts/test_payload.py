@@ -72,7 +72,6 @@ def test_only_float32_and_int64_cross_the_wire(dtype: str) -> None:
         classifier(other=WEIGHT, count=COUNT),
         classifier(weight=WEIGHT.T, count=COUNT),
         classifier(weight=WEIGHT.reshape(6), count=COUNT),
-        classifier(weight=WEIGHT.reshape(1, 6), count=COUNT),
         classifier(weight=WEIGHT[:1], count=COUNT),
         classifier(weight=np.zeros(3, np.int64), count=COUNT),
         {Part.EXTRACTOR: PAIR[Part.CLASSIFIER]},
@@ -388,9 +387,6 @@ def test_codecs_that_can_not_hold_their_tensor_are_refused() -> None:
             encode_tensors(PARTS, codecs)
         with pytest.raises(IntegrityError, match=key):
             payload.max_payload_bytes(LAYOUTS, codecs)
-    scalar = layouts_of({Part.CLASSIFIER: {"w": np.array(1, np.float32)}})
-    with pytest.raises(IntegrityError, match="classifier/w"):
-        payload.max_payload_bytes(scalar, {"classifier/w": "i8"})
 
 
 def test_an_observer_decodes_what_the_receiver_decodes() -> None:
@@ -417,8 +413,6 @@ def test_an_observer_sees_pieces_as_they_came_where_the_header_lies() -> None:
     seen = decode(inspect(with_pieces(packed(), **{"classifier/weight:scale": nan})))
     assert seen.tensors["classifier/weight"].dtype == np.int8
     assert np.isnan(seen.tensors["classifier/weight:scale"]).all()
-    short = decode(inspect(with_pieces(packed(), **{"classifier/weight:scale": nan[:3]})))
-    assert short.tensors["classifier/weight:scale"].shape == (3,)
     liar = artifacts.join_artifact(
         b'{"codecs":{"odd":"i8","x":["f32"],"y":"zip"}}', save({"odd": np.array(3, np.int8)})
     )

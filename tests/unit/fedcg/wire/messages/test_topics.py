@@ -82,6 +82,16 @@ def test_an_identity_writes_and_reads_what_is_its_own_and_nothing_else(
     assert [topic for topic in EVERY_TOPIC if TOPICS.may_read(identity, topic)] == reads
 
 
+def test_the_access_list_gives_a_device_what_the_rules_give_it() -> None:
+    listed = (
+        TOPICS.mosquitto_acl(["a", "b"], ["observer"]).partition("user a\n")[2].partition("user b\n")[0].split("\n")
+    )
+    for topic in EVERY_TOPIC:
+        assert (f"topic write {topic}" in listed) == TOPICS.may_publish("a", topic)
+        assert (f"topic read {topic}" in listed) == TOPICS.may_read("a", topic)
+    assert len(list(filter(None, listed))) == 9
+
+
 @pytest.mark.parametrize(
     "name", ["coordinator", "observer", "observer-2", "A", "a/b", "+", "#", "", "-a", "a" * 64, "a\n"]
 )

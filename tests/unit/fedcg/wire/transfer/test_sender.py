@@ -131,6 +131,17 @@ def test_receivers_take_turns_and_a_greedy_one_is_bounded(
     assert MAX_GRANTED < 1 << 20
 
 
+def test_what_has_left_is_not_kept_however_many_receivers_there_are(
+    sender: ChunkSender, link: SlowLink, source: ChunkFile
+) -> None:
+    for receiver in range(10):
+        sender.serve(f"device-{receiver}", source, ((0, 101),))
+    while len(link.sent) < 1010:
+        link.drain()
+        threading.Event().wait(0.002)
+    assert len(sender._under_way) < 150
+
+
 def test_without_a_link_nothing_is_kept(sender: ChunkSender, link: SlowLink, source: ChunkFile) -> None:
     link.is_up = False
     sender.serve("t", source, ((0, 50),))

@@ -59,11 +59,12 @@ def await_error(client: Client, words: str) -> None:
     )
 
 
-def test_the_brokers_keepalive_counts_and_a_dead_link_is_told_and_connected_anew(
-    broker: ScriptedBroker, connect: Connect
+@pytest.mark.parametrize(("own_s", "brokers_s"), [(30, 1), (1, 65_535), (1, 0)])
+def test_the_shorter_keepalive_counts_and_a_dead_link_is_told_and_connected_anew(
+    broker: ScriptedBroker, connect: Connect, own_s: int, brokers_s: int
 ) -> None:
-    client = connect()
-    peer = broker.welcome(properties=b"\x13\x00\x01")
+    client = connect(keepalive_s=own_s)
+    peer = broker.welcome(properties=b"\x13" + brokers_s.to_bytes(2, "big"))
     peer.expect(packets.PINGREQ)
     await_error(client, "a ping was not answered")
     broker.welcome()
