@@ -164,6 +164,8 @@ def test_many_messages_leave_without_waiting_for_the_next_tick(
     peer = broker.welcome()
     for _ in range(300):
         peer.expect(packets.PUBLISH)
+    transport.publish("t", b"x", qos=0)  # on another thread
+    peer.expect(packets.PUBLISH)
     peer.close()
     transport.close()
 
