@@ -12,7 +12,7 @@ from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
 from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
-from fedcg.wire.transport.transport import Will
+from fedcg.wire.transport.transport import Delivery, Will
 from tests.support.broker import broker_packets as packets
 from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
 from tests.support.broker.brokers import DEADLINE_S, Client
@@ -154,16 +154,18 @@ def test_many_messages_leave_without_waiting_for_the_next_tick(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mqtt, "TICK_S", 2 * DEADLINE_S)
-    transport = MqttTransport(broker.config())
+    transport, arrived = MqttTransport(broker.config()), list[Delivery]()
 
     def send_much(_up: bool) -> None:  # on the transport's own thread, so that one wake-up is for all of it
         for _ in range(300):
             transport.publish("t", b"x", qos=0)
 
-    transport.start(lambda _: None, send_much)
+    transport.start(arrived.append, send_much)
     peer = broker.welcome()
     for _ in range(300):
         peer.expect(packets.PUBLISH)
+    peer.send(packets.message("5", "t", b"1"))
+    wait_until(lambda: bool(arrived), "it has nothing to do again")
     transport.publish("t", b"x", qos=0)  # on another thread
     peer.expect(packets.PUBLISH)
     peer.close()
