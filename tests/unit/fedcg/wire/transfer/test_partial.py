@@ -85,7 +85,6 @@ SECOND_RECORD = len(DATA) + HEAD_BYTES + RECORD_BYTES
         ({0, 1, 5, 9}, altered(256 * 5), ALL - {0, 1, 9}),
         ({0, 1, 5, 9}, altered(len(DATA) - 1), ALL - {0, 1, 5}),
         ({0, 1, 5}, altered(SECOND_RECORD + 6), ALL - {0, 5}),
-        ({0, 1, 5}, lambda whole: whole[:-1], ALL - {0, 1}),  # the last record is torn
         ({0, 1, 5}, lambda whole: whole[: len(DATA)], ALL),  # no journal
         ({0, 1, 5}, lambda whole: whole[: len(DATA) + 20], ALL),  # the journal's head is torn
         ({0, 1, 5}, lambda whole: whole[: len(DATA)] + FOREIGN, ALL),  # of another transfer
@@ -99,6 +98,13 @@ def test_the_next_process_asks_for_what_is_missing_or_harmed_and_for_no_other_ch
     begun(tmp_path, left)
     part(tmp_path).write_bytes(harm(part(tmp_path).read_bytes()))
     completed(tmp_path, missing)
+
+
+def test_a_torn_last_record_costs_its_chunk_and_is_written_over(tmp_path: Path) -> None:
+    begun(tmp_path, (0, 1, 5))
+    os.truncate(part(tmp_path), len(DATA) + HEAD_BYTES + 3 * RECORD_BYTES - 1)
+    begun(tmp_path, (2,))
+    completed(tmp_path, ALL - {0, 1, 2})
 
 
 def test_another_chunk_size_starts_again(tmp_path: Path) -> None:
