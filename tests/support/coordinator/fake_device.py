@@ -72,9 +72,13 @@ class FakeDevice:
         self.stopped = threading.Event()
         self.trained: set[tuple[int, int]] = set()
 
+    def make_transport(self, will: Will) -> MemoryTransport:
+        """Its link; another one where the broker is real."""
+        return MemoryTransport(self.broker, self.name, will)
+
     def start(self) -> Self:
         will = Will(self.topics.status(self.name), seal(self._status(online=False), self.key))
-        self.transport = MemoryTransport(self.broker, self.name, will)
+        self.transport = self.make_transport(will)
         own = (self.topics.down_control(self.name), self.topics.down_chunk(self.name))
         for topic in (self.topics.offer, self.topics.coordinator, self.topics.aggregate, *own):
             self.transport.subscribe(topic)
