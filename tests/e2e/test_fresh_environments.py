@@ -202,11 +202,6 @@ def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box) -> No
     _lacks(box, "torch", "onnx", "safetensors", "sqlalchemy", "fastapi")
 
 
-def test_the_versions_of_a_model_can_be_looked_after_there(box: Box, model_root: Path) -> None:
-    assert "0001" in box.fedcg("model", "list", model_root).stdout
-    box.fedcg("model", "verify", model_root)
-
-
 def test_a_signed_model_is_checked_there_and_refused_where_that_cannot_be_done(box: Box, tmp_path: Path) -> None:
     SigningKey.generate().save(tmp_path / "signing.key")
     manifest = install_model(tmp_path / "models", key=tmp_path / "signing.key") / "manifest.json"

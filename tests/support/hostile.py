@@ -27,7 +27,7 @@ from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.wire.artifacts.artifacts import pack
 from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, SigningKey
-from fedcg.wire.messages.schemas import COORDINATOR, AnyMessage, RoundAttempt, decode
+from fedcg.wire.messages.schemas import AnyMessage, RoundAttempt, decode
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
@@ -284,7 +284,3 @@ class Federation:
         assert len(self.world.events("update_stored")) == rounds * len(self.boxes)
         assert {box.exit_code for box in self.boxes.values()} == {0}
         self.assert_nothing_counted_or_trained_twice()
-
-
-def coordinators(passing: Passing) -> bool:
-    return passing.identity == COORDINATOR

@@ -81,22 +81,6 @@ def test_bad_input_is_named_before_anything_is_attacked(
 
 
 @pytest.mark.slow
-def test_an_attack_that_needs_images_of_the_attacker_is_not_tried_without(place: Path, tmp_path: Path) -> None:
-    done = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "class_inference"))
-    assert done.exit_code == 0, done.output
-    assert "class_inference: the attacker needs labelled images of the same kind: give --auxiliary" in done.stderr
-
-
-@pytest.mark.slow
-def test_attacks_may_be_named_one_by_one_and_with_commas(place: Path, tmp_path: Path) -> None:
-    named = ("--attacks", "image_generator", "--attacks", "class_inference, memorisation")
-    done = run_fedcg(*audit_command(place, tmp_path / "out", *named, "--json"))
-    assert done.exit_code == 0, done.output
-    tried = {attack["name"] for attack in data_of(done.stdout)["attacks"]}
-    assert tried == {"image_generator", "class_inference", "memorisation"}
-
-
-@pytest.mark.slow
 def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: Path) -> None:
     folder = AuditFolder(tmp_path, {"format": 1})
     seen: list[str] = []
@@ -112,14 +96,6 @@ def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: P
     assert outcomes[0].skipped.startswith("failed: UnknownAttackError")
     assert seen == ["no such attack"]
     assert folder.kept("no such attack") is None
-
-
-def test_kept_outcomes_need_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = AuditFolder(tmp_path, {"format": 1})
-    folder.keep(Outcome("x", notes=("kept",)))
-    monkeypatch.setattr("audit.run.ProcessPoolExecutor", None)
-    (outcome,) = carry_out(simulated_case(), [attack("x")], Effort.QUICK, 1, folder=folder)
-    assert outcome.notes == ("kept",)
 
 
 def test_a_damaged_outcome_is_made_again_and_a_damaged_folder_is_named(tmp_path: Path, place: Path) -> None:

@@ -1,6 +1,5 @@
 """Intervals and figures by hand; gates, which compare the end that speaks against the device; the page, honest about what was not shown."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -12,20 +11,8 @@ from audit.attacks.membership import auc, auc_interval, roc, true_positive_rate
 from audit.choices import parse_gate
 from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
-from audit.measures import (
-    Control,
-    Curve,
-    Figure,
-    Interval,
-    Outcome,
-    bootstrap,
-    png,
-    proportion,
-    psnr,
-    ssim,
-    unit_pixels,
-)
-from audit.report import Result, finding_of, judge, largest_gains, render, report_of, svg
+from audit.measures import Control, Figure, Interval, Outcome, bootstrap, png, proportion, psnr, ssim, unit_pixels
+from audit.report import Result, finding_of, judge, largest_gains, render
 from tests.support.audit import SUBJECT, VERDICTS, attack, figure, findings
 
 
@@ -176,31 +163,6 @@ def test_ceilings_are_marked() -> None:
     assert section.count('<tr class="given">') == 1
     assert "+20 points (+10 to +31)" in section
     assert "30.0 % (20.0 to 41.0)" in section
-
-
-def test_the_report_is_json_with_every_figure() -> None:
-    report = json.loads(json.dumps(report_of(SUBJECT, findings(), VERDICTS)))
-    first = report["attacks"][0]
-    assert [figure["is_ceiling"] for figure in first["figures"]] == [False, True]
-    assert first["figures"][0]["gain"] == {"value": 0.2, "low": 0.1, "high": 0.31}
-    assert report["gates"][0]["passed"] is False
-    assert "pictures" not in first
-
-
-def test_a_chart_draws_every_line_once_in_its_frame() -> None:
-    drawing = str(svg(Curve("t", "x", "y", {"a": ((0.0, 1.0), (1.0, 3.0)), "b": ((0.0, 0.0), (1.0, 2.0))})))
-    lines = re.findall(r'<polyline class="line l(\d)" points="([^"]+)"', drawing)
-    assert [number for number, _ in lines] == ["0", "1"]
-    # x = 54 + share * (460 - 54 - 14); y = 260 - 40 - y / 3 * (260 - 12 - 40).
-    assert lines[0][1] == "54.0,150.7 446.0,12.0"
-    assert svg(Curve("t", "x", "y", {})) == ""
-
-
-def test_a_logarithmic_axis_starts_at_its_least_value() -> None:
-    drawing = str(svg(Curve("t", "x", "y", {"a": ((0.0, 0.0), (0.1, 0.5), (1.0, 1.0))}, log_x=True)))
-    (points,) = re.findall(r'points="([^"]+)"', drawing)
-    assert points.split()[0].startswith("54.0,")
-    assert points.split()[1].startswith(f"{54 + 2 / 3 * 392:.1f},")
 
 
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:

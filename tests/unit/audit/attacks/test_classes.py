@@ -90,15 +90,6 @@ def test_the_control_fails_when_the_attack_does_nothing(monkeypatch: pytest.Monk
     assert [one.passed for one in attacked(whole_model_case()).controls] == [False, False]
 
 
-@pytest.mark.slow
-def test_a_judge_that_knows_no_class_fails_the_control_of_its_own_figure_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_inference, "recognised", lambda judges, some, target: np.full(len(some), 0.1))
-    outcome = attacked(whole_model_case())
-    assert [one.passed for one in outcome.controls] == [False, True]
-    assert not outcome.is_proven("class_recognised")
-    assert outcome.is_proven("class_ssim")
-
-
 def test_judges_recognise_real_images_of_a_class_and_depend_on_their_own_images_alone() -> None:
     case = whole_model_case()
     other = replace(case.view, update={}, before=replace(case.view.before, parts={}))
@@ -245,12 +236,6 @@ def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     gains = [next(update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)
     assert min(gain.value for gain in gains) < 0
-
-
-@pytest.mark.slow
-def test_an_iid_client_has_nothing_to_leak() -> None:
-    case = simulated_case(method="fedcg")
-    assert figure(labels_of(case), "label_l1", HEADLINE).gain.value < 0.05
 
 
 def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> None:

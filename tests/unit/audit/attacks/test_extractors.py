@@ -11,7 +11,6 @@ from audit.attacks.reidentification import LineUp, ranks
 from audit.evidence.case import Case, Extractor, Knowledge, read_secret
 from audit.evidence.networks import estimated_extractor, with_lenet5
 from audit.measures import Figure, Outcome
-from audit.techniques.gradients import batch_gradient
 from fedcg.errors import FedcgError
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.plans import initial_parts
@@ -97,18 +96,6 @@ def test_a_control_fails_when_its_attack_is_broken(
     monkeypatch.setattr(name, broken)
     controls = reidentified(simulated_case(method="fedavg")).controls
     assert [control.passed for control in controls] == [at != failed for at in range(2)]
-
-
-@pytest.mark.slow
-def test_gradients_of_other_images_give_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_noise(spec, model, pixels, labels, parts):  # type: ignore[no-untyped-def]
-        return batch_gradient(
-            spec, model, torch.rand(pixels.shape, generator=torch.Generator().manual_seed(1)), labels, parts
-        )
-
-    monkeypatch.setattr("audit.techniques.gradients.batch_gradient", of_noise)
-    (figure,) = by_extractor(reidentified(simulated_case(method="fedavg")), GRADIENT).values()
-    assert figure.gain.low < 0.02
 
 
 def helped() -> Case:

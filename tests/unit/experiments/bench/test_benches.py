@@ -4,19 +4,15 @@ No timing is asserted.
 """
 
 import json
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from experiments.bench.coordinator_rounds import Round, Run, Setting, cost_of_watchers, growth_mb
+from experiments.bench.coordinator_rounds import Round, Run, cost_of_watchers, growth_mb
 from experiments.bench.fedcg_round import RoundPlan, Stage, median_seconds, whole_round
-from experiments.bench.inference_latency import Load, ask
+from experiments.bench.inference_latency import Load
 from experiments.bench.transport_rounds import Case, Measured, filled
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
@@ -116,37 +112,6 @@ def test_a_percentile_is_the_latency_that_a_share_of_the_requests_stayed_within(
     assert Load([0.007]).percentile_ms(0.99) == pytest.approx(7)
 
 
-@contextmanager
-def _answering(*connections: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """A server that gives these answers on one connection after the other; its port, and the requests that came."""
-    requests: list[bytes] = []
-
-    def serve(listener: socket.socket) -> None:
-        for answers in connections:
-            connection, _ = listener.accept()
-            with connection:
-                for answer in answers:
-                    requests.append(connection.recv(1000))
-                    connection.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = threading.Thread(target=serve, args=(listener,))
-        serving.start()
-        yield listener.getsockname()[1], requests
-        serving.join()
-
-
-def test_callers_count_what_was_answered_with_200_and_what_was_not() -> None:
-    good = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-    bad = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
-    with _answering([good, bad, good, good[:20]], [good]) as (port, requests):  # the fourth breaks off
-        load = ask(port, b"image", 1, lambda done: done < 5)
-    assert (len(load.seconds), load.failed) == (3, 2)
-    assert len(requests) == 5
-    assert requests[0].startswith(b"POST /predict HTTP/1.1\r\n")
-    assert requests[0].endswith(b"Content-Length: 5\r\n\r\nimage")
-
-
 @pytest.mark.slow
 def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None:
     run = subprocess.run([*INFER, "--quick", "--json"], capture_output=True, check=True, timeout=200)
@@ -226,15 +191,6 @@ def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> No
     assert record["watching"]["pages"] >= 2
     assert record["watching"]["seconds"]["ratio"] > 0
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_watchers_come_in_every_second_turn() -> None:
-    setting = Setting(sessions=1, rounds=3, watchers=5, turns=2)
-    assert setting.all_rounds == 12
-    numbers = range(1, 13)
-    assert [setting.watchers_in(number) for number in numbers] == [0, 0, 0, 5, 5, 5, 0, 0, 0, 5, 5, 5]
-    assert [number for number in numbers if setting.begins_turn(number)] == [1, 4, 7, 10]
-    assert Setting(sessions=1, rounds=3, watchers=0, turns=1).all_rounds == 3
 
 
 def test_an_update_without_a_receipt_is_lost() -> None:

@@ -1,7 +1,6 @@
 """`fedcg simulate`, as a user types it: what it prints, writes and does not do twice, on odd images too."""
 
 import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,12 @@ import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
 from PIL import Image
-from rich.console import Console
 
 from experiments.simulation.batch import load_batch
-from experiments.simulation.batch_runner import table
-from experiments.simulation.checkpoints import Checkpoints
-from fedcg.learning.simulation.simulation import Simulation
 from tests.support.commands import data_of, run_fedcg
 from tests.support.simulations import QUIET, fedcg_simulate, records_of
 
 BOTH = "--method local --method fedavg --seeds 0,1 --json --plot --tensorboard"
-HEADERS = {"personal", "only", "download", "common", "last", "local", "seconds"}
 
 
 def resume(folder: Path, *words: object) -> Any:
@@ -125,27 +119,6 @@ def test_a_pipe_gets_a_line_per_round_with_its_accuracies_and_the_default_is_qui
     assert planned.setting.all_params()["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("variant", ["", "without-the-generator-and-with-a-much-longer-name"])
-def test_the_table_fits_80_columns_and_breaks_nothing_but_a_runs_name(variant: str) -> None:
-    mean = {f"accuracy_{name}": 0.98765 for name in ("personal", "local", "after", "common_personal")}
-    record = {
-        "method": "fedmd_cg",
-        "variant": variant,
-        "seed": 0,
-        "mean": {**mean, "global_accuracy_last": 1.0},
-        "clients": [{"below_local": False}] * 10,
-        "seconds": {"total": 12345.6},
-    }
-    out = io.StringIO()
-    Console(file=out, width=80).print(table([record]))
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    assert set(text.split()) >= HEADERS | {"98.8", "100.0", "12346"}
-    assert "0 of 10" in text
-    assert "".join(variant.split()) in "".join(line[:14].strip() for line in text.splitlines())
-
-
 # Recorded updates
 
 
@@ -182,26 +155,6 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
     assert "done before, without a recording of its updates; --force runs it again" in late.stderr
 
 
-@pytest.mark.slow
-def test_a_resumed_run_may_begin_to_record_its_later_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, save = tmp_path / "out", Checkpoints.save
-
-    def save_and_stop(self: Checkpoints, now: Simulation, seconds: float) -> None:
-        save(self, now, seconds)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Checkpoints, "save", save_and_stop)
-    assert fedcg_simulate(out, "--rounds 2 --method fedavg").exit_code == 130
-    monkeypatch.undo()
-    late = resume(out, "--keep-updates", "all")
-    assert late.exit_code == 0, late.output
-    record = json.loads((out / "updates" / "digits-fedavg-seed0" / "wire.json").read_text())
-    assert {seen["round"] for seen in record["artifacts"] if seen["kind"] == "update"} == {2}
-    assert record["bases_not_seen"] == []
-    (planned,) = load_batch(out).runs
-    assert planned.keep_updates == "all"
-
-
 # Mechanisms
 
 
@@ -226,28 +179,6 @@ def test_a_private_run_states_its_epsilon_in_name_record_and_line(tmp_path: Path
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
-# Published tables
-
-
-def test_the_degradation_by_a_defence_is_a_column_of_anti_gans_table(tmp_path: Path) -> None:
-    text = (
-        "--paper antigan:table1:digits-2@digits --method fedavg/ --method fedavg/antigan --seed 0 --rounds 2 "
-        "--images-per-client 60 --image-size 16 --defence-set gan_steps=2 --defence-set obfuscation_steps=1 "
-        "--defence-set width=8 --defence-set features=gabor"
-    )
-    done = run_fedcg("simulate", *text.split(), *QUIET.split(), "--out", tmp_path)
-    assert done.exit_code == 0, done.stderr
-    runs = {
-        run["variant"]: run for run in map(json.loads, map(Path.read_text, sorted(tmp_path.glob("antigan-*.json"))))
-    }
-    assert runs["antigan"]["defence"].startswith("antigan-gan_steps=2")
-    assert [client["label_counts"].count(0) for client in runs["antigan"]["clients"]] == [5, 5]
-    (shown,) = data_of(run_fedcg("tables", "--runs", tmp_path, "--json").stdout)["tables"]
-    whole, mixed = (runs[variant]["mean"]["global_accuracy_last"] for variant in ("", "antigan"))
-    figures = {line["row"]["key"]: line["figures"]["adr"]["mean"] for line in shown["lines"]}
-    assert figures == {"fedavg": 0.0, "fedavg/antigan": pytest.approx(100 * (whole - mixed) / whole)}
-
-
 # Images as people have them
 
 
@@ -256,10 +187,6 @@ ODD = {  # images of a class, and how they are stored, per domain
     "grey": ({"a": 16, "b": 16}, "L"),
     "one-class": ({"b": 12}, "RGB"),
     "one-image": ({"c": 1}, "RGB"),
-}
-LAYOUTS = {  # domains, parts, classes, and the domains in the order of the paper's clients
-    "digit5": ("mnist mnist_m svhn syn usps", ("train_images", "test_images"), "0123456789", "mnist_m svhn syn usps"),
-    "office": ("amazon caltech dslr webcam", ("",), ("back_pack", "bike", "calculator"), "amazon dslr webcam caltech"),
 }
 
 
@@ -301,29 +228,3 @@ def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_w
     assert all(client["accuracy_personal"] is not None for client in tested)
     assert "local rounds undone: 2" in done.stderr
     assert "images skipped: 1" in done.stderr
-
-
-@pytest.mark.parametrize("name", among_slow("office", "digit5"))
-def test_the_papers_domains_load_as_they_are_published(name: str, tmp_path: Path) -> None:
-    domains, parts, classes, clients = LAYOUTS[name]
-    for domain in domains.split():
-        for part in parts:
-            for label, one in enumerate(classes):
-                fill(tmp_path / name / domain / part / one, 6, 15 * label)
-    text = (
-        f"--paper fedcg:table1:{name} --method fedsplit --seeds 1-1 --rounds 1 --set fedsplit.epochs=1 --network lenet5_relu "
-        "--no-shadow --json"
-    )
-    folders = ("--data", tmp_path / name, "--out", tmp_path / "out")
-    (record,) = records_of(run_fedcg("simulate", *text.split(), *QUIET.split(), *folders))
-    assert record["partition"] == f"domains:{clients.replace(' ', ',')}"
-    # Digit5 brings its test part; of the others a half trains and a half is tested, one half of which chooses the round.
-    half = 1 if name == "digit5" else 2
-    assert {client["train_images"] for client in record["clients"]} == {6 * len(classes) // half}
-    assert len(record["clients"]) == len(clients.split())
-    assert record["seed"] == 1
-    assert set(record["reduced"]) == {
-        "rounds",
-        "params.epochs",
-        "network",
-    }  # what was typed over the table, and no default

@@ -246,36 +246,6 @@ def test_the_digits_are_scikit_learns_and_come_without_importing_it() -> None:
     assert done.stdout.strip() == "False"
 
 
-# The digits in domains
-
-
-def test_the_digits_in_domains_share_no_scan_and_differ_as_told() -> None:
-    source = open_source("digits-domains")
-    names = [domain.name for domain in source.domains]
-    assert names == ["plain", "inverted", "blended", "thick", "rotated"]
-    assert sum(map(len, source.train)) == 1797
-    assert source.image_form(16).mode == "RGB"
-    first = {}
-    for domain in source.domains:
-        assert min(map(len, domain.train)) >= 34
-        picture = domain.train[0][0]
-        assert isinstance(picture, RowPicture)
-        first[domain.name] = picture.images
-    assert first["plain"].mean() < 100 < 150 < first["inverted"].mean()
-    assert first["thick"].mean() > first["plain"].mean() + 20
-    assert float(np.ptp(first["blended"].astype(int), axis=3).mean()) > 20  # colour, which the others have none of
-    assert float(np.ptp(first["rotated"].astype(int), axis=3).max()) == 0
-
-
-def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_them_otherwise() -> None:
-    one, again = open_source("digits-domains"), open_source("digits-domains")
-    assert one.domains[2].train[4][7].content() == again.domains[2].train[4][7].content()
-    assert [picture.name for picture in one.train[0]] == [picture.name for picture in again.train[0]]
-    options = (DealOptions(5, Partition.parse("domains"), seed) for seed in (0, 1))
-    sets = [build_cohort(one, one.image_form(16), asked).clients["client-3"].train.images for asked in options]
-    assert not torch.equal(sets[0][:20], sets[1][:20])
-
-
 # The decoded copy
 
 

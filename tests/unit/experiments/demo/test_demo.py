@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
-from experiments.demo.report import Progress, accuracy_over_rounds, seconds, summarise, table
+from experiments.demo.report import Progress, seconds, summarise
 from experiments.demo.run_folder import new_run, resumed_run, write_secrets
 from experiments.errors import OptionError
 from experiments.record import record_of_summary, write_record
@@ -134,18 +134,6 @@ def test_the_summary_has_the_promised_figures_and_of_what_crossed_what_the_obser
     assert (second["parts_on_wire"], second["uplink_bytes_per_round"]) == ([], 0)
 
 
-def test_the_table_is_readable_at_100_columns_and_the_picture_a_png(histories: Histories, tmp_path: Path) -> None:
-    console, summary = Console(file=io.StringIO(), width=100), summary_of(histories)
-    accuracy_over_rounds(summary["curves"], tmp_path / "accuracy.png", "fedcg")
-    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    console.print(table(summary))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert max(map(len, text.splitlines())) <= 100
-    for word in ("client-1", "75.0", "80.0", "personal", "ONNX", "classifier", "generator", "examples", "500"):
-        assert word in text
-    assert "…" not in text
-
-
 def test_the_live_table_and_the_lines_show_where_everybody_is(histories: Histories) -> None:
     console = Console(file=io.StringIO(), width=100)
     progress = Progress(console, 2)
@@ -249,21 +237,6 @@ def test_the_demo_and_its_help_import_no_torch() -> None:
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
-
-
-def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:
-    code = """
-import os, sys, types
-from fedcg.cli import app
-def stop(run, console, complete):
-    os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
-    os._exit(7)  # nothing that is still in a buffer comes out
-sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop)
-app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
-"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout == f"starting a broker, a coordinator and 4 agents; everything goes to {tmp_path / 'run'}\n[]"
 
 
 def test_a_published_record_names_no_path_of_the_machine(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A demo's processes: output in logs, failures named with their last lines, and no process left behind."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -107,27 +106,3 @@ asyncio.run(go())
         parent.send_signal(number)
         parent.wait(15)
     wait_until(lambda: not is_alive(child), "the child is gone")
-
-
-def test_a_forked_command_is_a_process_with_its_own_arguments_environment_log_and_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fedcg").mkdir()
-    (tmp_path / "fedcg" / "__init__.py").write_text("raise SystemExit('the wrong package')")
-    monkeypatch.chdir(tmp_path)
-
-    async def go() -> None:
-        async with children(tmp_path / "logs") as started:
-            started.load()
-            told = started.fork("told", "--version")
-            assert await told.process.wait() == told.process.returncode == 0
-            assert told.lines()[0].startswith("fedcg")
-            assert told.process.pid != os.getpid()
-            first, second = (
-                started.fork(name, "agent", "status", environment={"FEDCG_CONFIG": f"/{name}.toml"}) for name in "ab"
-            )
-            assert [await child.process.wait() for child in (first, second)] == [7, 7]  # no such file
-            assert "/a.toml" in str(first.ended_too_early())
-            assert "/b.toml" in str(second.ended_too_early())
-
-    asyncio.run(go())

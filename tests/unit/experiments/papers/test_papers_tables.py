@@ -13,7 +13,7 @@ from experiments.papers.catalogue import Published, find_presets
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
 from experiments.papers.figures import Figure, Line, is_far, traffic, transfer_of
 from experiments.papers.plan import missing_runs
-from experiments.papers.records import ClientRecord, RunRecord, read_folder
+from experiments.papers.records import ClientRecord, RunRecord
 from experiments.papers.sheets import comparison_sheet, gains_sheet, missing_sheet, orders_sheet, traffic_sheet
 from tests.support.commands import data_of, run_fedcg
 
@@ -156,24 +156,6 @@ def test_a_reduced_budget_is_a_table_of_its_own_marked_and_without_flags() -> No
     assert "published settings" in comparison_sheet(full).title
 
 
-def test_another_generator_is_a_line_of_its_own_in_the_same_table() -> None:
-    found = _only(
-        record("fedcg", 0, 0.5), record("fedcg", 0, 0.6, generator="mlp", reduced={"generator": ["conv", "mlp"]})
-    )
-    published, other = (line for line in found.lines if line.row.key == "fedcg")
-    assert (published.reduced, other.reduced) == ({}, {"generator": ("conv", "mlp")})
-    remarks = [row[-1] for row in comparison_sheet(found).rows if row[0] == "FedCG"]
-    assert remarks == ["", "generator mlp (published conv)"]
-
-
-def test_what_all_rows_have_in_common_is_told_once_above_them() -> None:
-    mlp: dict[str, object] = {"generator": ["conv", "mlp"]}
-    sheet = comparison_sheet(_only(record("fedcg", 0, 0.6, reduced=mlp), record("fedavg", 0, 0.6, reduced=mlp)))
-    assert "REDUCED: generator mlp (published conv)" in sheet.title
-    assert {row[-1] for row in sheet.rows} == {"", "not run"}
-    assert not any("!" in cell for row in sheet.rows for cell in row)
-
-
 def test_clients_below_local_only_are_counted_over_all_seeds_and_gains_are_per_client() -> None:
     # Clients are at 0.49 and 0.51, then 0.59 and 0.61; local-only 0.50 and 0.60: client 1 loses twice by a point.
     found = _only(record("fedcg", 0, 0.50, local=0.50), record("fedcg", 1, 0.60, local=0.60))
@@ -268,14 +250,6 @@ def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_besi
     assert rows["FedCG"][4:6] == ("-", "-")
 
 
-def test_a_table_of_last_rounds_shows_the_download_of_the_last_round() -> None:
-    # Both clients have 0.30 after the last round's download, 0.60 at their best round.
-    run = _fedmd_cg(0.5, last=0.5, after=0.6)
-    for client in run["clients"]:
-        client["curve"]["after"] = [0.6, 0.3]
-    assert _row(_only(run), "FedMD-CG")[7] == "30.00 (1)"
-
-
 def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
     def run(variant: str, seed: int, whole: float) -> dict[str, Any]:
         return record("fedavg", seed, 0.4, paper=MNIST2, variant=variant, whole=whole)
@@ -356,19 +330,6 @@ def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
     assert missing["fedavg", ""] == (0, 1, 2, 3, 4)
     sheet = missing_sheet(missing_runs(runs, find_presets(CIFAR)))
     assert sheet.title.endswith(f"{5 * (6 + 4) - 3} runs")
-
-
-def test_older_records_are_counted_and_damaged_ones_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, record("fedcg", 0, 0.5), {"format": 1}, {**record("fedcg", 1, 0.5), "clients": 3})
-    (folder / "torn.json").write_text('{"format": 2, "kind"')
-    (folder / "list.json").write_text("[1]")
-    (folder / "nan.json").write_text(
-        json.dumps({**record("fedcg", 2, 0.5), "mean": {"accuracy_personal": float("nan")}})
-    )
-    found = read_folder(folder)
-    assert (len(found.runs), found.older) == (1, 1)
-    assert [name for name, _ in found.damaged] == ["list.json", "nan.json", "run-002.json", "torn.json"]
-    assert found.damaged[2][1].startswith("clients")
 
 
 def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:

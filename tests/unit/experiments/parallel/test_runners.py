@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +18,11 @@ import torch
 import fedcg
 from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError, RunError
-from experiments.parallel import ray_cluster
 from experiments.parallel.pool_runner import PoolRunner
-from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
+from experiments.parallel.ray_cluster import open_cluster, own_build
 from experiments.parallel.ray_runner import MOST_LANES, lanes_for, roots_for, sendable
 from experiments.simulation.batch import RunSetting
-from experiments.simulation.batch_runner import default_workers, open_ray_lanes
+from experiments.simulation.batch_runner import default_workers
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import WireCoding
 from fedcg import cli
@@ -237,18 +235,6 @@ def test_enough_runs_side_by_side_to_keep_every_slot_busy_and_no_more() -> None:
     assert lanes_for(runs=1000, clients=1, slots=1000, gpus=None) == MOST_LANES
     assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a GPU
     assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # refused later: there is none
-
-
-def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(RayCluster):
-        def slots(self, threads: int) -> int:
-            return 2 // threads
-
-    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_, **__: nullcontext(Small(print)))
-    with pytest.raises(OptionError, match="fewer CPUs"), open_ray_lanes("auto", [RunSetting(threads=3)], None, print):
-        pass
-    with open_ray_lanes("auto", [RunSetting(clients=4)] * 9, None, print) as lanes:
-        assert lanes.count == 2
 
 
 def test_a_node_gets_the_secret_of_the_client_that_it_trains_and_no_other() -> None:

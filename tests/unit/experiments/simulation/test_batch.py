@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -10,7 +9,6 @@ from pydantic import ValidationError
 from experiments.errors import OptionError
 from experiments.settings import parse_method_params, parse_networks, parse_seeds
 from experiments.simulation.batch import RunSetting, load_batch, plan_batch, planned_run, save_batch
-from experiments.simulation.curves import mean_curve
 from fedcg.learning.privacy import PrivacySettings
 
 
@@ -91,18 +89,6 @@ def test_a_name_of_a_run_is_a_file_name() -> None:
     assert RunSetting(data="torchvision:CIFAR10:/home/somebody").data_name == "torchvision:CIFAR10"
     with pytest.raises(ValidationError, match="variant"):
         RunSetting(variant="../elsewhere")
-
-
-def test_a_line_of_the_picture_is_the_mean_over_clients_and_runs() -> None:
-    def client(*accuracies: float | None) -> dict[str, Any]:
-        return {"curve": {"round": [1, 2][: len(accuracies)], "accuracy": list(accuracies)}}
-
-    records = [{"clients": [client(0.5, 0.6), client(0.7, None)]}, {"clients": [client(0.6)]}]
-    # round 1: 50, 70 and 60 have the mean 60 and the variance (100 + 100 + 0) / 3; round 2: one value
-    rounds, means, spreads = mean_curve(records, "accuracy")
-    assert rounds == [1, 2]
-    assert means == pytest.approx([60.0, 60.0])
-    assert spreads == pytest.approx([(200 / 3) ** 0.5, 0.0])
 
 
 def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_default() -> None:

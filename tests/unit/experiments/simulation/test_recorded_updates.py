@@ -14,11 +14,9 @@ from audit.evidence.updates import read_updates
 from audit.recording.leakage import check_recording
 from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
 from experiments.settings import root_secret
-from experiments.simulation.batch import PlannedRun, RunSetting
-from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import coding_of, party_of
 from experiments.simulation.recorded_updates import UPDATES_FOLDER
-from experiments.simulation.single_run import Runs
 from fedcg.learning.data.image_folder import read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ServerState, Update
@@ -31,7 +29,7 @@ from fedcg.learning.simulation.tasks import MemorySpill, SerialRunner
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import same_parts
-from tests.support.simulations import SMALL, SMALL_AVERAGED, ignore, run_of
+from tests.support.simulations import SMALL, SMALL_AVERAGED, run_of
 
 CLIENTS = ("client-1", "client-2")
 
@@ -46,10 +44,6 @@ def cohort_of(setting: RunSetting) -> tuple[FederationSpec, Cohort]:
     source = setting.source()
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
     return spec, build_cohort(source, spec.image, setting.deal())
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
@@ -146,24 +140,6 @@ def test_a_clients_npz_gives_the_very_pixels_that_it_trained_on_and_those_it_did
             assert torch.equal(rows.labels, torch.cat([one.labels for one in expected]))
 
 
-def test_the_private_parts_before_a_round_are_those_after_the_one_before(tmp_path: Path) -> None:
-    folder = recorded(SMALL, tmp_path)
-    for client in CLIENTS:
-        assert same_parts(private_parts(folder, client, 2, "before"), private_parts(folder, client, 1, "after"))
-        assert not same_parts(private_parts(folder, client, 2, "after"), private_parts(folder, client, 2, "before"))
-
-
-def test_of_a_shared_extractor_the_truth_is_what_came_down_and_what_was_sent(tmp_path: Path) -> None:
-    folder = recorded(SMALL_AVERAGED, tmp_path)
-    for client in CLIENTS:
-        view = read_updates(folder).view(client, 2)
-        for when, parts in (("before", view.before.parts), ("after", view.update)):
-            expected = {Part.EXTRACTOR: parts[Part.EXTRACTOR]}
-            assert same_parts(private_parts(folder, client, 2, when), expected)
-    leaks = check_recording(folder, [folder / "truth" / "client-1-round-2.safetensors"]).matches
-    assert {match.how for match in leaks} >= {"value"}
-
-
 @pytest.mark.parametrize("start", ["cohort", "public", "random"])
 def test_the_start_decides_where_private_parts_begin_and_the_shared_ones_are_public_always(
     start: str, tmp_path: Path
@@ -210,46 +186,6 @@ def test_auxiliary_images_are_all_that_no_client_holds_or_the_common_test_set(tm
     assert labelled(spare) == labelled(common)
     even = whole.model_copy(update={"test": "even"})
     assert len(unheld_images(source, spec.image, even.deal(), 10_000)) == len(cohort_of(even)[1].common)
-    few, others = (
-        unheld_images(source, spec.image, setting.deal(), 50)
-        for setting in (SMALL_AVERAGED, SMALL_AVERAGED.model_copy(update={"seed": 1}))
-    )
-    assert len(few) == 50
-    assert pixels(few) == pixels(unheld_images(source, spec.image, SMALL_AVERAGED.deal(), 50))
-    assert pixels(few) != pixels(others)
-
-
-class StopError(Exception):
-    """Ends a simulation after a round."""
-
-
-@pytest.mark.slow
-def test_a_run_that_stops_between_recording_and_checkpoint_goes_on_to_the_recording_of_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = SMALL.model_copy(update={"rounds": 3, "codec": "i8-delta", "aggregate_codec": "f16"})
-    planned, disturbed = PlannedRun(setting=setting, keep_updates="all"), tmp_path / "disturbed"
-    runs, save = Runs(disturbed, simulate, ignore), Checkpoints.save
-    stale = runs.recording(planned) / "artifacts"
-    stale.mkdir(parents=True)
-    (stale / ("0" * 64)).touch()  # of an earlier run of this name
-
-    def save_but_once(self: Checkpoints, now: Simulation, seconds: float) -> None:
-        if now.rounds == 2:
-            raise StopError
-        save(self, now, seconds)
-
-    monkeypatch.setattr(Checkpoints, "save", save_but_once)
-    with pytest.raises(StopError):
-        runs.run(planned)
-    monkeypatch.undo()
-    assert runs.done_rounds(planned) == 1
-    stood = tree(runs.recording(planned))
-    assert "truth/client-1-round-2.safetensors" in stood
-    runs.run(planned)
-    undisturbed = tree(recorded(setting, tmp_path / "undisturbed"))
-    assert tree(runs.recording(planned)) == undisturbed
-    assert {name for name in stood if stood[name] != undisturbed.get(name)} == {"wire.json"}
 
 
 def test_recording_changes_no_figure_of_a_run(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`fedcg simulate --defence`: every method trains on the defended images, real ones measure it, and the record names it."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,17 +94,6 @@ def test_the_audit_of_a_defended_client_is_against_its_real_images(tmp_path: Pat
     assert np.array_equal(real["y_train"], trained_on["y_train"])
     assert f"--data {recording / 'truth' / 'real' / 'client-1.npz'}" in " ".join(done.output.split())
     assert not (undefended / "truth" / "real").exists()
-
-
-def test_classes_of_one_image_are_a_warning_before_antigan_trains(tmp_path: Path) -> None:
-    done = fedcg_simulate(tmp_path, f"--images-per-client 12 --defence antigan {SHORTLY}")  # of ten classes
-    assert done.exit_code == 0, done.output
-    printed = " ".join(done.stderr.split())
-    warning = re.search(
-        r"client-1: antigan: \d of 10 classes here have a single training image: of such a class", printed
-    )
-    assert warning is not None
-    assert warning.start() < printed.index("client-1: antigan 1/10")
 
 
 @pytest.mark.slow

@@ -158,15 +158,6 @@ def test_without_codecs_nothing_is_touched_and_the_spec_keeps_its_name() -> None
     assert simulate(replace(party_of("fedavg"), spec=spec), Schedule(rounds=1)).update_bytes == ()
 
 
-def test_a_coding_of_plain_numbers_changes_none() -> None:
-    spec = spec_of("fedcg", "f32", "f32")
-    parts = initial_parts(spec, b"cohort")
-    shared = {part: parts[part] for part in spec.upload}
-    back, size = WireCoding(spec).update("a", shared, shared)
-    assert same_parts(shared, back)
-    assert size > 50_000
-
-
 class Refusing:
     """A coding that can't code one client's updates."""
 

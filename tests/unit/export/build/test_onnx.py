@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from export.build import to_onnx
 from export.build.install_model import package_personal
 from export.build.to_onnx import OPSET, export_personal
-from export.errors import ConversionError, InputError, ManifestError, VerificationError
+from export.errors import ConversionError, ManifestError, VerificationError
 from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor, load_image
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import load_folder, normalise
-from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
@@ -143,12 +142,6 @@ def test_a_network_that_no_exporter_can_write_is_an_error_with_every_reason(
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
-    broken = {**parts, Part.CLASSIFIER: parts[Part.EXTRACTOR]}
-    with pytest.raises(NetworkError, match="classifier"):
-        export_personal(spec, broken, tmp_path / "model.onnx")
-
-
 def test_verification_counts_what_both_models_get_right(
     path: Path, spec: FederationSpec, parts: Parts, images: TestImages
 ) -> None:
@@ -201,15 +194,6 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, spec: Federati
     export_personal(spec, diverged, path)
     with pytest.raises(VerificationError, match="not a number"):
         to_onnx.verify(path, spec, diverged, [], [])
-
-
-def test_a_test_file_that_cannot_be_read_is_named(
-    tmp_path: Path, path: Path, spec: FederationSpec, parts: Parts
-) -> None:
-    bad = tmp_path / "bad.png"
-    bad.write_text("no image")
-    with pytest.raises(InputError, match=r"bad\.png"):
-        to_onnx.verify(path, spec, parts, [bad], [0])
 
 
 def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
@@ -296,29 +280,6 @@ def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images:
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
     np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
     assert np.ptp(logits, axis=0).max() > 1e-2
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_path: Path, mode: str) -> None:
-    spec = make_spec(image_form(mode))
-    parts, path = make_parts(spec), tmp_path / "model.onnx"
-    export_personal(spec, parts, path, takes="normalised")
-    onnx.checker.check_model(onnx.load(path), full_check=True)
-    session = onnxruntime.InferenceSession(path)
-    [taken] = session.get_inputs()
-    assert (taken.name, taken.type, taken.shape[1:]) == ("input", "tensor(float)", [spec.image.channels, 20, 24])
-    told = session.get_modelmeta().custom_metadata_map
-    form = json.loads(told["image"])
-    assert (told["takes"], form) == ("normalised", json.loads(spec.image.model_dump_json()))
-    pixels = random_pixels(spec.image, 3)
-    mean, std = (np.array(form[name], dtype=np.float32) for name in ("mean", "std"))
-    by_hand = ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
-    [logits] = session.run(["logits"], {"input": by_hand})
-    predictor = Predictor(path.read_bytes(), spec.image, spec.class_count, takes="normalised")
-    np.testing.assert_allclose(predictor.run(pixels).logits, logits, atol=1e-6)
-    export_personal(spec, parts, path)
-    whole = Predictor(path.read_bytes(), spec.image, spec.class_count)
-    np.testing.assert_array_equal(whole.run(pixels).logits, predictor.run(pixels).logits)
 
 
 @pytest.fixture(scope="module")

@@ -152,20 +152,6 @@ def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_mo
     assert not np.array_equal(answers[0], answers[2])
 
 
-def test_a_model_without_preprocessing_has_variants_without(folder: Path, tmp_path: Path, clock: Clock) -> None:
-    clock(fp32=3.0, fp16=2.0, int8=1.0)
-    directory = install_model(tmp_path, takes="normalised")
-    pictures, _ = labelled_images(folder, CLASSES, FORM)
-    labels = labels_by(directory, pictures)
-    manifest = add_variants(directory, HeldOut(pictures, labels, pictures[:8]), budget=0.2, threads=1)
-    assert (manifest.takes, manifest.serves) == ("normalised", "int8")
-    for file in manifest.files:
-        [taken] = onnxruntime.InferenceSession(directory / file.name).get_inputs()
-        assert (taken.name, taken.type) == ("input", "tensor(float)")
-    agreement = (Model.load(directory, threads=1).predict(pictures).argmax(axis=1) == np.asarray(labels)).mean()
-    assert agreement == _by_name(manifest)["int8"].accuracy
-
-
 def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
     directory: Path, held_out: HeldOut, tmp_path: Path, clock: Clock
 ) -> None:

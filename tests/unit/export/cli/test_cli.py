@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from export.model.runtime import Model, load_image
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
+from tests.support.learning.export_models import LOADED_PROBE, TestImages, install_model, make_parts, make_spec
 
 
 @pytest.fixture
@@ -37,20 +36,6 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
     for file, row, line in zip(images.files, rows, lines, strict=False):
         guesses = [f"{guess.label} {guess.probability:.3f}" for guess in model.top(row, 3)]
         assert line.split() == [str(file), *" ".join(guesses).split()]
-
-
-def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Path, images: TestImages) -> None:
-    done = run_fedcg("infer", "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
-    assert done.exit_code == 0
-    document = data_of(done.stdout)
-    assert (document["federation"], document["round"], document["errors"]) == ("garden", 1, [])
-    assert document["model"] == str(slots_root / "0001")
-    [result] = document["results"]
-    assert result["file"] == str(images.files[0])
-    assert [result["class"], result["probability"]] == list(result["top"][0].values())
-    assert len(result["top"]) == 2
-    assert 1 >= result["top"][0]["probability"] >= result["top"][1]["probability"] >= 0
-    assert {one["class"] for one in result["top"]} < set(CLASSES)
 
 
 def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
@@ -181,18 +166,6 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     assert "no earlier version" in again.stderr
 
 
-def test_a_damaged_version_is_found_and_cannot_be_chosen(slots_root: Path) -> None:
-    assert run_fedcg("model", "verify", slots_root).exit_code == 0
-    path = slots_root / "0001" / "model.onnx"
-    path.write_bytes(path.read_bytes() + b"x")
-    done = run_fedcg("model", "verify", slots_root)
-    assert done.exit_code == 2
-    assert str(path) in done.stderr
-    assert "0002" in done.stdout
-    assert run_fedcg("model", "verify", slots_root, "0002").exit_code == 0
-    assert run_fedcg("model", "use", slots_root, "0001").exit_code == 2
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[Path, Path]:
     spec = make_spec()
@@ -244,22 +217,6 @@ def test_export_names_the_input_that_is_bad(
         (spec if broken == "spec" else weights).write_text('{"format": 1}')
     done = run_fedcg("export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out")
     assert (done.exit_code, named in done.stderr) == (2, True), done.output
-
-
-def test_many_images_show_a_bar_on_a_terminal_and_none_in_a_pipe(slots_root: Path, images: TestImages) -> None:
-    command = [sys.executable, "-m", "fedcg", "infer", "--model", str(slots_root), *map(str, images.files * 5)]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert piped.stderr == ""
-    assert len(piped.stdout.splitlines()) == 120
-    ours, theirs = pty.openpty()
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=True, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(theirs)
-    shown = os.read(ours, 100_000)
-    os.close(ours)
-    assert b"classifying" in shown
-    assert done.stdout.decode() == piped.stdout
 
 
 def _loaded(*arguments: str | Path) -> str:

@@ -4,7 +4,6 @@ There is no card here: onnxruntime's list of providers is replaced, and its sess
 computes on the CPU.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from export.model.manifest import read_manifest
 from export.model.runtime import Model, available_providers
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
-from tests.support.commands import run_fedcg
-from tests.support.learning.export_models import labels_by, write_images
+from tests.support.learning.export_models import labels_by
 from tests.support.serving import install_versions
 
 ALL = ["CPUExecutionProvider", "AzureExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
@@ -170,15 +168,3 @@ def test_what_was_chosen_for_one_machine_is_not_used_on_another(
     assert there.served.file == read_manifest(directory).model
     assert "`fedcg model optimise` tries the forms here" in caplog.text
     np.testing.assert_allclose(there.predict(held_out.images), here.predict(held_out.images), atol=1e-5)
-
-
-def test_the_commands_and_the_log_tell_the_order(
-    root: Path, card: Card, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    images = write_images(tmp_path / "images").files[0].parent.parent
-    done = run_fedcg("model", "optimise", str(root), "--images", str(images), "--threads", "1")
-    assert done.exit_code == 0, done.output
-    assert "by TensorRT > CUDA > CPU" in done.stdout
-    with caplog.at_level(logging.INFO):
-        ServedModel(root, threads=1, warm_up=(1,)).refresh()
-    assert "by TensorRT > CUDA > CPU" in caplog.text

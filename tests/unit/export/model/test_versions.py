@@ -103,19 +103,6 @@ def test_installing_puts_the_new_version_in_use(slots: Slots) -> None:
     assert resolve(first) == first
 
 
-def test_a_fill_that_fails_leaves_everything_as_it_was(slots: Slots) -> None:
-    first = slots.install(_filler(b"one"))
-
-    def fail(directory: Path) -> None:
-        _filler(b"two")(directory)
-        raise RuntimeError("the power went")
-
-    with pytest.raises(RuntimeError, match="the power went"):
-        slots.install(fail)
-    assert slots.current() == first
-    assert sorted(path.name for path in slots.root.iterdir()) == [".lock", "0001", POINTER_NAME]
-
-
 def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(slots: Slots) -> None:
     def mismatch(directory: Path) -> None:
         (directory / "model.onnx").write_bytes(b"other")

@@ -4,18 +4,7 @@ import numpy as np
 import pytest
 
 from export.model.runtime import Floats
-from export.serving.judge import (
-    FAILURES,
-    LONGEST,
-    Comparison,
-    Pair,
-    Progress,
-    Stage,
-    Verdict,
-    Watch,
-    apart,
-    least_agreement,
-)
+from export.serving.judge import FAILURES, LONGEST, Comparison, Pair, Progress, Stage, Verdict, Watch, least_agreement
 from tests.support.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 STAGE = Stage(images=40, limit_s=600.0)
@@ -182,21 +171,6 @@ def test_one_large_request_does_not_end_the_comparison_before_the_latency_is_kno
         assert not comparison.is_over(1.0), number
         comparison.add(_pair(EVEN[:8], EVEN[:8]))
     assert comparison.is_over(1.0)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "told"),
-    [
-        (0.736, 0.744, ("73.6%", "74.4%")),  # both are 74 %
-        (0.7, 0.75, ("70%", "75%")),
-        (0.74441, 0.74444, ("74.441%", "74.444%")),
-        (0.5, 0.5, ("50.000000%", "50.000000%")),
-    ],
-)
-def test_a_figure_and_its_bound_are_told_with_digits_that_set_them_apart(
-    first: float, second: float, told: tuple[str, str]
-) -> None:
-    assert apart(first, second) == told
 
 
 WINDOW = 40

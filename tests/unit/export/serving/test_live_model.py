@@ -96,16 +96,6 @@ def test_a_version_that_gives_no_numbers_or_does_not_run_is_refused(
         assert re.search(told, watched.models.refused)
 
 
-def test_a_model_of_another_federation_is_refused(root: Path) -> None:
-    watched = Watched(root)
-    watched.refresh()
-    manifest = read_manifest(root / "0001")
-    write_manifest(root / "0001", manifest.model_copy(update={"federation": "meadow"}))
-    Slots(root).use("0001")
-    assert watched.refresh() == "0002"
-    assert "federation meadow, and this server serves garden" in watched.models.refused
-
-
 @pytest.mark.parametrize("missing", ["folder", "versions", "chosen version", "sound bytes"])
 def test_a_model_that_comes_later_is_served_then(root: Path, missing: str) -> None:
     aside, path = root.with_name("aside"), root / "0002" / "model.onnx"
@@ -278,21 +268,6 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
         models.failed(models.current)
     assert models.look() == []
     assert _states(models) == ("0002", None)
-
-
-def test_a_version_that_does_badly_in_service_is_taken_back_by_a_look(three_root: Path, clock: Clock) -> None:
-    models = _started(three_root, clock, watch=len(IMAGES))
-    assert models.current is not None
-    models.answered(models.current, IMAGES, models.current.predict(IMAGES))
-    assert models.look() == []
-    _choose(models, three_root, "0002")
-    clock.now_s += 600
-    assert models.look() == []
-    assert _states(models) == ("0002", None)
-    for _ in range(FAILURES):
-        models.failed(models.current)
-    assert models.look() == [Verdict("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")]
-    assert _states(models) == ("0001", None)
 
 
 def test_a_candidate_whose_values_are_not_numbers_counts_as_failing(

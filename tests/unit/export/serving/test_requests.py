@@ -131,11 +131,6 @@ def test_what_is_no_document_of_images_is_refused(content: bytes) -> None:
     assert _refusal(content, JSON_TYPE).code == "bad_json"
 
 
-def test_broken_json_is_told_with_its_place_and_not_in_the_words_of_the_parser() -> None:
-    refusal = _refusal(b'{"images": ', JSON_TYPE)
-    assert str(refusal) == 'this is not valid JSON: line 1 column 11; send {"images": ARRAY}'
-
-
 def test_more_json_than_the_images_need_is_refused_before_it_is_parsed() -> None:
     error = _refusal(b"[" * 100_000, JSON_TYPE)
     assert (error.status, error.code) == (413, "body_too_large")

@@ -20,7 +20,7 @@ from export.model.runtime import Model, load_image
 from export.model.versions import Slots
 from fedcg.listening import Caps, Connections, Listener
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, install_model, picture
+from tests.support.learning.export_models import LOADED_PROBE, encoded, install_model, picture
 from tests.support.serving import (
     JSON,
     PNG,
@@ -79,13 +79,6 @@ def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, insta
     assert batch == [{**wanted[0], "file": "images[0]"}, {**wanted[1], "file": "images[1]"}]
     [single] = _told(server, json.dumps({"images": arrays[1]}).encode(), JSON, "?top=2")
     assert single == batch[1] | {"file": "images[0]"}
-
-
-def test_top_says_how_many_classes_are_named(server: Server) -> None:
-    for query, count in (("", 3), ("?top=1", 1), ("?top=99", len(CLASSES))):
-        [result] = _told(server, ONE, PNG, query)
-        assert isinstance(result["top"], list)
-        assert len(result["top"]) == count
 
 
 def test_it_is_ready_and_says_which_model_it_serves(server: Server, installed: Path) -> None:
