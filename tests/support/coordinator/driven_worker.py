@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import Self
 
@@ -155,3 +155,33 @@ def die_over_the_merge_until_it_averages(connection: Connection, _settings: Work
             if job.ease < AVERAGE:
                 os.kill(os.getpid(), signal.SIGKILL)
             connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))
+
+
+THREADS_FILE = "threads.txt"
+
+
+class NotingConnection:
+    """A connection that notes on which thread a request was received."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.receiver = ""
+
+    def recv(self) -> object:
+        request = self._connection.recv()
+        self.receiver = threading.current_thread().name
+        return request
+
+    def send(self, report: object) -> None:
+        self._connection.send(report)
+
+
+def count_and_note_threads(connection: Connection, settings: WorkerSettings) -> None:
+    """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    noting = NotingConnection(connection)
+    for request in requests_of(cast(Connection, noting)):
+        if isinstance(request, AddUpdate):
+            names = [noting.receiver, threading.current_thread().name]
+            (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
+            connection.send(UpdateAdded(1, 1, request.client))

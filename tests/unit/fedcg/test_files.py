@@ -2,7 +2,10 @@
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,3 +109,27 @@ def test_no_other_module_writes_durably_on_its_own() -> None:
         if "fsync(" in file.read_text() or "mkstemp(" in file.read_text()
     }
     assert own == {"fedcg/files.py"}
+
+
+def test_a_process_killed_while_it_rewrites_a_file_leaves_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    replace_durably(path, "a" * 200_000)
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-c", REWRITER, str(path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+            writer.send_signal(signal.SIGKILL)
+        content = path.read_text()
+        assert content in ("a" * 200_000, "b" * 200_000)
+
+
+REWRITER = """
+import sys
+from pathlib import Path
+from fedcg.files import replace_durably
+path = Path(sys.argv[1])
+print("ready", flush=True)
+while True:
+    for letter in "ab":
+        replace_durably(path, letter * 200_000)
+"""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,46 @@ def test_a_broker_that_can_not_run_here_is_refused_with_the_way_to_one(
     ):
         refused = run_fedcg("broker", "run", *words)
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_nothing_afterwards(
+    home: Home, processes: Plant
+) -> None:
+    process = started(home, processes)
+    headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"}
+    image = {"mode": "RGB", "height": 64, "width": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
+
+    def create(name: str) -> tuple[int, str]:
+        plan = {"federation": name, "classes": ["x", "y"], "method": "fedcg", "rounds": 1, "image": image}
+        url = f"{home.config().api.url}/api/v1/federations"
+        answer = httpx.post(url, json={"plan": plan}, headers=headers, timeout=60, trust_env=False)
+        return answer.status_code, answer.json()["detail"]
+
+    with ThreadPoolExecutor(2) as askers:
+        asked = [askers.submit(create, name) for name in ("first", "second")]
+        wait_until(lambda: children(process.pid) != [], "a plan is being completed")
+        (child,) = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        for each in asked:
+            assert each.result() == (
+                503,
+                "nothing was created: the coordinator is being stopped; ask again when it runs",
+            )
+    assert process.wait(timeout=10) == 0, processes.log("coordinator")
+    assert not Path(f"/proc/{child}").exists()
+    assert [record.id for record in Store(home.database).federations()] == [FEDERATION]
+    lines = [json.loads(line) for line in home.audit_file.read_text().splitlines()]
+    assert (
+        sorted((line["event"], line.get("outcome", 0)) for line in lines)
+        == [("intent", 0)] * 2 + [("outcome", 503)] * 2
+    )
+    assert "Traceback" not in processes.log("coordinator")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that complete a plan for a coordinator."""
+    found = [
+        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
+    ]
+    return [child for child in found if b"create_federation" in Path(f"/proc/{child}/cmdline").read_bytes()]

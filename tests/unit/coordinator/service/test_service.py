@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
-from coordinator.rounds.records import AttemptState, FederationStatus
+from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
 from fedcg.wire.messages.envelopes import seal
 from fedcg.wire.messages.schemas import (
     SPOKEN,
@@ -25,7 +25,7 @@ from fedcg.wire.messages.schemas import (
 )
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.world import MakeWorld, RunningService
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for
 
@@ -356,3 +356,25 @@ def test_what_another_federation_needs_is_not_pruned(made: Federations) -> None:
         made.operations.resume("second")  # its server state is equal to the first one of the other
         start(made, "second")
         until_over(made, "second")
+
+
+def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1)
+    key, store = ("tiny", RoundAttempt(1, 1)), world.store
+    store.open_attempt(*key, world.base_id, frozenset("ab"), 0.0, 600.0)
+    for name in "ab":
+        store_update(world, name)
+    store.start_distilling(*key, 3.0)
+    store.reject_update(*key, "b", "its teacher pass failed")  # and then it is killed
+    with RunningService(world):
+        world.start_devices()
+        world.wait_finished()
+    assert [record.state for record in store.attempts("tiny")] == [AttemptState.FAILED, AttemptState.CLOSED]
+    assert [event["clients"] for event in world.events("distilling")] == [["a", "b"]]
+
+
+def store_update(world: World, name: str) -> None:
+    """The update of a device to the first attempt is accepted and stored."""
+    data = world.devices[name].make_update(1, 1, world.base_id)
+    artifact = world.artifacts.put(data)
+    world.store.end_update(UpdateRecord("tiny", 1, 1, name, artifact, len(data), Outcome.ACCEPTED, "", None, 1.0, 2.0))

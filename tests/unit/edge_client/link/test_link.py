@@ -360,3 +360,25 @@ def test_doctor_says_which_carrier_works(tmp_path: Path, pki: Pki) -> None:
     state, told = finding(carrier_config(pki, tmp_path, f"https://{HOST}:{free_port()}"))
     assert state == "failed"
     assert "[carrier] in coordinator.toml" in told
+
+
+def test_the_pin_is_for_its_owner_only_and_a_cut_in_the_middle_of_writing_leaves_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = remembered(tmp_path)
+    memory.follow(seal(chain(LINKS[:1]), KEYS[1]))
+    memory.save()
+    kept = tmp_path / "coordinator.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert json.loads(kept.read_text())["key"] == KEYS[1].public.hex
+    memory.follow(seal(chain(LINKS[:2]), KEYS[2]))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "cut")))
+        with pytest.raises(OSError, match="cut"):
+            memory.save()
+    assert memory.key == KEYS[2].public  # it counts in this process all the same
+    again = remembered(tmp_path)
+    assert again.key == KEYS[1].public
+    assert again.follow(seal(chain(LINKS[:2]), KEYS[2])) == PinnedKey(KEYS[2].public, 2)
+    memory.save()
+    assert remembered(tmp_path).key == KEYS[2].public

@@ -1,6 +1,7 @@
 """FedMD-CG's server half against hand-worked numbers: shares, the divergence, crossed terms, and draws of the client that counts."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -290,3 +291,75 @@ def test_a_round_of_few_is_that_of_an_exact_bank_and_one_of_many_that_of_arrival
     assert equal(aggregated(3, "abc"), aggregated(3, "abc", bank="exact"))
     assert equal(aggregated(2, "abc"), aggregated(2, "abc", bank="arrival"))
     assert not equal(aggregated(2, "abc"), aggregated(2, "abc", bank="exact"))
+
+
+def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
+    ctx, (student, *teachers) = teacher_pairs(3)
+    bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
+    shares = crossed.label_shares([(1, 3, 0), (3, 0, 2)])
+    mean_log = sum(
+        shares[i][bank.labels].unsqueeze(1) * teacher_logits(teacher, bank, ctx).log_softmax(1).double()
+        for i, teacher in enumerate(teachers)
+    )
+    assert isinstance(mean_log, torch.Tensor)
+    everybody = every_teacher(teachers, bank, shares[:, bank.labels], ctx)
+    got = []
+    for rows in (slice(0, 6), slice(6, 12)):
+        features = student.generator(bank.noise[rows], bank.labels[rows])
+        logits = student.classifier(features)
+        outputs = crossed.outputs_of(everybody, rows)
+        got += crossed.crossed_loss(
+            features, logits, mean_log.float()[rows], outputs, student.classifier, Divergence()
+        ).tolist()
+    assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
+
+
+@torch.no_grad()
+def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
+    # Three clients, labels 0 and 1 present: nine outcomes, the probability of each the product of two shares.
+    ctx, teachers = teacher_pairs(3)
+    noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    bank = Bank(noise, torch.tensor([0, 1, 0, 0, 1, 1]))
+    shares = crossed.label_shares([(1, 3, 0), (3, 0, 0), (4, 1, 0)])
+    logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
+    mean_log = torch.zeros(6, 3).log_softmax(1)
+    judge = teacher_pairs(1)[1][0]
+    made = judge.generator(bank.noise, bank.labels) * 0.5
+    ours = judge.classifier(made)
+
+    def loss_with(weights: torch.Tensor) -> torch.Tensor:
+        outputs = crossed.outputs_of(
+            [crossed.FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)],
+            slice(0, 6),
+        )
+        return crossed.crossed_loss(made, ours, mean_log, outputs, judge.classifier, Divergence())
+
+    expected = torch.zeros(6)
+    for zero, one in product(range(3), repeat=2):
+        chance = float(shares[zero, 0] * shares[one, 1])
+        winner = torch.where(bank.labels == 0, zero, one)
+        expected += chance * loss_with(torch.nn.functional.one_hot(winner, 3).t())
+    assert torch.allclose(expected, loss_with(shares[:, bank.labels]), atol=1e-5)
+    assert not torch.allclose(loss_with(shares[:, bank.labels]), loss_with(torch.zeros(3, 6)), atol=1e-5)
+
+
+@torch.no_grad()
+def crossed_by_hand(student: Pair, teachers: Sequence[Pair], bank: Bank, shares: torch.Tensor) -> list[float]:
+    """Eq. 10-11 row by row, straight from the paper, with no algebra."""
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+        return float((p.softmax(0) * (p.softmax(0).log() - q.softmax(0).log())).sum())
+
+    losses = []
+    for row in range(len(bank)):
+        z, y = bank.noise[row : row + 1], bank.labels[row : row + 1]
+        total = 0.0
+        for number, teacher in enumerate(teachers):
+            tau = float(shares[number, int(y)])
+            made, theirs = student.generator(z, y), teacher.generator(z, y)
+            rho_i = teacher.classifier(theirs)[0]
+            total += tau * kl(student.classifier(made)[0], rho_i)
+            total += tau * kl(student.classifier(theirs)[0], rho_i)
+            total += tau * kl(teacher.classifier(made)[0], rho_i)
+        losses.append(total)
+    return losses

@@ -163,3 +163,20 @@ def test_the_class_scale_is_the_distance_of_two_real_features() -> None:
     features = torch.tensor([[0.0, 0.0], [2.0, 4.0], [1.0, 1.0]])
     scale = fedmd_cg.class_scale(features, torch.tensor([0, 0, 1]), 3)
     assert scale.tolist() == pytest.approx([math.sqrt(20.0), 1e-3, 1e-3])
+
+
+def test_the_generated_branch_of_equation_2_is_a_detached_teacher() -> None:
+    params = fedmd_cg.FedmdCgParams(lambda1=0.0, lambda2=0.0)
+    classifier = Scale()
+    spec = cases.quick_spec("fedmd_cg")
+    term = fedmd_cg.global_penalty(Answer(1.0, 0.0), torch.tensor([0.5, 0.5]), params, cases.context(spec, 3))
+    penalty = on_labels(term, [0, 1], classifier=classifier)
+    penalty(slice(0, 2), torch.zeros(2, 2), torch.zeros(2, 2, requires_grad=True)).backward()
+    # The replayed rows share its pass, so there may be a gradient, but of zero.
+    assert classifier.weight.grad is None or classifier.weight.grad.item() == 0.0
+
+
+def test_equation_6_raises_the_asked_class_above_what_the_divergence_asks_for() -> None:
+    alone, asked = settled_answer(), settled_answer(lambda5=1.0)
+    assert alone[0] - alone[1] == pytest.approx(1.0, abs=0.1)
+    assert asked[0] - asked[1] > alone[0] - alone[1] + 0.5

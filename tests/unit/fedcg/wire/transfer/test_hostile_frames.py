@@ -31,7 +31,9 @@ from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import RunningService, World
-from tests.support.edge.world import FEDERATION
+from tests.support.edge.world import DEVICE as AGENT
+from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
+from tests.support.edge.world import World as AgentWorld
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -300,3 +302,33 @@ def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordina
         assert running.service.refusals["dropped"] == 0
     assert {event["client"] for event in world.events("update_stored")} == {"a", "b"}
     assert {event["client"] for event in world.events("update_refused")} == {"evil"}
+
+
+def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Path) -> None:
+    world = AgentWorld(tmp_path)
+    coordinator, rng = world.coordinator, random.Random(4)
+    coordinator.come_online()
+    world.start_agent()
+    try:
+        coordinator.wait(schemas.Hello)
+        wait_until(lambda: bool(world.events("welcomed")), "a session")
+        for round_number in range(1, 60):
+            where = coordinator.address(AGENT, round_number, odd_number(rng))
+            broadcast = coordinator.address(EVERYONE, round_number, 1)
+            coordinator.tell(schemas.Need(**where, artifact=rng.randbytes(32).hex(), ranges=odd_ranges(rng)))
+            coordinator.tell(schemas.Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
+            coordinator.tell(schemas.Invite(**where))
+            refs = {"spec": odd_ref(rng), "aggregate": odd_ref(rng)}
+            odd: AnyMessage = schemas.Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=0.0)
+            if rng.random() < 0.3:
+                odd = schemas.Finished(**broadcast, **refs)
+            coordinator.publish(coordinator.topics.offer, odd)
+        wait_until(lambda: len(world.events("invited")) == 59, "all of it was heard")
+        aggregate = aggregate_of(toy_parts(1), toy_spec(), 0)
+        coordinator.offer(world.spec, aggregate, 90)
+        coordinator.invite(90)
+        assert coordinator.wait(schemas.Manifest).round == 90
+        assert world.events("agent_error") == []
+        assert world.events("receipt") == []
+    finally:
+        world.close()

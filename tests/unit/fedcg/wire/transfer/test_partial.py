@@ -284,3 +284,9 @@ def wreck(file: Path, ref: ArtifactRef, rng: random.Random) -> set[int] | None:
         os.truncate(file, rng.randrange(ref.size))
         return everything
     return None
+
+
+def test_a_process_killed_after_the_journal_was_cut_off_needs_nothing_more(tmp_path: Path) -> None:
+    begun(tmp_path, range(10))
+    assert partials(tmp_path).open(REF).finish().read_bytes() == DATA
+    completed(tmp_path, set())
