@@ -157,7 +157,7 @@ def _share_of_range(figure: Figure) -> float:
     return figure.gain.low / max(whole, 1e-9)
 
 
-def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict]) -> dict[str, Any]:
+def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult]) -> dict[str, Any]:
     """The whole report as JSON values (`report.json`); pictures stay in the folder of outcomes and in the page."""
     return {
         "format": REPORT_FORMAT,
@@ -191,7 +191,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Ver
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateResult:
     """A condition's outcome: the largest bound of a confidence interval over all settings, and where it was found."""
 
     condition: str
@@ -199,7 +199,7 @@ class Verdict:
     why: str
 
 
-def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[Verdict, ...]:
+def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[GateResult, ...]:
     """Whether each condition holds: for every setting that a real attacker can have, by the upper end of the interval.
 
     Attacks on the update itself decide; where a figure has none, those on the gradient of one batch do. A figure that was not
@@ -208,7 +208,7 @@ def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
 
-def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
+def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> GateResult:
     possible, passed = _deciding(condition.figure, outcomes), False
     broken = next((one for one, _ in possible if not one.is_proven(condition.figure)), None)
     if not possible:
@@ -220,7 +220,7 @@ def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> Verdict:
         worst = max((figure for _, figure in possible), key=lambda figure: _upper(condition, figure))
         upper = _upper(condition, worst)
         passed, why = upper < condition.bound, f"at most {upper:.3g} (95 %): {worst.setting}"
-    return Verdict(str(condition), passed, why)
+    return GateResult(str(condition), passed, why)
 
 
 def _upper(condition: Condition, figure: Figure) -> float:
@@ -313,7 +313,7 @@ _TEMPLATE = "report.html"
 
 
 def write_report(
-    folder: Path, subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict]
+    folder: Path, subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult]
 ) -> dict[str, Any]:
     """Write `report.json` and the page, which show images of the device, for the owner of the folder alone; what stands in the former."""
     report = report_of(subject, findings, gates)
@@ -323,7 +323,7 @@ def write_report(
     return report
 
 
-def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[Verdict], made: str) -> str:
+def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult], made: str) -> str:
     """The page.
 
     Args:

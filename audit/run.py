@@ -24,7 +24,7 @@ from audit.choices import parse_gate
 from audit.errors import CaptureError
 from audit.evidence import Case, Colluder, RecordedUpdates, own_view, read_secret, read_truth, read_updates
 from audit.measures import Outcome
-from audit.report import Finding, Verdict, finding_of, judge, subject_of, write_report
+from audit.report import Finding, GateResult, finding_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
 from fedcg.files import replace_durably
 from fedcg.learning.data.image_folder import read_images
@@ -206,7 +206,7 @@ class Audited:
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[GateResult, ...]
     failed: tuple[Outcome, ...]
 
 

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
 from coordinator.http.refusals import UNFORESEEN, USED_KIND, CountedEvent, ProblemError, Rate, problem_of, too_many
 from coordinator.members.api_tokens import Identity
-from coordinator.storage.register import ApiStore
+from coordinator.storage.member_store import ApiStore
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
 from fedcg.files import advice_for, append_line

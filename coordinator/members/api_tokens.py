@@ -17,7 +17,7 @@ from coordinator.errors import NotFoundError, SteeringError
 from coordinator.paths import Home
 from coordinator.rounds.records import ApiTokenRecord
 from coordinator.storage.locks import changing_members
-from coordinator.storage.register import ApiStore
+from coordinator.storage.member_store import ApiStore
 from fedcg.files import replace_durably
 
 SECRET_BYTES = 32

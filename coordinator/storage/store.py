@@ -35,7 +35,7 @@ from coordinator.rounds.signals import Paused
 from coordinator.storage import schema
 from coordinator.storage.database import HighWater, checkpoint, database_of, open_database, unusable
 from coordinator.storage.event_store import Events
-from coordinator.storage.register import ApiStore, Register
+from coordinator.storage.member_store import ApiStore, MemberStore
 from coordinator.storage.view_store import Overview, Presence
 from fedcg.errors import EXISTS
 from fedcg.learning.spec import RoundPolicy
@@ -79,7 +79,7 @@ class Store(schema.Queries):
         engine = open_database(database)
         self._mark = None if home is None else HighWater(home, engine)
         super().__init__(engine, *(() if self._mark is None else (self._mark.lift,)))
-        self.register = Register(self._engine, self._committed)
+        self.register = MemberStore(self._engine, self._committed)
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
         self.api = ApiStore(self._engine, self._committed)

@@ -25,7 +25,7 @@ from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust,
 from edge_client.link.https_client import https_carrier
 from edge_client.session import signals
 from edge_client.session.signals import Command, Input, LinkChanged, SendHello, given_up
-from edge_client.session.state import REVOKED_RETRY_S, SessionState, Trainer, next_deadline
+from edge_client.session.state import REVOKED_RETRY_S, SessionState, TrainerState, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
@@ -451,7 +451,7 @@ class Agent:
             self._prune()
 
     def _trainer_ended(self, report: Exited) -> None:
-        if report.exit_code == 0 and self._state.trainer is Trainer.GONE:
+        if report.exit_code == 0 and self._state.trainer is TrainerState.GONE:
             self._events.write("trainer_released", reason=self._state.release_reason)
             return
         self._reporter.died(report)

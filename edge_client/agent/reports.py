@@ -25,7 +25,7 @@ from edge_client.session.state import SessionState
 from edge_client.store.checked_files import SentRecord
 from export.errors import ExportError
 from export.model.manifest import Manifest, read_manifest
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
 from fedcg.wire.errors import IntegrityError, Refusals, VersionError, WireError
@@ -337,7 +337,7 @@ def readings(read: Telemetry) -> schemas.Readings:
 def served_model(root: Path) -> schemas.ServedModel | None:
     """The exported model in use under a root of versions, with the evidence in its manifest; None where there is none."""
     try:
-        directory = Slots(root).current()
+        directory = ModelVersions(root).current()
         manifest = read_manifest(directory)
     except (ExportError, OSError):
         return None

@@ -17,7 +17,7 @@ from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, existing_store, is_locked, open_store
 from export.errors import ExportError
 from export.model.manifest import read_manifest
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.errors import in_words
 from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.sentences import REVOKED_ADVICE
@@ -145,7 +145,7 @@ def _traffic(root: Path) -> Status:
 
 def _model(root: Path) -> Status:
     with contextlib.suppress(ExportError):
-        current = Slots(root / "models").current()
+        current = ModelVersions(root / "models").current()
         return {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
     return {"model": ""}
 

@@ -33,7 +33,7 @@ class Purpose(str, Enum):
     LEAVE = "leave"  # leave the federation for good
 
 
-class Trainer(str, Enum):
+class TrainerState(str, Enum):
     """The state of the training process."""
 
     GONE = "gone"
@@ -115,7 +115,7 @@ class SessionState:
     committed_epoch: int = 0
     superseded: schemas.RoundAttempt | None = None
     delivery: Delivery | None = None
-    trainer: Trainer = Trainer.GONE
+    trainer: TrainerState = TrainerState.GONE
     trainer_at: float = 0.0
     job: schemas.RoundAttempt | str | None = None
     job_spec: str | None = None
@@ -167,7 +167,7 @@ def next_deadline(state: SessionState) -> float | None:
         times.append(state.hello_at)
     if state.purpose is Purpose.LEAVE and state.welcomed:
         times.append(state.leave_at)
-    if state.trainer is Trainer.GONE and not state.release_reason:
+    if state.trainer is TrainerState.GONE and not state.release_reason:
         times.append(state.trainer_at)
     if state.welcomed and state.awaits_sum and state.accepted == state.offered:
         times.append(state.sum_at)

@@ -52,7 +52,7 @@ from edge_client.session.state import (
     Delivery,
     Purpose,
     SessionState,
-    Trainer,
+    TrainerState,
 )
 from fedcg.wire.messages import schemas
 
@@ -96,11 +96,11 @@ def _advance_leave(state: SessionState, now: float) -> Step:
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
     reason = state.release_reason
-    if reason and state.trainer is Trainer.IDLE and state.job is None:
-        return replace(state, trainer=Trainer.GONE), (ReleaseTrainer(reason),)
-    if state.trainer is not Trainer.GONE or now < state.trainer_at or reason:
+    if reason and state.trainer is TrainerState.IDLE and state.job is None:
+        return replace(state, trainer=TrainerState.GONE), (ReleaseTrainer(reason),)
+    if state.trainer is not TrainerState.GONE or now < state.trainer_at or reason:
         return state, ()
-    return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
+    return replace(state, trainer=TrainerState.STARTING), (StartTrainer(),)
 
 
 def _advance_round(state: SessionState, now: float) -> Step:
@@ -120,13 +120,13 @@ def _advance_round(state: SessionState, now: float) -> Step:
         state = replace(state, accepted=round_attempt)
         accept = schemas.Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
         commands = (Send(accept), Note("accepted", round_attempt))
-    is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
+    is_free = state.trainer is TrainerState.IDLE and state.job is None and state.delivery is None
     if not is_free or offer.aggregate.id not in state.stored:
         return state, commands
     if state.is_summed and state.sum_ready != round_attempt:
         state, more = _advance_sum(state, round_attempt, offer.spec.id, now)
     else:
-        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
+        state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id)
         more = (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
     return state, commands + more
 
@@ -134,7 +134,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
 def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, spec: str, now: float) -> Step:
     """What comes before training where the update is masked: count the images, announce keys, wait for the others' ones."""
     if state.weighed is None or state.weighed[0] != round_attempt:
-        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
+        state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
         return state, (WeighRound(round_attempt, spec),)
     if not state.welcomed or now < state.sum_at:
         return state, ()
@@ -150,9 +150,9 @@ def _advance_end(state: SessionState, now: float) -> Step:
             return state, ()
         return replace(state, done=True), (Done(state.succeeded),)
     at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
-    if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
+    if not at_hand or state.trainer is not TrainerState.IDLE or state.job is not None:
         return state, ()
-    state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
+    state = replace(state, trainer=TrainerState.BUSY, job=finished.aggregate.id)
     return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
 
 
@@ -363,14 +363,14 @@ def _sum_ready(state: SessionState, event: signals.SumReady, now: float) -> Step
 
 
 def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float) -> Step:
-    return replace(state, trainer=Trainer.IDLE) if state.trainer is Trainer.STARTING else state, ()
+    return replace(state, trainer=TrainerState.IDLE) if state.trainer is TrainerState.STARTING else state, ()
 
 
 def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
     # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
-    state = replace(state, trainer=Trainer.GONE, trainer_at=now + pause, job=None, deaths=deaths)
+    state = replace(state, trainer=TrainerState.GONE, trainer_at=now + pause, job=None, deaths=deaths)
     if deaths < TRAINER_DEATHS:
         return state, ()
     state = replace(state, deaths=0)
@@ -391,7 +391,7 @@ def _obstacle_changed(state: SessionState, event: signals.ObstacleChanged, now: 
 
 
 def _training_abandoned(state: SessionState, event: signals.TrainingAbandoned, now: float) -> Step:
-    return replace(state, trainer=Trainer.GONE, trainer_at=now, job=None, deaths=0), ()
+    return replace(state, trainer=TrainerState.GONE, trainer_at=now, job=None, deaths=0), ()
 
 
 def _consent_changed(state: SessionState, event: signals.ConsentChanged, now: float) -> Step:
@@ -466,5 +466,5 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
 
 
 def _idle(state: SessionState) -> SessionState:
-    is_running = state.trainer is Trainer.BUSY
-    return replace(state, trainer=Trainer.IDLE if is_running else state.trainer, job=None, deaths=0)
+    is_running = state.trainer is TrainerState.BUSY
+    return replace(state, trainer=TrainerState.IDLE if is_running else state.trainer, job=None, deaths=0)

@@ -23,7 +23,7 @@ from export.build.variants import CALIBRATION_IMAGES, HeldOut
 from export.errors import GateError
 from export.model.manifest import Manifest, read_manifest
 from export.model.runtime import Model, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.event_log import EventValue
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
@@ -88,7 +88,7 @@ def export_model(
     """
     files, labels = work.data.files(snapshot, "test")
     layer = work.data.input_layer(spec)
-    slots = Slots(work.store.root / "models")
+    slots = ModelVersions(work.store.root / "models")
     refused = None
     try:
         package_personal(

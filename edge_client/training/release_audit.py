@@ -12,7 +12,7 @@ from audit.attacks.attack import Attack, Effort, chosen_attacks
 from audit.choices import parse_gate
 from audit.evidence import Case, Truth, View, joined
 from audit.measures import Outcome
-from audit.report import PAGE_FILE, Verdict, finding_of, judge, largest_gains, subject_of, write_report
+from audit.report import PAGE_FILE, GateResult, finding_of, judge, largest_gains, subject_of, write_report
 from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
 from edge_client.store.private_store import AUDIT_FOLDER
@@ -64,7 +64,7 @@ class Judged:
     """
 
     gains: dict[AuditFigure, float]
-    failed: tuple[Verdict, ...]
+    failed: tuple[GateResult, ...]
     not_run: tuple[str, ...]
     page: Path
 
@@ -160,7 +160,11 @@ def _decoded(release: Release) -> Artifact:
 
 
 def _write_report(
-    config: AgentConfig, case: Case, attacks: tuple[Attack, ...], outcomes: list[Outcome], verdicts: tuple[Verdict, ...]
+    config: AgentConfig,
+    case: Case,
+    attacks: tuple[Attack, ...],
+    outcomes: list[Outcome],
+    verdicts: tuple[GateResult, ...],
 ) -> Path:
     folder = config.store / AUDIT_FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -37,7 +37,7 @@ _WARM_UP_STEPS = 5
 _LATE_ROUND = 30  # the feature loss has its full weight
 
 
-class Stage(str, Enum):
+class TimedStage(str, Enum):
     """What is timed at a time."""
 
     CLASSIFY = "classify"
@@ -71,7 +71,7 @@ class Setting:
 
 
 @contextmanager
-def workers(processes: int, threads: int) -> Iterator[Callable[[Setting, Stage], float]]:
+def workers(processes: int, threads: int) -> Iterator[Callable[[Setting, TimedStage], float]]:
     """Spawned processes of a fixed number of threads for the length of a block; gives a function that times a stage.
 
     Its result is the time of the slowest of all processes, each doing the stage once at the same time.
@@ -86,7 +86,7 @@ def workers(processes: int, threads: int) -> Iterator[Callable[[Setting, Stage],
         yield lambda setting, stage: max(one.result() for one in [pool.submit(timed, setting, stage) for pool in pools])
 
 
-def timed(setting: Setting, stage: Stage) -> float:
+def timed(setting: Setting, stage: TimedStage) -> float:
     """Seconds of one stage on fresh networks, after a few steps that are not timed."""
     work_of(setting, stage, _WARM_UP_STEPS)()
     work = work_of(setting, stage, setting.steps)
@@ -124,28 +124,30 @@ def random_images(count: int) -> ImageSet:
     return ImageSet(images, torch.randint(0, len(_CLASSES), (count,), generator=stream), _CLASSES)
 
 
-def work_of(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
+def work_of(setting: Setting, stage: TimedStage, steps: int) -> Callable[[], object]:
     """What one call of a stage does, ready to run."""
     ctx = context_of(setting, steps)
     initial = initial_parts(ctx.spec, b"bench")
     nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part], ctx.device) for part in NETWORKS})
-    if stage in {Stage.TEACHER, Stage.STUDENT}:
+    if stage in {TimedStage.TEACHER, TimedStage.STUDENT}:
         return _server_work(nets, stage, setting, steps, ctx)
     data, params = random_images(setting.images).to(ctx.device), fedcg.FedcgParams.model_validate(ctx.spec.params)
     if setting.plain:
         twins = reference.plain_networks(nets)
-        train = reference.classify if stage is Stage.CLASSIFY else reference.train_gan
+        train = reference.classify if stage is TimedStage.CLASSIFY else reference.train_gan
         return lambda: train(twins, data, params, ctx)
-    if stage is Stage.FEATURES:
+    if stage is TimedStage.FEATURES:
         return lambda: FeatureSource(nets.extractor, data, ctx.spec)
-    if stage is Stage.CLASSIFY:
+    if stage is TimedStage.CLASSIFY:
         penalty = fedcg.feature_penalty(nets.generator, fedcg.gamma(ctx.round, params), ctx)
         return lambda: train_classifier(nets.extractor, nets.classifier, data, params, ctx, penalty)
     source = FeatureSource(nets.extractor, data, ctx.spec)
     return lambda: run_stage(fedcg.adversarial(nets.generator, nets.discriminator, source, params, ctx), ctx)
 
 
-def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx: RoundContext) -> Callable[[], object]:
+def _server_work(
+    nets: Networks, stage: TimedStage, setting: Setting, steps: int, ctx: RoundContext
+) -> Callable[[], object]:
     settings = distillation.Distillation(steps, setting.batch, 3e-4, 1e-4)
     bank = distillation.draw_bank(
         ctx.streams, settings.rows, setting.network.noise_dim, distillation.uniform(len(_CLASSES))
@@ -160,7 +162,7 @@ def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx
         return lambda: reference.distil(plain[0], taught, bank, settings)
     ensemble = distillation.Ensemble()
     ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
-    if stage is Stage.TEACHER:
+    if stage is TimedStage.TEACHER:
         return lambda: ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
     target = ensemble.logits().to(ctx.device)
 
@@ -232,11 +234,11 @@ def measure(plan: RoundPlan, announce: Callable[[str], None]) -> dict[str, objec
         Seconds and ratios by stage; `reference_seconds`, and one entry and one `speedup_…` per variant.
     """
     with workers(1, plan.threads) as serial, workers(plan.processes, 1) as parallel:
-        names: list[tuple[str, Stage]] = []
+        names: list[tuple[str, TimedStage]] = []
         jobs: list[Callable[[], float]] = []
         for name, setting in {"reference": _reference(plan), **_ours(plan)}.items():
             for stage in _stages(setting):
-                run = serial if setting.plain or stage in {Stage.TEACHER, Stage.STUDENT} else parallel
+                run = serial if setting.plain or stage in {TimedStage.TEACHER, TimedStage.STUDENT} else parallel
                 part = _shortened(setting, stage, plan)
                 names.append((name, stage))
                 jobs.append(_announced(partial(run, part, stage), f"{name}: {stage.value}", announce))
@@ -267,23 +269,23 @@ def _ours(plan: RoundPlan) -> dict[str, Setting]:
     return {name: replace(common, network=network, passes=passes) for name, (network, passes) in VARIANTS.items()}
 
 
-def _stages(setting: Setting) -> tuple[Stage, ...]:
-    return (Stage.CLASSIFY, Stage.GAN, Stage.STUDENT) if setting.plain else tuple(Stage)
+def _stages(setting: Setting) -> tuple[TimedStage, ...]:
+    return (TimedStage.CLASSIFY, TimedStage.GAN, TimedStage.STUDENT) if setting.plain else tuple(TimedStage)
 
 
-def _shortened(setting: Setting, stage: Stage, plan: RoundPlan) -> Setting:
-    server = stage in {Stage.TEACHER, Stage.STUDENT}
+def _shortened(setting: Setting, stage: TimedStage, plan: RoundPlan) -> Setting:
+    server = stage in {TimedStage.TEACHER, TimedStage.STUDENT}
     steps = plan.measured_iterations if server else plan.measured_epochs * math.ceil(plan.images / plan.batch)
     return replace(setting, steps=steps)
 
 
-def whole_round(name: str, found: dict[tuple[str, Stage], float], plan: RoundPlan) -> dict[str, float]:
+def whole_round(name: str, found: dict[tuple[str, TimedStage], float], plan: RoundPlan) -> dict[str, float]:
     """Seconds of a whole round's stages: all clients' classification and GAN, the server, and their sum."""
     turns = plan.clients if name == "reference" else math.ceil(plan.clients / plan.processes)
     epochs, iterations = plan.epochs / plan.measured_epochs, plan.server_iterations / plan.measured_iterations
-    classify = turns * epochs * found[name, Stage.CLASSIFY]
-    gan = turns * (epochs * found[name, Stage.GAN] + found.get((name, Stage.FEATURES), 0.0))
-    teachers = plan.clients * found.get((name, Stage.TEACHER), 0.0)
-    server = iterations * (found[name, Stage.STUDENT] + teachers)
+    classify = turns * epochs * found[name, TimedStage.CLASSIFY]
+    gan = turns * (epochs * found[name, TimedStage.GAN] + found.get((name, TimedStage.FEATURES), 0.0))
+    teachers = plan.clients * found.get((name, TimedStage.TEACHER), 0.0)
+    server = iterations * (found[name, TimedStage.STUDENT] + teachers)
     parts = {"classify": classify, "gan": gan, "server": server, "round": classify + gan + server}
     return {stage: round(seconds, 4) for stage, seconds in parts.items()}

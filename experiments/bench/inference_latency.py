@@ -33,7 +33,7 @@ from export.build.install_model import package_personal
 from export.build.variants import HeldOut, add_variants
 from export.errors import ServingError
 from export.model.runtime import Model
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.child_python import module_command, spawning
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
@@ -220,7 +220,7 @@ def measure(split: str, plan: Plan, announce: Callable[[str], None]) -> dict[str
         announce(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
         found: dict[str, object] = _single(spec, parts, Model.load(root, threads=1), plan)
         announce(f"{split}: float16 and int8 beside float32")
-        found |= _variants(Slots(root).current(), Path(folder) / "variants", plan)
+        found |= _variants(ModelVersions(root).current(), Path(folder) / "variants", plan)
         announce(f"{split}: {plan.callers} callers, with and without batches in turn")
         found |= _served(root, plan)
         announce(f"{split}: one caller, alone and beside training at each priority in turn")
@@ -331,22 +331,22 @@ def _latencies(runs: list[Load]) -> dict[str, float]:
 
 def _swapped(root: Path, plan: Plan) -> dict[str, int]:
     """Requests while the version changes; a swap is over when the server serves the new version."""
-    slots = Slots(root)
-    names = [version.name for version in slots.versions()]
+    installed = ModelVersions(root)
+    names = [version.name for version in installed.versions()]
     done = threading.Event()
     with serving(root, "--threads", "1", "--watch", "0", "--shadow", "0") as server:  # these versions do differ
-        swapping = threading.Thread(target=_swap, args=(server, slots, names, plan.swaps, done))
+        swapping = threading.Thread(target=_swap, args=(server, installed, names, plan.swaps, done))
         swapping.start()
         load = ask(server.port, _encoded(plan.side), SWAPPING_CALLERS, lambda _: not done.is_set())
         swapping.join()
     return {"swaps": plan.swaps, "requests": load.answered, "failed": load.failed}
 
 
-def _swap(server: Serving, slots: Slots, names: list[str], swaps: int, done: threading.Event) -> None:
+def _swap(server: Serving, installed: ModelVersions, names: list[str], swaps: int, done: threading.Event) -> None:
     try:
         for number in range(swaps):
             wanted = names[number % len(names)]
-            slots.use(wanted)
+            installed.use(wanted)
             while server.version() != wanted:
                 time.sleep(0.02)
     finally:

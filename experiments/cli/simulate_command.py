@@ -42,7 +42,7 @@ from fedcg.learning.spec import plan_from_mapping
 from fedcg.terminal import print_data
 
 if TYPE_CHECKING:
-    from experiments.simulation.batch_runner import Lanes
+    from experiments.simulation.batch_runner import Workers
 
 _WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
 
@@ -270,16 +270,16 @@ def _check_workers(batch: Batch, options: SimulateOptions) -> None:
         raise OptionError("--batched-clients train in one process; leave out --workers and --ray")
 
 
-def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Lanes]:
-    from experiments.simulation.batch_runner import default_workers, open_lanes, open_ray_lanes
+def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Workers]:
+    from experiments.simulation.batch_runner import default_workers, open_ray_workers, open_workers
 
     settings = [planned.setting for planned in batch.runs]
     batched = settings[0].batched_clients
     if ray is not None:
         announce = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
-        return open_ray_lanes(ray, settings, workers, announce)
+        return open_ray_workers(ray, settings, workers, announce)
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
-    return open_lanes(1 if batched else count, settings[0].threads, batched=batched)
+    return open_workers(1 if batched else count, settings[0].threads, batched=batched)
 
 
 def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:

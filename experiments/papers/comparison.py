@@ -76,7 +76,7 @@ class Judgement(str, Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgedClaim:
     """A judgement and what it rests on.
 
     Attributes:
@@ -91,7 +91,7 @@ class Verdict:
     half_width: float | None
 
 
-def judge(lower: Mapping[int, float], higher: Mapping[int, float], margin: float | None = None) -> Verdict:
+def judge(lower: Mapping[int, float], higher: Mapping[int, float], margin: float | None = None) -> JudgedClaim:
     """Judge `lower < higher`, or with a margin `lower ≈ higher`.
 
     Args:
@@ -103,11 +103,11 @@ def judge(lower: Mapping[int, float], higher: Mapping[int, float], margin: float
     count = len(differences)
     mean = fmean(differences) if differences else None
     if mean is None or count < 2:
-        return Verdict(Judgement.UNDECIDED, count, mean, None)
+        return JudgedClaim(Judgement.UNDECIDED, count, mean, None)
     half = float(stdtrit(count - 1, 0.975)) * stdev(differences) / math.sqrt(count)
     if count < LEAST_SEEDS:
-        return Verdict(Judgement.UNDECIDED, count, mean, half)
-    return Verdict(_place(mean - half, mean + half, margin), count, mean, half)
+        return JudgedClaim(Judgement.UNDECIDED, count, mean, half)
+    return JudgedClaim(_place(mean - half, mean + half, margin), count, mean, half)
 
 
 def _place(low: float, high: float, margin: float | None) -> Judgement:
@@ -127,7 +127,7 @@ class Order:
     claim: Claim
     measure: str
     published: float | None
-    verdict: Verdict
+    verdict: JudgedClaim
 
 
 @dataclass(frozen=True)

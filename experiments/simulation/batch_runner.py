@@ -31,7 +31,7 @@ from fedcg.learning.simulation.tasks import Runner
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Workers:
     """How the runs of a batch are done.
 
     Attributes:
@@ -51,7 +51,7 @@ def default_workers(clients: int, device: str) -> int:
 
 
 @contextmanager
-def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> Iterator[Lanes]:
+def open_workers(workers: int, threads: int, *, batched: bool | None = None) -> Iterator[Workers]:
     """One run at a time on this machine; everything is closed at the end of the block.
 
     Args:
@@ -65,15 +65,15 @@ def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> It
 
     runner: Runner = SerialRunner(batched=batched) if workers == 1 else PoolRunner(workers, threads)
     try:
-        yield Lanes(partial(simulate, runner=runner))
+        yield Workers(partial(simulate, runner=runner))
     finally:
         runner.close()
 
 
 @contextmanager
-def open_ray_lanes(
+def open_ray_workers(
     address: str, settings: list[RunSetting], cpus: int | None, announce: Callable[[str], None]
-) -> Iterator[Lanes]:
+) -> Iterator[Workers]:
     """Several runs at a time on a Ray cluster, which is left at the end of the block, and ended if it is this command's own.
 
     Args:
@@ -98,7 +98,7 @@ def open_ray_lanes(
         if slots == 0:
             raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
         count = lanes_for(len(settings), min(setting.clients for setting in settings), slots, gpus)
-        yield Lanes(RaySimulator(cluster, threads, stopping), count, stopping)
+        yield Workers(RaySimulator(cluster, threads, stopping), count, stopping)
 
 
 _COLUMNS = {
@@ -122,7 +122,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, folder: Path, lanes: Lanes, console: Console, *, events: bool = True, picture: bool = True
+        self, folder: Path, lanes: Workers, console: Console, *, events: bool = True, picture: bool = True
     ) -> None:
         self._folder = folder
         self._console = console

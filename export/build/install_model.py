@@ -24,7 +24,7 @@ from export.build.variants import HeldOut, add_variants, verify_variants
 from export.errors import GateError, InputError, ModelError, SlotError
 from export.model import manifest
 from export.model.runtime import Model, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.errors import NOT_FOUND
 from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.spec import FederationSpec
@@ -38,7 +38,7 @@ ALLOWED = 0.01  # accuracy that a new version may lose, as a share: chance moves
 
 def pass_gate(
     candidate: Path,
-    slots: Slots,
+    installed: ModelVersions,
     files: Sequence[Path],
     labels: Sequence[int],
     allowed: float = ALLOWED,
@@ -49,7 +49,7 @@ def pass_gate(
 
     Args:
         candidate: directory of the new model, not installed yet.
-        slots: where the one in service is.
+        installed: where the one in service is.
         files: held-out image files of this box.
         labels: index of the right class per file.
         allowed: accuracy that the new one may lose, as a share.
@@ -67,7 +67,7 @@ def pass_gate(
         return None
     new = Model.load(candidate, threads=threads)
     try:
-        old = Model.load(slots.current(), threads=threads)
+        old = Model.load(installed.current(), threads=threads)
     except (ModelError, SlotError):
         return None
     if set(old.manifest.classes) != set(new.manifest.classes):
@@ -129,7 +129,7 @@ def package_personal(
         ExportError: the network cannot be written as ONNX, or the ONNX model is not the trained one, or it is worse than the gate
             allows. Nothing was installed then and the version in use stays.
     """
-    slots, threads = Slots(slots_root), torch.get_num_threads()
+    installed, threads = ModelVersions(slots_root), torch.get_num_threads()
 
     def fill(directory: Path) -> None:
         model_path = directory / manifest.MODEL_NAME
@@ -140,12 +140,12 @@ def package_personal(
             add_variants(directory, variants, threads=threads)
             verify_variants(directory, test_files, test_labels, threads=threads)
         if gate is not None:
-            passed = pass_gate(directory, slots, test_files, test_labels, gate, threads=threads)
+            passed = pass_gate(directory, installed, test_files, test_labels, gate, threads=threads)
             manifest.write_manifest(directory, manifest.read_manifest(directory).model_copy(update={"gate": passed}))
         if key is not None:
             manifest.sign_manifest(directory, key)
 
-    return slots.install(fill)
+    return installed.install(fill)
 
 
 def _manifest(

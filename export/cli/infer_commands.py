@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from export.errors import ExportError, ServingError
-from export.model.versions import Slots, Version
+from export.model.versions import ModelVersions, Version
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS
 from fedcg.terminal import AsJson, Result, print_data, prints
@@ -24,7 +24,7 @@ from fedcg.text_output import moment, seconds_of, table
 
 if TYPE_CHECKING:
     from export.model.manifest import Accept, Verification
-    from export.serving.judge import Stage
+    from export.serving.judge import CandidateStage
 
 model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
@@ -66,11 +66,11 @@ def _accept(signed_by: str | None) -> Accept:
     return check_by_this_box if signed_by is None else required(signed_by)
 
 
-def _stage(images: int, share: float, span: str) -> Stage | None:
-    from export.serving.judge import Stage
+def _stage(images: int, share: float, span: str) -> CandidateStage | None:
+    from export.serving.judge import CandidateStage
 
     lasts_s = seconds_of(span, "--shadow-for")
-    return Stage(images, share, lasts_s) if images else None
+    return CandidateStage(images, share, lasts_s) if images else None
 
 
 class _InferGroup(TyperGroup):
@@ -277,22 +277,22 @@ def list_versions(root: Root, signed_by: SignedBy = None) -> Result:
 
     Example: fedcg model list /var/lib/fedcg/casting/models
     """
-    slots = Slots(root, _accept(signed_by))
-    versions = slots.versions()
+    installed = ModelVersions(root, _accept(signed_by))
+    versions = installed.versions()
     if not versions:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
-    rows = [_version_row(slots, version) for version in versions]
+    rows = [_version_row(installed, version) for version in versions]
     columns = ("version", "in use", "federation", "round", "accuracy", "created", "remarks")
     cells = [[row["version"], "yes" if row["current"] else "", *_cells(row)] for row in rows]
     return rows, f"{table(columns, cells, '')}\nNext: fedcg model use {root} VERSION, or fedcg model rollback {root}"
 
 
-def _version_row(slots: Slots, version: Version) -> dict[str, object]:
+def _version_row(installed: ModelVersions, version: Version) -> dict[str, object]:
     from export.model.manifest import signer_of
 
     row: dict[str, object] = {"version": version.name, "current": version.is_current}
     try:
-        (manifest, signature), signer = slots.verify(version.name), signer_of(version.directory)
+        (manifest, signature), signer = installed.verify(version.name), signer_of(version.directory)
     except ExportError as error:
         return row | {"state": f"refused: {error}"}
     return row | {
@@ -329,8 +329,8 @@ def verify_versions(
 
     Example: fedcg model verify /var/lib/fedcg/casting/models
     """
-    slots = Slots(root, accept=_accept(signed_by))
-    names = [version] if version else [one.name for one in slots.versions()]
+    installed = ModelVersions(root, accept=_accept(signed_by))
+    names = [version] if version else [one.name for one in installed.versions()]
     if not names:
         raise ExportError(f"{root}: no model is installed there", exit_code=NOT_FOUND)
     faults: dict[str, str] = {}
@@ -338,7 +338,7 @@ def verify_versions(
     lines = []
     for name in names:
         try:
-            manifest, signature = slots.verify(name)
+            manifest, signature = installed.verify(name)
         except ExportError as error:
             if error.exit_code == NOT_FOUND:
                 raise
@@ -373,7 +373,7 @@ def use_version(
 
     Example: fedcg model use /var/lib/fedcg/casting/models 0002
     """
-    return _in_use(Slots(root, _accept(signed_by)).use(version))
+    return _in_use(ModelVersions(root, _accept(signed_by)).use(version))
 
 
 def _in_use(model: Path) -> Result:
@@ -387,7 +387,7 @@ def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
 
     Example: fedcg model rollback /var/lib/fedcg/casting/models
     """
-    return _in_use(Slots(root, _accept(signed_by)).rollback())
+    return _in_use(ModelVersions(root, _accept(signed_by)).rollback())
 
 
 @prints

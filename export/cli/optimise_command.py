@@ -12,7 +12,7 @@ from rich.console import Console
 
 from export.cli.infer_commands import Root, Threads, model_app
 from export.model.manifest import MANIFEST_NAME, Manifest, read_all
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
     from export.build.variants import CALIBRATION_IMAGES, HeldOut
     from export.model.image_files import labelled_images
 
-    manifest, _ = read_all(Slots(root).current())
+    manifest, _ = read_all(ModelVersions(root).current())
     pictures, labels = labelled_images(images, manifest.classes, manifest.image)
     if calibration is not None:
         ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
@@ -93,9 +93,9 @@ def _optimise(
     from export.model.manifest import sign_manifest
     from export.model.runtime import machine
 
-    slots = Slots(root)
-    slots.check_signed(is_signed=sign is not None)
-    source = slots.current()
+    installed = ModelVersions(root)
+    installed.check_signed(is_signed=sign is not None)
+    source = installed.current()
     before, _ = read_all(source)
     with tempfile.TemporaryDirectory(prefix="fedcg-optimise-") as folder:
         for name in (MANIFEST_NAME, before.model.name):
@@ -110,4 +110,4 @@ def _optimise(
             if sign is not None:
                 sign_manifest(directory, sign)
 
-        return slots.install(fill), after, True
+        return installed.install(fill), after, True

@@ -47,7 +47,7 @@ class Version:
     is_current: bool
 
 
-class Slots:
+class ModelVersions:
     """The versions under one root.
 
     Args:
@@ -265,7 +265,7 @@ def resolve(directory: Path) -> Path:
     if (directory / MANIFEST_NAME).is_file():
         return directory
     if (_root_of(directory) / POINTER_NAME).is_file():
-        return Slots(directory).current()
+        return ModelVersions(directory).current()
     if not directory.is_dir():
         raise ManifestError(f"{directory}: no such folder", exit_code=NOT_FOUND)
     raise ManifestError(

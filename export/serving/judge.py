@@ -65,7 +65,7 @@ def apart(first: float, second: float) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VersionFault:
     """A version that should not stay in service, and why."""
 
     version: str
@@ -166,7 +166,7 @@ def _shift(now: Sample, before: Sample) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class CandidateStage:
     """How long and how much a candidate is compared.
 
     Attributes:
@@ -226,7 +226,7 @@ class Comparison:
         floor: share of images for which both should name the same class.
     """
 
-    def __init__(self, version: str, before: str, stage: Stage, floor: float = 0.0) -> None:
+    def __init__(self, version: str, before: str, stage: CandidateStage, floor: float = 0.0) -> None:
         self._now, self._before = Sample(version, stage.images), Sample(before, stage.images)
         self._stage, self._floor = stage, floor
         self._times: list[tuple[float, float]] = []  # seconds per image of the version in service and of the candidate
@@ -255,7 +255,7 @@ class Comparison:
         is_enough = images >= self._stage.images and len(self._times) >= self._least(LEAST_TIMINGS)
         return is_enough and images * self._before.independent >= self._stage.images / 2
 
-    def verdict(self, elapsed_s: float) -> Verdict | None:
+    def verdict(self, elapsed_s: float) -> VersionFault | None:
         """Why the candidate should not take the requests; None as long as nothing speaks against it."""
         is_over = self.is_over(elapsed_s)
         found: tuple[tuple[Kind, str], ...] = (
@@ -263,7 +263,7 @@ class Comparison:
             ("latency", self._slowness()),
             ("drift", self._drift() if is_over else ""),
         )
-        return next((Verdict(self._now.version, kind, reason) for kind, reason in found if reason), None)
+        return next((VersionFault(self._now.version, kind, reason) for kind, reason in found if reason), None)
 
     def _least(self, count: int) -> int:
         return min(count, self._stage.images)
@@ -342,7 +342,7 @@ class Watch:
         """Judge a version no more: it was taken back before, so whoever chooses it again means it."""
         self._judged.add(version)
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> VersionFault | None:
         """What is wrong with the version in service; given once."""
         with self._lock:
             now, before = self._now, self._trusted
@@ -355,13 +355,13 @@ class Watch:
                 self._judged.add(now.version)
             return verdict
 
-    def _against(self, now: Sample, before: Sample) -> Verdict | None:
+    def _against(self, now: Sample, before: Sample) -> VersionFault | None:
         if now.failures >= FAILURES and now.failure_share > FAILURE_SHARE + before.failure_share:
-            return Verdict(now.version, "errors", f"{now.failures} of its first {now.requests} requests failed")
+            return VersionFault(now.version, "errors", f"{now.failures} of its first {now.requests} requests failed")
         if len(now.predictions) < self.window:
             return None
         reason = _drift(now, before, *_shift(now, before))
-        return Verdict(now.version, "drift", reason) if reason else None
+        return VersionFault(now.version, "drift", reason) if reason else None
 
     def _is_proven(self, now: Sample, before: Sample | None) -> bool:
         """Whether enough was predicted to compare the next version with it."""

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from export.errors import ExportError, ModelError
 from export.model.manifest import Accept
 from export.model.runtime import Floats, Model, in_words
-from export.model.versions import Slots, resolve
-from export.serving.judge import Comparison, Pair, Progress, Stage, Verdict, Watch, least_agreement
+from export.model.versions import ModelVersions, resolve
+from export.serving.judge import CandidateStage, Comparison, Pair, Progress, VersionFault, Watch, least_agreement
 from fedcg.files import READABLE, replace_durably
 from fedcg.imaging import Pixels
 
@@ -67,7 +67,7 @@ class Candidate:
         self,
         model: Model,
         current: Model,
-        stage: Stage,
+        stage: CandidateStage,
         began_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +93,7 @@ class Candidate:
         except RuntimeError:  # closed a moment ago
             self._room.release()
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> VersionFault | None:
         """Why it should not take the requests, by what was compared until now."""
         while self._pairs:
             self._comparison.add(self._pairs.popleft())
@@ -203,7 +203,7 @@ class ServedModel:
         warm_up: Sequence[int],
         observe: Callable[[str], None] = lambda _: None,
         accept: Accept | None = None,
-        stage: Stage | None = None,
+        stage: CandidateStage | None = None,
         watch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -223,7 +223,7 @@ class ServedModel:
         self.taken_back = ""
         """Which version was taken out of service last because of what it did there, and why; "" when none was."""
 
-    def look(self) -> list[Verdict]:
+    def look(self) -> list[VersionFault]:
         """Take the version in service back where it does badly, then `refresh`; why versions were taken back now."""
         verdict = self._watch.verdict()
         taken = [verdict] if verdict is not None and self.take_back(verdict) else []
@@ -233,7 +233,7 @@ class ServedModel:
             taken.append(rejected)
         return taken
 
-    def refresh(self) -> Verdict | None:
+    def refresh(self) -> VersionFault | None:
         """Look whether another version was chosen or its files changed; if so load it, warm it up, and serve or compare it.
 
         A version that cannot be used is refused with a line in the log, and the one in service stays.
@@ -281,21 +281,21 @@ class ServedModel:
         """End the comparison; a server that starts again begins it anew."""
         self._drop()
 
-    def take_back(self, verdict: Verdict) -> bool:
+    def take_back(self, verdict: VersionFault) -> bool:
         """Return from a version that does badly to the one before it; whether that was possible.
 
         Nothing is done when there are no versions to choose from, or another one was chosen meanwhile. If that one is the candidate,
         it takes the requests at once: a version that does badly is nothing to compare it with.
         """
-        slots = Slots(self._directory, accept=self._accept)
+        installed = ModelVersions(self._directory, accept=self._accept)
         if self.candidate is not None and self.current is not None and verdict.version == self.current.version:
             log.error("version %s does badly, so the candidate takes all requests: %s", verdict.version, verdict.reason)
             self._promote(self.candidate.model)
             return False
         try:
-            if slots.current().name != verdict.version:
+            if installed.current().name != verdict.version:
                 return False
-            back = slots.rollback()
+            back = installed.rollback()
         except (ExportError, OSError) as error:
             log.warning("version %s should be taken back (%s), but stays: %s", verdict.version, verdict.reason, error)
             return False
@@ -304,7 +304,7 @@ class ServedModel:
         log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
         return True
 
-    def _introduce(self, model: Model) -> Verdict | None:
+    def _introduce(self, model: Model) -> VersionFault | None:
         """Serve a version that was loaded, or compare it first where it succeeds the one in service; a verdict where it can't be compared."""
         before, is_insisted = self.current, model.version in self._left
         if self._stage is None or before is None or is_insisted or not self._succeeds(before.version):
@@ -312,7 +312,7 @@ class ServedModel:
         elif not is_comparable(model, before):
             reason = f"its classes or images are not those of version {before.version}, so it can't be compared; if it is right, "
             reason += f"`fedcg model use {self._root} {model.version}` puts it in service"
-            return self._reject(Verdict(model.version, "incomparable", reason))
+            return self._reject(VersionFault(model.version, "incomparable", reason))
         else:
             if self._began_s is None:  # one that replaces a candidate has the rest of its time
                 self._began_s = self._clock()
@@ -322,7 +322,7 @@ class ServedModel:
             log.info(told, model.version, before.version, self._stage.images, self._stage.limit_s)
         return None
 
-    def _settled(self) -> Verdict | None:
+    def _settled(self) -> VersionFault | None:
         """Look at the comparison: keep on, take the candidate back, or serve it. A verdict when it was taken back."""
         candidate = self.candidate
         if candidate is None:
@@ -335,7 +335,7 @@ class ServedModel:
             self._promote(candidate.model)
         return None
 
-    def _reject(self, verdict: Verdict) -> Verdict | None:
+    def _reject(self, verdict: VersionFault) -> VersionFault | None:
         """Take a version back that does not answer yet, or refuse it where the pointer can't be moved."""
         self._drop()
         self._began_s = None
@@ -375,12 +375,12 @@ class ServedModel:
 
     @property
     def _root(self) -> Path:
-        return Slots(self._directory).root
+        return ModelVersions(self._directory).root
 
     def _succeeds(self, version: str) -> bool:
         """Whether the pointer can return to `version`; not after a rollback from it."""
         try:
-            return version in Slots(self._directory).previous()
+            return version in ModelVersions(self._directory).previous()
         except (ExportError, OSError):
             return False
 

@@ -10,7 +10,7 @@ import onnxruntime
 import psutil
 import pytest
 
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
@@ -270,7 +270,7 @@ def test_an_image_generator_leaves_only_once_its_owner_lists_it_and_each_device_
         assert parts_by_sender(stack) == {sender: {GENERATOR} for sender in everybody}
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 1), dtype=np.uint8)
     for device in stack.devices:
-        session = onnxruntime.InferenceSession(Slots(stack.store(device) / "models").current() / "model.onnx")
+        session = onnxruntime.InferenceSession(ModelVersions(stack.store(device) / "models").current() / "model.onnx")
         (logits,) = session.run(["logits"], {session.get_inputs()[0].name: pixels})
         assert logits.shape == (3, len(CLASSES))
         assert np.isfinite(logits).all()

@@ -20,7 +20,7 @@ from edge_client.session.signals import (
     TrainerCommand,
     TrainRound,
 )
-from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
+from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, TrainerState, next_deadline
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
 from fedcg.wire.transport import mqtt
@@ -120,10 +120,10 @@ def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[Sessio
 
 
 def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works() -> None:
-    busy = SessionState("shapes", "a", trainer=Trainer.BUSY, job=RoundAttempt(1, 1), job_spec="5" * 64)
+    busy = SessionState("shapes", "a", trainer=TrainerState.BUSY, job=RoundAttempt(1, 1), job_spec="5" * 64)
     state, commands = drive(busy, RoundCommitted(RoundAttempt(1, 1)))
     assert commands == [LoadUpdate()]
-    assert (state.trainer, state.committed, state.bound_spec) == (Trainer.IDLE, RoundAttempt(1, 1), "5" * 64)
+    assert (state.trainer, state.committed, state.bound_spec) == (TrainerState.IDLE, RoundAttempt(1, 1), "5" * 64)
     times: list[float] = []
     while len(times) < 7:
         due = next_deadline(state)
@@ -139,7 +139,7 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
 
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
     known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0)
-    state = SessionState("shapes", "a", delivery=known, trainer=Trainer.IDLE)
+    state = SessionState("shapes", "a", delivery=known, trainer=TrainerState.IDLE)
     state, commands = drive(state, OutboxFound(RoundAttempt(1, 1)), LinkChanged(up=True))
     assert commands[0] == LoadUpdate()
     state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE))

@@ -13,7 +13,7 @@ from audit.attacks.attack import Attack, Effort, get_attack
 from audit.evidence import Case, Colluder, Truth, View, joined
 from audit.evidence.case import Knowledge
 from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
-from audit.report import Finding, Subject, Verdict, finding_of
+from audit.report import Finding, GateResult, Subject, finding_of
 from experiments.data.client_datasets import build_cohort
 from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
@@ -180,7 +180,7 @@ SUBJECT = Subject(
     0, ("3 frames that the observer could not keep up with",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
     "public spec seed",
 )  # fmt: skip
-VERDICTS = (Verdict("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
+VERDICTS = (GateResult("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
 
 
 def figure(

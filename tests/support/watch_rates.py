@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.model.runtime import Floats
-from export.serving.judge import LONGEST, WINDOW, Verdict, Watch
+from export.serving.judge import LONGEST, WINDOW, VersionFault, Watch
 
 Shares = npt.NDArray[np.float64]
 LOOK = 25
@@ -45,7 +45,7 @@ class Traffic:
         return rows.astype(np.float32)
 
 
-def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[Verdict | None, int]:
+def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[VersionFault | None, int]:
     """One change of versions, looked at twice a second of 50 requests: the verdict, and after how many requests it came."""
     watch, requests = Watch(WINDOW), LONGEST * WINDOW
     watch.answered("0001", before.rows(requests, random))

@@ -19,7 +19,7 @@ from pathlib import Path
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import CHECK_BYTES, Chunk, check_chunk, chunk_check, chunk_length
-from fedcg.wire.transfer.windows import Grants, Ranges, Window
+from fedcg.wire.transfer.windows import ChunkRecord, Ranges, Window
 
 MAGIC = b"FCGPART1"
 _HEAD = struct.Struct(">8s32sQI")
@@ -49,7 +49,7 @@ class DurableReceiver:
         self.ref = ref
         self._path = path
         self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
-        self._grants = Grants(ref, window, stall_s)
+        self._grants = ChunkRecord(ref, window, stall_s)
         self._end = ref.size  # of the journal
         self._digest = hashlib.sha256()
         self._hashed = 0  # chunks, from the first one on, that are in the digest
@@ -95,7 +95,7 @@ class DurableReceiver:
         return self._grants.received(chunk.index, now)
 
     def next_need(self, now: float, room: int | None = None) -> Ranges | None:
-        """Chunks to grant now; see `Grants.next_need`."""
+        """Chunks to grant now; see `ChunkRecord.next_need`."""
         return self._grants.next_need(now, room)
 
     def finish(self) -> Path:

@@ -39,7 +39,7 @@ class Window:
         return max(1, min(self.chunks, self.bytes // chunk_bytes))
 
 
-class Grants:
+class ChunkRecord:
     """The record of one artifact's chunks: received, granted, missing.
 
     Args:

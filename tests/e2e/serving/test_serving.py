@@ -25,7 +25,7 @@ from PIL import Image
 from export import load
 from export.errors import InputError
 from export.model.runtime import Model, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from export.serving.app import OF_STATUS, OTHER_STATUS
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
@@ -165,7 +165,7 @@ Answers = dict[str, list[dict[str, float]]]
 def _expected(root: Path) -> Answers:
     """Probabilities by class of each image, by version."""
     found: Answers = {}
-    for version in Slots(root).versions():
+    for version in ModelVersions(root).versions():
         model = Model.load(version.directory, threads=1)
         rows = model.predict([load_image(content, model.manifest.image) for content in IMAGES.values()])
         found[version.name] = [{guess.label: guess.probability for guess in model.top(row, 3)} for row in rows]
@@ -196,21 +196,21 @@ def _check(status: int, text: bytes, expected: Answers, seen: Counter[str]) -> N
     seen[document["version"]] += 1
 
 
-def _swap(server: Server, slots: Slots, swaps: int) -> None:
-    names = [version.name for version in slots.versions()]
+def _swap(server: Server, installed: ModelVersions, swaps: int) -> None:
+    names = [version.name for version in installed.versions()]
     for number in range(swaps):
-        slots.use(names[number % len(names)])
+        installed.use(names[number % len(names)])
         server.wait_for_version(names[number % len(names)])
 
 
-def _point_to_a_damaged_version(server: Server, slots: Slots) -> None:
+def _point_to_a_damaged_version(server: Server, installed: ModelVersions) -> None:
     """As when the disk fails after the switch: `use` would have refused it."""
-    content = (slots.root / "0001" / "model.onnx").read_bytes()
-    damaged = slots.root / "0009"
+    content = (installed.root / "0001" / "model.onnx").read_bytes()
+    damaged = installed.root / "0009"
     damaged.mkdir()
-    (damaged / "manifest.json").write_bytes((slots.root / "0001" / "manifest.json").read_bytes())
+    (damaged / "manifest.json").write_bytes((installed.root / "0001" / "manifest.json").read_bytes())
     (damaged / "model.onnx").write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    slots._point_to("0009")
+    installed._point_to("0009")
     server.wait_for_metric('fedcg_serve_model_loads_total{outcome="refused"}', 1)
     assert "0009" in server.ask("/model").document["refused"]
     assert server.ask("/readyz").status == 200
@@ -220,14 +220,14 @@ def _point_to_a_damaged_version(server: Server, slots: Slots) -> None:
 def test_no_request_fails_and_no_answer_is_mixed_while_versions_change(tmp_path: Path, swaps: int) -> None:
     root = tmp_path / "models"
     install_versions(root, 3)
-    expected, slots, done = _expected(root), Slots(root), threading.Event()
+    expected, installed, done = _expected(root), ModelVersions(root), threading.Event()
     with serving(root, "--watch", 0, "--shadow", 0) as server, ThreadPoolExecutor(CALLERS) as pool:
         callers = [
             pool.submit(_ask_until, done, server, expected, keeps_alive=number % 2 == 0) for number in range(CALLERS)
         ]
         try:
-            _swap(server, slots, swaps)
-            _point_to_a_damaged_version(server, slots)
+            _swap(server, installed, swaps)
+            _point_to_a_damaged_version(server, installed)
         finally:
             done.set()
         seen = sum((caller.result() for caller in callers), Counter[str]())
@@ -358,7 +358,7 @@ def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
             assert camera.ask(payload, number)["error"]["code"] == code, number
         assert camera.ask(image, "after")["version"] == "0002"
 
-        Slots(models).use("0001")
+        ModelVersions(models).use("0001")
         wait_until(lambda: camera.status().get("version") == "0001", "the status names the new version")
         assert camera.ask(image, "2")["version"] == "0001"
 

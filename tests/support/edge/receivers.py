@@ -5,14 +5,14 @@ import hashlib
 from fedcg.wire.errors import IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, check_chunk
-from fedcg.wire.transfer.windows import Grants, Ranges, Window
+from fedcg.wire.transfer.windows import ChunkRecord, Ranges, Window
 
 
 class Receiver:
-    """Puts one artifact together in memory and says which chunks to ask for; see `Grants` for the arguments."""
+    """Puts one artifact together in memory and says which chunks to ask for; see `ChunkRecord` for the arguments."""
 
     def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
-        self._grants = Grants(ref, window or Window(), stall_s)
+        self._grants = ChunkRecord(ref, window or Window(), stall_s)
         self._have: dict[int, bytes | memoryview] = {}
 
     @property

@@ -16,7 +16,7 @@ from edge_client.config import PolicySection
 from edge_client.session.signals import Chosen, Invited
 from edge_client.store.checked_files import SENT_FILE, read_lines
 from export.model.manifest import read_manifest
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.wire.messages.schemas import (
     EVERYONE,
     Accept,
@@ -258,7 +258,7 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
     model = due(SelfReporter(allowed, models)).condition.model
     assert model is not None
     assert (model.version, model.before) == ("0002", first.accuracy)
-    judged = {one.images for one in read_manifest(Slots(models).current()).variants if one.accuracy is not None}
+    judged = {one.images for one in read_manifest(ModelVersions(models).current()).variants if one.accuracy is not None}
     assert judged == {site.store.finalised()["val_images"]}, "never by test images"
     forms = {form.name: form for form in model.forms}
     assert {"fp32", "fp16", "int8"} <= set(forms)

@@ -17,7 +17,7 @@ from edge_client.session.signals import RoundCommitted
 from edge_client.store.generations import Snapshot
 from edge_client.training.local_data import LocalData, LocalDefence
 from export.model.manifest import read_manifest
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.event_log import EventLog
 from fedcg.files import checked_secret
 from fedcg.learning.defences.defence import DefencePlace, defence_of
@@ -180,7 +180,7 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits(tmp_pat
     assert site.store.generations.snapshot(state.generation).defence == "etc"
     (event,) = site.events("defended")
     assert event["detail"] == "steps IR,IA,IF,IS, block 4, key device"
-    installed = read_manifest(Slots(site.store.root / "models").current())
+    installed = read_manifest(ModelVersions(site.store.root / "models").current())
     assert installed.verification.accuracy_onnx == pytest.approx(scores["best.test"])
     for folder, name in ((digits / "test", "test"), (tmp_path / "common_digits", "common")):
         asked = run_fedcg("infer", folder, "--model", site.store.root, "--json")

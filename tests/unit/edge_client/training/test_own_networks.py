@@ -21,7 +21,7 @@ from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
 from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted
 from edge_client.training import local_round
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.event_log import EventLog
 from fedcg.learning.methods.fedproto import NearestPrototype
 from fedcg.learning.networks.assembly import personal_model
@@ -109,7 +109,7 @@ def test_the_exported_model_is_the_methods_own(
     chosen = candidates[str(final["candidate"])]
     network = personal_model(spec, chosen)
     assert type(network) is kind
-    session = onnxruntime.InferenceSession(Slots(site.store.root / "models").current() / "model.onnx")
+    session = onnxruntime.InferenceSession(ModelVersions(site.store.root / "models").current() / "model.onnx")
     pixels = np.random.default_rng(0).integers(0, 256, (2, *spec.image.shape), dtype=np.uint8)
     logits = session.run(["logits"], {session.get_inputs()[0].name: pixels})[0]
     scaled = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255

@@ -18,7 +18,7 @@ from edge_client.training.personal_model import Candidate, choose
 from edge_client.training.workplace import Measured, measure
 from export.errors import GateError
 from export.model.manifest import read_manifest, required
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.learning.method import Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec, ParameterValue
@@ -196,7 +196,7 @@ def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> No
     for number in (1, 2, 3):
         trainer.afterwards(trainer.do(site.round(number)))
         best.append(int(site.state().generation.scores["best.round"]))
-        assert read_manifest(Slots(models).current()).round == best[-1]
+        assert read_manifest(ModelVersions(models).current()).round == best[-1]
     exported = site.events("exported")
     assert [event["round"] for event in exported] == sorted(set(best))
     assert [event["model_dir"] for event in exported] == [
@@ -213,7 +213,7 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
     trainer, models = site.trainer(), site.store.root / "models"
     report = trainer.do(site.round(1))
     trainer.afterwards(report)
-    before = Slots(models).versions()
+    before = ModelVersions(models).versions()
 
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -221,12 +221,12 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
     with monkeypatch.context() as broken:
         broken.setattr("export.model.versions.fsync_path", full)
         trainer.afterwards(report)
-    assert Slots(models).versions() == before
+    assert ModelVersions(models).versions() == before
     (failed,) = site.events("export_failed")
     assert failed["round"] == 1
     assert "No space left" in str(failed["detail"])
     trainer.afterwards(report)
-    assert len(Slots(models).versions()) == len(before) + 1
+    assert len(ModelVersions(models).versions()) == len(before) + 1
 
 
 def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.coordinator_rounds import Round, Run, cost_of_watchers, growth_mb
-from experiments.bench.fedcg_round import RoundPlan, Stage, median_seconds, whole_round
+from experiments.bench.fedcg_round import RoundPlan, TimedStage, median_seconds, whole_round
 from experiments.bench.inference_latency import Load
 from experiments.bench.transport_rounds import Case, Measured, filled
 from fedcg.wire.messages.schemas import Outcome
@@ -26,11 +26,17 @@ def test_a_round_is_the_sum_of_its_stages_times_how_often_each_runs() -> None:
     )
     found = {
         ("reference", stage): seconds
-        for stage, seconds in ((Stage.CLASSIFY, 1.0), (Stage.GAN, 4.0), (Stage.STUDENT, 3.0))
+        for stage, seconds in ((TimedStage.CLASSIFY, 1.0), (TimedStage.GAN, 4.0), (TimedStage.STUDENT, 3.0))
     }
     # 5 clients one after the other, 10 times what was measured; the server 4 times.
     assert whole_round("reference", found, plan) == {"classify": 50.0, "gan": 200.0, "server": 12.0, "round": 262.0}
-    seconds = {Stage.CLASSIFY: 1.0, Stage.FEATURES: 0.5, Stage.GAN: 2.0, Stage.TEACHER: 0.25, Stage.STUDENT: 1.0}
+    seconds = {
+        TimedStage.CLASSIFY: 1.0,
+        TimedStage.FEATURES: 0.5,
+        TimedStage.GAN: 2.0,
+        TimedStage.TEACHER: 0.25,
+        TimedStage.STUDENT: 1.0,
+    }
     ours = {("ours", stage): taken for stage, taken in seconds.items()}
     # 5 clients two at a time take 3 turns; features once a turn: 3 · (10 · 2 + 0.5). The server: 4 · (1 + 5 · 0.25).
     assert whole_round("ours", ours, plan) == {"classify": 30.0, "gan": 61.5, "server": 9.0, "round": 100.5}

@@ -17,7 +17,7 @@ from export.build.to_onnx import OPSET, export_personal
 from export.errors import ConversionError, ManifestError, VerificationError
 from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import load_folder, normalise
 from fedcg.learning.networks import load_part
@@ -212,7 +212,7 @@ def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
     broken = {name: tensor * float("inf") for name, tensor in parts[Part.CLASSIFIER].items()}
     with pytest.raises(VerificationError):  # and the last good one stays
         package_personal(spec, {**parts, Part.CLASSIFIER: broken}, tmp_path, round_number=3)
-    assert [version.name for version in Slots(tmp_path).versions()] == ["0001"]
+    assert [version.name for version in ModelVersions(tmp_path).versions()] == ["0001"]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from export.errors import ConversionError, ExportError, SlotError, TamperedError
 from export.model.image_files import labelled_images
 from export.model.manifest import Manifest, Variant, read_manifest, required, signer_of
 from export.model.runtime import Floats, Model, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
@@ -159,7 +159,7 @@ def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
     add_variants(directory, held_out, budget=1.0, threads=1)
     flip_bit(directory / "model-fp16.onnx", 1000)
     with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
-        Slots(directory.parent).verify(directory.name)
+        ModelVersions(directory.parent).verify(directory.name)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_a_form_that_only_did_well_where_it_was_chosen_is_not_served(
     assert "held-out files that had no part in choosing it" in spoilt.reason
     assert not (directory / "model-int8.onnx").exists()
     assert manifest.serves == "fp16"
-    assert Slots(tmp_path / "models").verify(directory.name)[0] == manifest
+    assert ModelVersions(tmp_path / "models").verify(directory.name)[0] == manifest
     [check] = [one for one in manifest.verification.variants if one.name == "int8"]
     assert check.accuracy < 0.99
 
@@ -263,11 +263,11 @@ def _optimise(root: Path, folder: Path, *more: str) -> Result:
 def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, folder: Path, clock: Clock) -> None:
     for _ in range(3):
         root = install_model(tmp_path).parent
-    before = Slots(root).versions()
+    before = ModelVersions(root).versions()
     clock()
     told = _optimise(root, folder)
     assert told.exit_code == 0, told.output
-    assert Slots(root).versions() == before
+    assert ModelVersions(root).versions() == before
     assert f"nothing is faster here: {root / '0003'} stays in use" in told.stdout
     assert "at least 1.05 is asked for" in told.stdout
 
@@ -300,7 +300,7 @@ def test_an_unsigned_version_is_never_put_in_use_over_a_signed_one(
     assert told.exit_code == 2
     assert "--sign" in told.stderr
     assert "signing.key" in told.stderr
-    assert [one.name for one in Slots(root).versions()] == ["0001"]
+    assert [one.name for one in ModelVersions(root).versions()] == ["0001"]
     done = _optimise(root, folder, "--sign", str(key))
     assert done.exit_code == 0, done.output
     assert read_manifest(root / "0002", required(str(key))).serves == "fp16"
@@ -310,5 +310,5 @@ def test_no_other_writer_puts_an_unsigned_version_over_a_signed_one(tmp_path: Pa
     root = install_model(tmp_path, key=key).parent
     with pytest.raises(SlotError, match="--sign"):
         install_model(root)
-    assert [one.name for one in Slots(root).versions()] == ["0001"]
-    assert signer_of(Slots(root).current()) is not None
+    assert [one.name for one in ModelVersions(root).versions()] == ["0001"]
+    assert signer_of(ModelVersions(root).current()) is not None

@@ -170,10 +170,10 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
 def checkpoint(tmp_path: Path) -> tuple[Path, Path]:
     spec = make_spec()
     (tmp_path / "spec.json").write_bytes(spec.canonical())
-    slots = {"best": make_parts(spec, seed=1), "personal": make_parts(spec, seed=2)}
+    installed = {"best": make_parts(spec, seed=1), "personal": make_parts(spec, seed=2)}
     tensors = {
         f"{slot}/{part.value}/{name}": tensor
-        for slot, parts in slots.items()
+        for slot, parts in installed.items()
         for part, weights in parts.items()
         for name, tensor in weights.items()
     }

@@ -17,7 +17,7 @@ from export.build.variants import HeldOut, add_variants
 from export.model import runtime, versions
 from export.model.manifest import read_manifest
 from export.model.runtime import Model, available_providers
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from export.serving.live_model import ServedModel
 from tests.support.learning.export_models import labels_by
 from tests.support.serving import install_versions
@@ -78,7 +78,7 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(
 ) -> None:
     seen = []
     for version in ("0001", "0002"):
-        Slots(root).use(version)
+        ModelVersions(root).use(version)
         model = Model.load(root, threads=1)
         assert model.predictor.providers == available_providers()
         options = card.tensorrt
@@ -95,7 +95,7 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(
     assert sorted(path.name for path in root.glob("*.engines")) == ["0001.engines", "0002.engines"]
     (root / "0099.engines").mkdir()  # of a version that somebody deleted
     monkeypatch.setattr(versions, "KEEP", 1)
-    slots = Slots(root)
+    installed = ModelVersions(root)
     source = root / "0002"
 
     def again(directory: Path) -> None:
@@ -103,8 +103,8 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(
             (directory / path.name).write_bytes(path.read_bytes())
         Model.load(directory, threads=1)  # as the gate does it
 
-    slots.install(again)
-    assert [version.name for version in slots.versions()] == ["0002", "0003"]
+    installed.install(again)
+    assert [version.name for version in installed.versions()] == ["0002", "0003"]
     assert [path.name for path in root.glob("*.engines")] == ["0002.engines"]
     assert list(root.glob(".staging*")) == []
 

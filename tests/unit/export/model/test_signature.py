@@ -11,8 +11,8 @@ from export import load
 from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.model.manifest import note_signer, read_manifest, required, sign_manifest, signer_of, write_manifest
 from export.model.runtime import Model
-from export.model.versions import Slots
-from export.serving.judge import Verdict
+from export.model.versions import ModelVersions
+from export.serving.judge import VersionFault
 from export.serving.live_model import ServedModel
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.envelopes import SigningKey
@@ -194,9 +194,9 @@ def home(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("own.key", "other.key"):
         SigningKey.generate().save(folder / name)
     shutil.copytree(installed, folder / "models")
-    for version in Slots(folder / "models").versions():
+    for version in ModelVersions(folder / "models").versions():
         sign_manifest(version.directory, folder / "own.key")
-    Slots(folder / "models").use("0001")
+    ModelVersions(folder / "models").use("0001")
     return folder
 
 
@@ -236,7 +236,7 @@ def test_a_version_that_the_box_did_not_sign_as_it_is_never_comes_into_service(
         shutil.copytree(home / "models" / "0001", root / "0001")
     models.refresh()
     alter(root / "0002", home)
-    Slots(root)._point_to("0002")  # `use` would refuse some of them
+    ModelVersions(root)._point_to("0002")  # `use` would refuse some of them
     models.refresh()
     assert told in models.refused
     assert models.current is not None
@@ -251,7 +251,7 @@ def test_a_server_says_which_key_it_checks_with_and_refuses_what_another_box_sig
     options = ("--signed-by", str(home / "own.key")) if is_named else ()
     _of_another_box(root / "0002", home)
     with serving(root, *options, "--shadow", 0) as server:
-        Slots(root)._point_to("0002")
+        ModelVersions(root)._point_to("0002")
         server.wait_for_metric('fedcg_serve_model_loads_total{outcome="refused"}', 1)
         assert "the model of another box" in server.ask("/model").document["refused"]
         assert server.ask("/predict", encoded(picture(1), "PNG"), PNG).document["version"] == "0001"
@@ -263,11 +263,11 @@ def test_a_server_says_which_key_it_checks_with_and_refuses_what_another_box_sig
 
 def test_a_version_is_not_taken_back_to_one_that_the_box_did_not_sign(home: Path, root: Path) -> None:
     (root / "0001" / "manifest.sig").unlink()
-    Slots(root).use("0002")
+    ModelVersions(root).use("0002")
     models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
     models.refresh()
-    assert not models.take_back(Verdict("0002", "drift", "told so"))
-    assert Slots(root).current().name == "0002"
+    assert not models.take_back(VersionFault("0002", "drift", "told so"))
+    assert ModelVersions(root).current().name == "0002"
 
 
 def test_the_command_classifies_with_a_signed_model_only(home: Path, root: Path, tmp_path: Path) -> None:

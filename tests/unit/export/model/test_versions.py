@@ -15,7 +15,7 @@ from export.build.install_model import pass_gate
 from export.errors import GateError, ManifestError, SlotError, TamperedError
 from export.model import versions
 from export.model.manifest import Manifest, ModelFile, Verification, digest, read_manifest, read_model, write_manifest
-from export.model.versions import POINTER_NAME, Slots, resolve
+from export.model.versions import POINTER_NAME, ModelVersions, resolve
 from fedcg.image_form import ImageForm
 from tests.support.learning.export_models import TestImages, flip_bit, install_model, labels_by
 
@@ -43,21 +43,21 @@ def _filler(content: bytes) -> Callable[[Path], None]:
     return fill
 
 
-def _names(slots: Slots) -> list[str]:
-    return [version.name for version in slots.versions()]
+def _names(installed: ModelVersions) -> list[str]:
+    return [version.name for version in installed.versions()]
 
 
 @pytest.fixture
-def slots(tmp_path: Path) -> Slots:
-    return Slots(tmp_path / "models")
+def installed(tmp_path: Path) -> ModelVersions:
+    return ModelVersions(tmp_path / "models")
 
 
 @pytest.fixture
-def three(slots: Slots) -> Slots:
+def three(installed: ModelVersions) -> ModelVersions:
     """With three versions, of which the last is in use."""
     for content in (b"one", b"two", b"three"):
-        slots.install(_filler(content))
-    return slots
+        installed.install(_filler(content))
+    return installed
 
 
 @pytest.mark.parametrize(
@@ -93,29 +93,29 @@ def test_a_directory_without_manifest_or_model_is_refused(tmp_path: Path) -> Non
         read_model(tmp_path, _manifest(b"model"))
 
 
-def test_installing_puts_the_new_version_in_use(slots: Slots) -> None:
-    first = slots.install(_filler(b"one"))
-    assert (first.name, slots.current()) == ("0001", first)
-    second = slots.install(_filler(b"two"))
-    assert (second.name, slots.current()) == ("0002", second)
-    assert [version.is_current for version in slots.versions()] == [False, True]
-    assert resolve(slots.root) == second
+def test_installing_puts_the_new_version_in_use(installed: ModelVersions) -> None:
+    first = installed.install(_filler(b"one"))
+    assert (first.name, installed.current()) == ("0001", first)
+    second = installed.install(_filler(b"two"))
+    assert (second.name, installed.current()) == ("0002", second)
+    assert [version.is_current for version in installed.versions()] == [False, True]
+    assert resolve(installed.root) == second
     assert resolve(first) == first
 
 
-def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(slots: Slots) -> None:
+def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(installed: ModelVersions) -> None:
     def mismatch(directory: Path) -> None:
         (directory / "model.onnx").write_bytes(b"other")
         write_manifest(directory, _manifest(b"model"))
 
     with pytest.raises(TamperedError):
-        slots.install(mismatch)
-    assert _names(slots) == []
+        installed.install(mismatch)
+    assert _names(installed) == []
     with pytest.raises(SlotError, match="no model is installed"):
-        slots.current()
+        installed.current()
 
 
-def test_rolling_back_returns_step_by_step_to_what_was_in_use(three: Slots) -> None:
+def test_rolling_back_returns_step_by_step_to_what_was_in_use(three: ModelVersions) -> None:
     assert three.rollback().name == "0002"
     assert three.rollback().name == "0001"
     with pytest.raises(SlotError, match="no earlier version"):
@@ -123,12 +123,12 @@ def test_rolling_back_returns_step_by_step_to_what_was_in_use(three: Slots) -> N
     assert three.current().name == "0001"
 
 
-def test_rolling_back_skips_a_damaged_version(three: Slots) -> None:
+def test_rolling_back_skips_a_damaged_version(three: ModelVersions) -> None:
     flip_bit(three.root / "0002" / "model.onnx", 0)
     assert three.rollback().name == "0001"
 
 
-def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(three: Slots) -> None:
+def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(three: ModelVersions) -> None:
     assert three.use("0001").name == "0001"
     assert three.rollback().name == "0003"
     flip_bit(three.root / "0002" / "model.onnx", 0)
@@ -145,39 +145,39 @@ def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "KEEP", 2)
-    slots = Slots(tmp_path)
+    installed = ModelVersions(tmp_path)
     for content in (b"one", b"two", b"three"):
-        slots.install(_filler(content))
-    assert _names(slots) == ["0002", "0003"]
-    slots.use("0002")
-    slots.install(_filler(b"four"))
-    assert _names(slots) == ["0002", "0003", "0004"]  # 0002 is where a rollback leads
-    assert slots.rollback().name == "0002"
-    slots.install(_filler(b"five"))
-    assert slots.current().name == "0005"
-    assert _names(slots) == ["0002", "0004", "0005"]
+        installed.install(_filler(content))
+    assert _names(installed) == ["0002", "0003"]
+    installed.use("0002")
+    installed.install(_filler(b"four"))
+    assert _names(installed) == ["0002", "0003", "0004"]  # 0002 is where a rollback leads
+    assert installed.rollback().name == "0002"
+    installed.install(_filler(b"five"))
+    assert installed.current().name == "0005"
+    assert _names(installed) == ["0002", "0004", "0005"]
 
 
-def test_numbers_count_on_beyond_four_digits(slots: Slots) -> None:
-    slots.install(_filler(b"one"))
-    (slots.root / "0001").rename(slots.root / "9999")
-    assert slots.install(_filler(b"two")).name == "10000"
-    assert slots.install(_filler(b"three")).name == "10001"
+def test_numbers_count_on_beyond_four_digits(installed: ModelVersions) -> None:
+    installed.install(_filler(b"one"))
+    (installed.root / "0001").rename(installed.root / "9999")
+    assert installed.install(_filler(b"two")).name == "10000"
+    assert installed.install(_filler(b"three")).name == "10001"
 
 
-def test_a_damaged_pointer_is_explained_and_can_be_replaced(slots: Slots) -> None:
-    slots.install(_filler(b"one"))
-    (slots.root / POINTER_NAME).write_text("{")
+def test_a_damaged_pointer_is_explained_and_can_be_replaced(installed: ModelVersions) -> None:
+    installed.install(_filler(b"one"))
+    (installed.root / POINTER_NAME).write_text("{")
     with pytest.raises(SlotError, match="fedcg model use"):
-        slots.current()
-    assert slots.use("0001") == slots.current()
+        installed.current()
+    assert installed.use("0001") == installed.current()
 
 
-def test_a_pointer_to_a_version_that_is_gone_is_explained(slots: Slots) -> None:
-    slots.install(_filler(b"one"))
-    (slots.root / "0001").rename(slots.root / "0007")
+def test_a_pointer_to_a_version_that_is_gone_is_explained(installed: ModelVersions) -> None:
+    installed.install(_filler(b"one"))
+    (installed.root / "0001").rename(installed.root / "0007")
     with pytest.raises(SlotError, match="0001 is gone"):
-        slots.current()
+        installed.current()
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
@@ -191,21 +191,21 @@ def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_so
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "KEEP", 100)
-    slots = Slots(tmp_path)
-    slots.install(_filler(b"start"))
+    installed = ModelVersions(tmp_path)
+    installed.install(_filler(b"start"))
     done = threading.Event()
     reads = 0
 
     def read_until_done() -> None:
         nonlocal reads
         while not done.is_set() or reads == 0:
-            current = slots.current()
+            current = installed.current()
             read_model(current, read_manifest(current))
             reads += 1
 
     def write(writer: int) -> None:
         for number in range(5):
-            slots.install(_filler(f"{writer} {number}".encode()))
+            installed.install(_filler(f"{writer} {number}".encode()))
 
     with ThreadPoolExecutor(max_workers=5) as pool:
         reader = pool.submit(read_until_done)
@@ -215,33 +215,33 @@ def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_so
         for one in (reader, *writers):
             one.result()
     assert reads > 0
-    assert _names(slots) == [f"{number:04d}" for number in range(1, 22)]
+    assert _names(installed) == [f"{number:04d}" for number in range(1, 22)]
 
 
 _INSTALL_AND_HANG = """
 import sys, time
 from pathlib import Path
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 def fill(directory):
     (directory / "model.onnx").write_bytes(b"half")
     print("filling", flush=True)
     time.sleep(600)
-Slots(Path(sys.argv[1])).install(fill)
+ModelVersions(Path(sys.argv[1])).install(fill)
 """
 
 
-def test_a_writer_killed_in_the_middle_leaves_the_old_version_in_use_and_no_rubbish(slots: Slots) -> None:
-    first = slots.install(_filler(b"one"))
-    command = [sys.executable, "-c", _INSTALL_AND_HANG, str(slots.root)]
+def test_a_writer_killed_in_the_middle_leaves_the_old_version_in_use_and_no_rubbish(installed: ModelVersions) -> None:
+    first = installed.install(_filler(b"one"))
+    command = [sys.executable, "-c", _INSTALL_AND_HANG, str(installed.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "filling\n"
-        assert len(list(slots.root.glob(".staging-*"))) == 1
+        assert len(list(installed.root.glob(".staging-*"))) == 1
         process.send_signal(signal.SIGKILL)
-    assert slots.current() == first
-    assert _names(slots) == ["0001"]
-    assert slots.install(_filler(b"two")).name == "0002"
-    assert list(slots.root.glob(".staging-*")) == []
+    assert installed.current() == first
+    assert _names(installed) == ["0001"]
+    assert installed.install(_filler(b"two")).name == "0002"
+    assert list(installed.root.glob(".staging-*")) == []
 
 
 @pytest.fixture
@@ -266,8 +266,8 @@ def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
 ) -> None:
     with pytest.raises(GateError, match=r"version 0001 in service 100\.0%"):
         install_model(tmp_path, seed=2, images=right, gate=0.01)
-    assert Slots(tmp_path).current() == first
-    assert [version.name for version in Slots(tmp_path).versions()] == ["0001"]
+    assert ModelVersions(tmp_path).current() == first
+    assert [version.name for version in ModelVersions(tmp_path).versions()] == ["0001"]
 
 
 def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, first: Path, right: TestImages) -> None:
@@ -276,14 +276,14 @@ def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, first: Pa
     assert gate is not None
     assert (gate.against, gate.images, gate.before, gate.allowed) == ("0001", 24, 1.0, 1.0)
     assert gate.accuracy == read_manifest(second).verification.accuracy_onnx
-    assert Slots(tmp_path).current() == second
+    assert ModelVersions(tmp_path).current() == second
 
 
 def test_a_damaged_model_in_service_keeps_no_better_one_out(tmp_path: Path, first: Path, images: TestImages) -> None:
     (first / "model.onnx").write_bytes(b"damaged")
-    assert Slots(tmp_path).current() == first
+    assert ModelVersions(tmp_path).current() == first
     second = install_model(tmp_path, seed=2, images=images, gate=0.0)
-    assert Slots(tmp_path).current() == second
+    assert ModelVersions(tmp_path).current() == second
 
 
 def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_names(
@@ -299,6 +299,9 @@ def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_nam
 def test_models_of_other_classes_are_not_compared(tmp_path: Path, first: Path, images: TestImages) -> None:
     path = first / "manifest.json"
     path.write_text(path.read_text().replace('"ant"', '"owl"'))
-    assert pass_gate(first, Slots(tmp_path), images.files, images.labels) is not None
+    assert pass_gate(first, ModelVersions(tmp_path), images.files, images.labels) is not None
     other = tmp_path / "other"
-    assert pass_gate(install_model(other, seed=2, images=images), Slots(tmp_path), images.files, images.labels) is None
+    assert (
+        pass_gate(install_model(other, seed=2, images=images), ModelVersions(tmp_path), images.files, images.labels)
+        is None
+    )

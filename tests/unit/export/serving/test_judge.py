@@ -4,10 +4,20 @@ import numpy as np
 import pytest
 
 from export.model.runtime import Floats
-from export.serving.judge import FAILURES, LONGEST, Comparison, Pair, Progress, Stage, Verdict, Watch, least_agreement
+from export.serving.judge import (
+    FAILURES,
+    LONGEST,
+    CandidateStage,
+    Comparison,
+    Pair,
+    Progress,
+    VersionFault,
+    Watch,
+    least_agreement,
+)
 from tests.support.watch_rates import DAMAGE, TRAFFIC, taken_back
 
-STAGE = Stage(images=40, limit_s=600.0)
+STAGE = CandidateStage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10
 
 
@@ -55,11 +65,11 @@ def test_five_failures_reject_it_at_once() -> None:
         assert comparison.verdict(1.0) is None
     comparison.add(_pair([0], None))
     reason = "it failed at 5 of 5 requests that version 0001 answered"
-    assert comparison.verdict(1.0) == Verdict("0002", "errors", reason)
+    assert comparison.verdict(1.0) == VersionFault("0002", "errors", reason)
 
 
 def test_failures_are_borne_up_to_5_percent() -> None:
-    comparison = Comparison("0002", "0001", Stage(images=1000))
+    comparison = Comparison("0002", "0001", CandidateStage(images=1000))
     for number in range(95):
         comparison.add(_pair([number % 4], [number % 4]))
     for _ in range(5):
@@ -220,7 +230,7 @@ def test_a_version_that_fails_goes_before_it_has_predicted_much() -> None:
         watch.failed("0002")
         assert watch.verdict() is None
     watch.failed("0002")
-    assert watch.verdict() == Verdict("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")
+    assert watch.verdict() == VersionFault("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")
 
 
 def test_few_failures_among_many_requests_are_borne() -> None:

@@ -14,8 +14,8 @@ import pytest
 from export.errors import SlotError
 from export.model.manifest import read_manifest, write_manifest
 from export.model.runtime import Floats, Model
-from export.model.versions import Slots
-from export.serving.judge import FAILURES, Progress, Stage, Verdict
+from export.model.versions import ModelVersions
+from export.serving.judge import FAILURES, CandidateStage, Progress, VersionFault
 from export.serving.live_model import PENDING, RECORD_NAME, Candidate, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, install_model, make_spec
@@ -48,7 +48,7 @@ def test_the_version_in_use_is_served_and_followed_and_loaded_once_each(root: Pa
     assert first.identity() == {"federation": "garden", "round": 2, "version": "0002"}
     watched.refresh()
     assert watched.models.current is first
-    Slots(root).use("0001")
+    ModelVersions(root).use("0001")
     assert watched.refresh() == "0001"
     second = watched.models.current
     assert second is not None
@@ -62,12 +62,12 @@ def test_the_version_in_use_is_served_and_followed_and_loaded_once_each(root: Pa
 def test_a_damaged_version_is_refused_once_with_its_reason_and_the_old_one_stays(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Slots(root).use("0001")
+    ModelVersions(root).use("0001")
     watched = Watched(root)
     assert watched.refresh() == "0001"
     path = root / "0002" / "model.onnx"
     sound = path.read_bytes()
-    Slots(root).use("0002")
+    ModelVersions(root).use("0002")
     path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     with caplog.at_level(logging.ERROR):
         assert [watched.refresh(), watched.refresh()] == ["0001", "0001"]
@@ -141,7 +141,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in (1, 2, 3):
         install_model(three_root, seed=1, round_number=number)
     for _ in range(2):
-        Slots(three_root).rollback()
+        ModelVersions(three_root).rollback()
     return three_root
 
 
@@ -157,7 +157,7 @@ def clock() -> Clock:
 
 def _started(three_root: Path, clock: Clock, *, watch: int = 0) -> ServedModel:
     """A server that has looked once."""
-    stage = Stage(images=6, share=1.0, limit_s=600.0)
+    stage = CandidateStage(images=6, share=1.0, limit_s=600.0)
     models = ServedModel(three_root, threads=1, warm_up=(1,), stage=stage, watch=watch, clock=clock)
     models.refresh()
     return models
@@ -170,7 +170,7 @@ def _states(models: ServedModel) -> tuple[str | None, str | None]:
 
 
 def _choose(models: ServedModel, three_root: Path, version: str) -> tuple[str | None, str | None]:
-    Slots(three_root).use(version)
+    ModelVersions(three_root).use(version)
     models.refresh()
     return _states(models)
 
@@ -210,8 +210,8 @@ def _fail(_: Model, images: Sequence[Pixels]) -> Floats:
 def test_a_first_version_has_nothing_to_return_to(three_root: Path, clock: Clock) -> None:
     models = _started(three_root, clock)
     for version in ("0001", "0007"):  # the one in use, and another
-        assert not models.take_back(Verdict(version, "drift", "told so"))
-    assert (models.taken_back, Slots(three_root).current().name) == ("", "0001")
+        assert not models.take_back(VersionFault(version, "drift", "told so"))
+    assert (models.taken_back, ModelVersions(three_root).current().name) == ("", "0001")
 
 
 def test_a_successor_is_compared_on_the_answered_images_and_then_takes_the_requests(
@@ -226,7 +226,7 @@ def test_a_successor_is_compared_on_the_answered_images_and_then_takes_the_reque
     assert (three_root / RECORD_NAME).exists()
     assert _after(models, clock, 0) == ("0002", None)
     assert not (three_root / RECORD_NAME).exists()
-    assert Slots(three_root).current().name == "0002"
+    assert ModelVersions(three_root).current().name == "0002"
 
 
 def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_disk(
@@ -259,7 +259,7 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     [verdict] = models.look()
     assert (verdict.version, verdict.kind) == ("0002", "errors")
     assert _states(models) == ("0001", None)
-    assert Slots(three_root).current().name == "0001"
+    assert ModelVersions(three_root).current().name == "0001"
     assert models.taken_back == f"version 0002: {verdict.reason}"
     assert models.look() == []
     assert not (three_root / RECORD_NAME).exists()
@@ -286,13 +286,13 @@ def test_a_bad_candidate_does_not_serve_where_the_pointer_cannot_be_moved(
     staged: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert staged.candidate is not None
-    verdict = Verdict("0002", "latency", "it takes too long")
+    verdict = VersionFault("0002", "latency", "it takes too long")
     monkeypatch.setattr(staged.candidate, "verdict", lambda: verdict)
 
-    def full(_: Slots) -> Path:
+    def full(_: ModelVersions) -> Path:
         raise SlotError("the disk is full")
 
-    monkeypatch.setattr(Slots, "rollback", full)
+    monkeypatch.setattr(ModelVersions, "rollback", full)
     for _ in range(2):
         assert staged.refresh() is None
         assert _states(staged) == ("0001", None)
@@ -307,7 +307,7 @@ def test_with_little_traffic_it_serves_when_the_time_is_up_a_next_one_has_its_wh
     assert _choose(staged, three_root, "0003") == ("0002", "0003")
     assert _after(staged, clock, 599) == ("0002", "0003")
     for version in ("0002", "0001"):
-        Slots(three_root).rollback()
+        ModelVersions(three_root).rollback()
         assert _after(staged, clock, 0) == (version, None)
 
 
@@ -329,7 +329,7 @@ def test_the_candidate_is_dropped_when_the_pointer_returns_to_the_version_in_ser
     models = _started(three_root, clock)
     served = models.current
     _choose(models, three_root, "0002")
-    Slots(three_root).rollback()
+    ModelVersions(three_root).rollback()
     assert _after(models, clock, 0) == ("0001", None)
     assert models.current is served  # it was not loaded again
     assert not (three_root / RECORD_NAME).exists()
@@ -345,7 +345,7 @@ def test_a_version_that_cannot_be_compared_waits_until_a_person_chooses_it(
     assert rejected is not None
     assert (rejected.version, rejected.kind) == ("0004", "incomparable")
     assert _states(models) == ("0001", None)
-    assert Slots(three_root).current().name == "0001"
+    assert ModelVersions(three_root).current().name == "0001"
     assert f"`fedcg model use {three_root} 0004` puts it in service" in models.taken_back
     assert models.refresh() is None
     assert _choose(models, three_root, "0004") == ("0004", None)
@@ -353,7 +353,7 @@ def test_a_version_that_cannot_be_compared_waits_until_a_person_chooses_it(
 
 @pytest.mark.parametrize("is_renamed", [True, False], ids=["only its names are permuted", "its outputs are too"])
 def test_classes_in_another_order_are_compared_by_their_names(three_root: Path, clock: Clock, is_renamed: bool) -> None:
-    for version in Slots(three_root).versions():
+    for version in ModelVersions(three_root).versions():
         _rewrite(version.directory, accuracy_onnx=0.95)
     models = _started(three_root, clock)
     permuted = ("bee", "cat", "ant")
@@ -396,9 +396,9 @@ def test_memory_that_is_too_small_for_two_models_refuses_the_candidate(
 def test_when_the_version_in_service_does_badly_itself_the_candidate_takes_the_requests(
     staged: ServedModel, three_root: Path
 ) -> None:
-    assert not staged.take_back(Verdict("0001", "errors", "5 of its first 9 requests failed"))
+    assert not staged.take_back(VersionFault("0001", "errors", "5 of its first 9 requests failed"))
     assert _states(staged) == ("0002", None)
-    assert Slots(three_root).current().name == "0002"
+    assert ModelVersions(three_root).current().name == "0002"
 
 
 def test_a_restart_in_the_stage_goes_on_with_the_version_that_answered(
@@ -424,7 +424,7 @@ def test_a_restart_serves_the_version_in_use_where_the_stage_cannot_go_on(
     elif what == "the record is damaged":
         (three_root / RECORD_NAME).write_text('{"format": 1, "version": "../0001"}')
     elif what == "a rollback in between":
-        Slots(three_root).rollback()
+        ModelVersions(three_root).rollback()
     if what == "no stage":
         again = ServedModel(three_root, threads=1, warm_up=(1,))
         again.refresh()
@@ -447,7 +447,9 @@ def test_offering_images_never_waits_and_leaves_out_what_comes_while_the_candida
 
     monkeypatch.setattr(Model, "predict", gated)
     chances = iter([0.5, 0.49, *[0.0] * 6])
-    candidate = Candidate(model, current, Stage(share=0.5), 0.0, clock=lambda: 1.0, chance=lambda: next(chances))
+    candidate = Candidate(
+        model, current, CandidateStage(share=0.5), 0.0, clock=lambda: 1.0, chance=lambda: next(chances)
+    )
     candidate.offer(current, IMAGES)
     assert not running.is_set()  # not in the share
     candidate.offer(model, IMAGES)  # answered by another model

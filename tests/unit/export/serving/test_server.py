@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from export.model.runtime import Model, load_image
-from export.model.versions import Slots
+from export.model.versions import ModelVersions
 from fedcg.listening import Caps, Connections, Listener
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.export_models import LOADED_PROBE, encoded, install_model, picture
@@ -341,7 +341,7 @@ def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path
         install_one_that_names_one_class(tmp_path)
         server.wait_for_version("0002")
         ask("0001")
-        assert Slots(tmp_path).current().name == "0001"
+        assert ModelVersions(tmp_path).current().name == "0001"
         assert "version 0002: its predicted classes" in server.ask("/model").document["taken_back"]
         assert server.metric('fedcg_serve_rollbacks_total{reason="drift"}') == 1
         ask("0001")

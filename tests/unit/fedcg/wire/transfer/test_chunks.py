@@ -10,7 +10,7 @@ from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer import chunks
 from fedcg.wire.transfer.chunks import Chunk, Span, parse_chunk
-from fedcg.wire.transfer.windows import MAX_RANGES, Grants, Window
+from fedcg.wire.transfer.windows import MAX_RANGES, ChunkRecord, Window
 from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 
@@ -75,7 +75,7 @@ def test_the_window_counts_bytes_too_but_always_lets_one_chunk_through() -> None
 
 def most_under_way(ref: ArtifactRef, seconds_per_turn: float) -> int:
     """The largest window that a receiver opens while all it asked for comes after so many seconds."""
-    grants, now, most = Grants(ref, Window()), 0.0, 0
+    grants, now, most = ChunkRecord(ref, Window()), 0.0, 0
     while (need := grants.next_need(now)) is not None:
         most = max(most, grants.under_way)
         now += seconds_per_turn
@@ -93,7 +93,7 @@ def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_lin
 
 def test_the_window_shrinks_to_one_chunk_when_chunks_take_long() -> None:
     grants, now, windows = (
-        Grants(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window()),
+        ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window()),
         0.0,
         list[int](),
     )
@@ -109,14 +109,14 @@ def test_the_window_shrinks_to_one_chunk_when_chunks_take_long() -> None:
 
 def test_a_shared_bound_limits_what_is_granted() -> None:
     ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
-    grants = Grants(ref, Window())
+    grants = ChunkRecord(ref, Window())
     assert grants.next_need(0.0, room=0) is None
     assert grants.next_need(0.0, room=2) == ((0, 2),)
 
 
 def test_one_request_never_has_more_ranges_than_a_message_takes() -> None:
     ref = ArtifactRef(id="0" * 64, size=2000 * 256, chunk_bytes=256)
-    grants = Grants(ref, None)
+    grants = ChunkRecord(ref, None)
     grants.restore(range(0, 2000, 2))
     need = grants.next_need(0.0)
     assert need is not None

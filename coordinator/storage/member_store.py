@@ -13,7 +13,7 @@ from coordinator.rounds.records import ApiTokenRecord, CertificateRecord, Device
 from coordinator.storage import schema
 
 
-class Register(schema.Queries):
+class MemberStore(schema.Queries):
     """Tokens, certificates and memberships in the coordinator's database."""
 
     # Tokens
