@@ -3,8 +3,7 @@
 Where nobody answers, the error names the option that answers instead.
 
 `{"ok": true, "data": …}` for a result, `{"ok": false, "error": {"type", "message", "next"}}` where the command failed, with `data` beside it
-where it found something all the same. A command
-that goes on (`run`, `serve`) prints one envelope for each line. The exit codes are in `fedcg.errors`.
+where it found something all the same. A command that goes on (`run`, `serve`) prints one envelope for each line. The exit codes are in `fedcg.errors`.
 
 A command is a function that returns its result, as values for scripts and as text for people: `prints` adds `--json` and prints one
 of them.

@@ -4,9 +4,7 @@ Floating-point tensors, BatchNorm's running statistics among them, are summed ex
 never shows. Integer tensors (BatchNorm's `num_batches_tracked`) are counters that nothing here computes with (momentum is
 fixed): the largest is kept.
 
-Weighted sums of tensors that are the same bit for bit whatever the order of their terms.
-
-A floating-point sum depends on the order of its terms, so updates could only be summed once all of them are there. Integer
+`ExactSum` gives weighted sums that are the same bit for bit whatever the order of their terms. A floating-point sum depends on the order of its terms, so updates could only be summed once all of them are there. Integer
 addition does not: every term is rounded ONCE to a multiple of 2^-32, by itself, and is added in two 64-bit integers.
 
 Why nothing overflows: a term is held within ±2^52, so its coarse limb (units of 2^10) is at most 2^42 and its fine limb (units of
@@ -14,7 +12,7 @@ Why nothing overflows: a term is held within ±2^52, so its coarse limb (units o
 Why it is precise enough: a term n x is off by at most 2^-33, so a mean Σ n x / Σ n with counts n >= 1 is off by at most
 2^-33 ≈ 1.2e-10; half a unit in the last place of a float32 is larger for every value above 0.002.
 
-(Yin et al., ICML 2018.) Every client counts once, whatever number of examples it reports. Values come from the row store, a block of
+Medians and trimmed means (Yin et al., ICML 2018): every client counts once, whatever number of examples it reports. Values come from the row store, a block of
 coordinates of all clients at a time, so that memory stays flat; they are sorted, so that the order of clients never shows.
 """
 

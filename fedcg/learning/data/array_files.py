@@ -2,9 +2,7 @@
 
 Torch-free; every size is bounded before memory is taken.
 
-IDX files, the form of MNIST and its family (Fashion-MNIST, KMNIST, EMNIST, QMNIST): a magic number, big-endian sizes, bytes.
-
-A folder holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same with `t10k-` (or `test-`), each also as `.gz`,
+IDX files, the form of MNIST and its family (Fashion-MNIST, KMNIST, EMNIST, QMNIST): a magic number, big-endian sizes, bytes. A folder holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same with `t10k-` (or `test-`), each also as `.gz`,
 with a name in front where the set has one (`emnist-digits-train-images-idx3-ubyte`).
 
 `.npz` files: `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras' `x_train`.

@@ -1,6 +1,6 @@
-"""Drop-in layers with torch's functions, tensor names and shapes that are faster on small maps: convolutions as matrix products, spectral norm on top of them, and convolution with pooling in one.
+"""Layers that are faster on small maps, with torch's tensor names and shapes.
 
-Convolutions of tiny feature maps as a few matrix products: drop-in for torch's layers, same tensor names and shapes.
+Three kinds: convolutions as matrix products, spectral norm on top of them, and a convolution with its pool in one.
 
 A stride-1 convolution is a product of two polynomials, and a product that is n + k - 1 long is known from its values at as many
 points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead of 16, from 3x3
