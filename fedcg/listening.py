@@ -286,9 +286,8 @@ class GuardedProtocol(H11Protocol):
             await application(scope, receiving, lambda message: self._in_time(send(message)))
             await self._in_time(self.flow.drain())
         except Exception as error:  # noqa: BLE001 - the one place where a request's error is logged; uvicorn logs every one
-            address = (
-                scope["client"][0] if scope["client"] else "unknown"
-            )  # a peer that has reset the connection has none
+            # a peer that has reset the connection has none
+            address = scope["client"][0] if scope["client"] else "unknown"
             self._table.failed(network_of(address), error, is_gone=is_gone)
         finally:
             self._is_serving = connection.is_busy = False

@@ -43,9 +43,8 @@ class ImageGenerator(nn.Module):
         pixels = unit_pixels(known.images[chosen]).flatten(1)
         self.register_buffer("mean", pixels.mean(0))
         spread = pixels - self.mean
-        _, vectors = torch.linalg.eigh(
-            spread @ spread.T
-        )  # of rows x rows numbers: images may have more pixels than there are images
+        # of rows x rows numbers: images may have more pixels than there are images
+        _, vectors = torch.linalg.eigh(spread @ spread.T)
         largest = vectors[:, -min(_COMPONENTS, len(chosen) - 1) :]
         self.register_buffer("components", largest.T @ spread / len(chosen) ** 0.5)
         with lent_generators(0):  # values to be overwritten

@@ -161,9 +161,8 @@ class JobRunner:
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
         def start(limits: robustness.Distances) -> Aggregator:
-            plan = repr(
-                (limits, job.ease) if job.ease else limits
-            )  # clipped updates and smaller batches have other rows
+            # clipped updates and smaller batches have other rows
+            plan = repr((limits, job.ease) if job.ease else limits)
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
             if job.ease >= jobs.AVERAGE and not self._method.payload.summed:
                 return parts_average(self._method.payload.up, state, rows)

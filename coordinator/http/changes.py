@@ -38,9 +38,8 @@ MAX_TEXT, MAX_ITEMS = 1000, 30
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
 """Characters of a name in a request's address, and of the address that a proxy names."""
-FAILING = Rate(
-    200, 1 / 6
-)  # changes of one token that fail: each has lines in the audit log about nothing that was changed
+# changes of one token that fail: each has lines in the audit log about nothing that was changed
+FAILING = Rate(200, 1 / 6)
 DAY_S = 86_400.0
 MAX_WAITING = 3
 """Plans that wait while one is completed."""

@@ -38,9 +38,8 @@ class ProblemWatch:
     def look(self, there: list[Problem]) -> tuple[list[Problem], list[Problem]]:
         """Take the problems that are there now; returns those that opened and those that closed."""
         now = {each.key: each for each in there}
-        self._looks = {
-            key: self._looks.get(key, 0) + 1 for key in now.keys() ^ self._open.keys()
-        }  # of keys that are about to change
+        # of keys that are about to change
+        self._looks = {key: self._looks.get(key, 0) + 1 for key in now.keys() ^ self._open.keys()}
         settled = {key for key, looks in self._looks.items() if looks >= self._settled_looks}
         opened = [now[key] for key in sorted(settled & now.keys())]
         closed = [self._open[key] for key in sorted(settled - now.keys())]

@@ -148,9 +148,8 @@ class CommandExecutor:
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
             self.why[DeclineReason.SPEC_REFUSED] = str(error)
-            if (
-                state.offer is not None
-            ):  # stays refused until the agent starts again: a coordinator that asks for this is not sound
+            if state.offer is not None:
+                # stays refused until the agent starts again: a coordinator that asks for this is not sound
                 return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 

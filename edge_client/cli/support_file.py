@@ -194,9 +194,8 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
-            archive.writestr(
-                name, text.encode("utf-8", "backslashreplace")
-            )  # bytes that are no text, as JSON escapes them
+            # bytes that are no text, as JSON escapes them
+            archive.writestr(name, text.encode("utf-8", "backslashreplace"))
     return packed.getvalue(), tuple(texts)
 
 

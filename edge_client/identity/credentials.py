@@ -325,9 +325,8 @@ class Renewer:
             self._is_clock_named = False
         except (EnrolError, OSError) as error:
             pause_s = self._failed(tls, error).total_seconds()
-        return pause_s * (
-            0.9 + 0.2 * random.random()
-        )  # devices that were enrolled together don't renew together for ever
+        # devices that were enrolled together don't renew together for ever
+        return pause_s * (0.9 + 0.2 * random.random())
 
     def _look(self, tls: TlsSection) -> timedelta:
         """Renew when it is due; returns how long to wait before the next check."""

@@ -231,9 +231,8 @@ def _models(
     if downloaded is None:
         return
     yield "downloaded", downloaded
-    if (
-        method.personal.predict is not None
-    ):  # a mean, or a pass of plain classification, need not be a model of this method
+    if method.personal.predict is not None:
+        # a mean, or a pass of plain classification, need not be a model of this method
         return
     yield "interpolated", _mean(latest, downloaded)
     try:

@@ -176,9 +176,8 @@ def test_a_receives_nothing_of_b_by_any_filter_and_b_receives_it(scene: Scene) -
     scene.fence()
     assert {delivery.payload for delivery in scene.intruder.deliveries}.isdisjoint(secrets)
     scene.intruder.transport.close()
-    late = scene.plant.client(
-        "a", TOPICS.offer, *EAVESDROPPED, kind=Intruder
-    )  # neither are retained messages delivered
+    # neither are retained messages delivered
+    late = scene.plant.client("a", TOPICS.offer, *EAVESDROPPED, kind=Intruder)
     scene.intruder = late.start().await_link()
     scene.fence()
     assert {delivery.payload for delivery in late.deliveries}.isdisjoint(secrets)

@@ -40,9 +40,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with stack.up(observer=()):
         for device in (PLAIN, PAUSED):
             stack.start_agent(device)
-        stack.start(
-            STRICT, "agent", "run", "--config", str(stack.config(STRICT))
-        )  # goes on when the federation has ended
+        # goes on when the federation has ended
+        stack.start(STRICT, "agent", "run", "--config", str(stack.config(STRICT)))
         wait_for(lambda: bool(_declines(stack, STRICT) and _declines(stack, PAUSED)), "two owners are asked")
         yield stack
 

@@ -180,9 +180,8 @@ def test_a_coordinator_killed_and_started_from_configuration_and_keys_alone_goes
         copy(first / name, stack.home / name)
     stack.start_coordinator()
     stored = stack.wait_event("coordinator", is_stored, "the next update is stored")
-    sys.stdout.write(
-        f"seconds from SIGKILL to the next accepted update: {stored['t'] - killed_at:.1f}\n"
-    )  # with pytest -s
+    # with pytest -s
+    sys.stdout.write(f"seconds from SIGKILL to the next accepted update: {stored['t'] - killed_at:.1f}\n")
     stack.wait_finished()
     after = stack.events("coordinator")
     resumed = next(event for event in after if event["event"] == "attempt_resumed")

@@ -31,9 +31,8 @@ from fedcg.wire.parts import Part
 MOST_TERMS = 1 << 20
 _COARSE = 2.0**10
 _FINE = 2.0**-32
-_LIMIT = (
-    2.0**52
-)  # a weight of 1e6 examples times a value of 4e9: whatever is larger is broken or hostile, and saturates
+# a weight of 1e6 examples times a value of 4e9: whatever is larger is broken or hostile, and saturates
+_LIMIT = 2.0**52
 
 
 class ExactSum:

@@ -340,9 +340,8 @@ class TaughtBank:
 
         if logits is None:
             logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx, watch)
-        elif len(
-            led
-        ):  # taught before by a worker that is gone: the rows it leads are made again, block for block the same
+        elif len(led):
+            # taught before by a worker that is gone: the rows it leads are made again, block for block the same
             teacher = load_pair(update.parts, self._ctx)
             for rows, features in generator_blocks(teacher, self.bank, self._ctx):
                 watch(rows, features)

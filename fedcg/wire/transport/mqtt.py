@@ -228,9 +228,8 @@ class MqttTransport:
                 return
             failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
             delay = max(backoff_s(failures, self._rng), self._patience_s)
-            level = (
-                logging.DEBUG if self._patience_s else self._retry_log_level
-            )  # whoever asked for patience has the reason
+            # whoever asked for patience has the reason
+            level = logging.DEBUG if self._patience_s else self._retry_log_level
             _LOG.log(level, "%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
 

@@ -15,9 +15,8 @@ from fedcg.wire.tls import SET_CLOCK, ServerRole, ServerRoleError, clock_time, e
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455
 MAX_INBOUND = 2 << 20  # bytes; the limit of the generated broker configuration, and many times a chunk
-MIN_PACKET_BYTES = (
-    17 * 1024
-)  # a control message of 16 KB, its signature, topic and header: a link that takes less is none
+# a control message of 16 KB, its signature, topic and header: a link that takes less is none
+MIN_PACKET_BYTES = 17 * 1024
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 
 

@@ -124,9 +124,8 @@ def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile
     assert listed(home) == set()
     silence(home, ["a"])
     store = Store(home.database)
-    make_bundles(
-        home, store, ["c"], tmp_path / "more", time.time(), "casting"
-    )  # as another process does, which writes the list anew
+    # as another process does, which writes the list anew
+    make_bundles(home, store, ["c"], tmp_path / "more", time.time(), "casting")
     store.close()
     publish_access(home)
     assert listed(home) == {"b", "c"}

@@ -137,9 +137,8 @@ def test_a_power_cut_at_any_step_of_a_commit_leaves_the_old_or_the_new_state_who
 
 
 def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPatch, store: PrivateStore) -> None:
-    assert not sabotaged_commit(
-        monkeypatch, store, 6, RoundAttempt(1, 1)
-    )  # the folder is there, CURRENT was never written
+    # the folder is there, CURRENT was never written
+    assert not sabotaged_commit(monkeypatch, store, 6, RoundAttempt(1, 1))
     assert reopened(store).generations.current() == (None, ())
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1), update=b"whole"))
     generation, _ = newest(store.generations)

@@ -152,9 +152,8 @@ def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection
     monkeypatch.setattr(ProjectedBackbone, "pooled", counted)
     trainer = site.trainer()
     assert trainer.do(site.round(1)) == RoundCommitted(RoundAttempt(1, 1))
-    assert (
-        sum(seen) == 12 * 3 + 5 * 3 + 4 * 3
-    )  # train with val, test, common; own model, shadow and report read the same ones
+    # train with val, test, common; own model, shadow and report read the same ones
+    assert sum(seen) == 12 * 3 + 5 * 3 + 4 * 3
     assert trainer.do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     assert len(seen) == 4
     state = site.state().slots["personal"][Part.EXTRACTOR]

@@ -199,9 +199,8 @@ def labelled(labels: torch.Tensor) -> Bank:
 
 
 def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
-    sampling = crossed.ClientSampling(
-        labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c")
-    )  # 10,000 batches of one row per label
+    # 10,000 batches of one row per label
+    sampling = crossed.ClientSampling(labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c"))
     for client, counts in COUNTS.items():
         sampling.enter(client, tensor(counts))
     winners = [sampling.winner(row) for row in range(30_000)]

@@ -59,9 +59,8 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
     aggregate, _ = merge.finish(cases.loaders(updates, "a", "b"))
     for part in method.payload.up - {Part.STATISTICS}:  # sums have tests of their own
         for key, tensor in aggregate.parts[part].items():
-            statistic = (
-                "running_" in key and "server_lr" in still
-            )  # a student's BatchNorm sees the batches it distils on
+            # a student's BatchNorm sees the batches it distils on
+            statistic = "running_" in key and "server_lr" in still
             if tensor.is_floating_point() and not statistic:
                 assert torch.allclose(tensor, start[part][key] + 4.0, atol=1e-5), key
             elif not tensor.is_floating_point():

@@ -80,9 +80,8 @@ def test_extractor_and_classifier_together_are_torchvisions_network(backbone: st
         whole: nn.Module = getattr(vision("models"), backbone)(weights=None, num_classes=len(CLASSES)).eval()
     spec = plan_for(f"{backbone}@avgpool" if backbone == "resnet18" else f"{backbone}@features.12")
     halves = [build_part(spec, part).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
-    tensors = iter(
-        whole.state_dict().values()
-    )  # a cut keeps the order of layers, so names may differ and tensors line up
+    # a cut keeps the order of layers, so names may differ and tensors line up
+    tensors = iter(whole.state_dict().values())
     for half in halves:
         half.load_state_dict({name: next(tensors) for name in half.state_dict()})
     assert next(tensors, None) is None

@@ -382,9 +382,8 @@ def test_a_toy_reports_every_step_the_mean_of_its_last_block_and_what_is_watched
 
     losses = run_stage(replace(stage, step=noted), ctx)
     assert [one for name, one in told if name == "toy"] == [(step, TOY_STEPS) for step in range(1, TOY_STEPS + 1)]
-    assert [one for name, one in told if name == "watched"] == pytest.approx(
-        every
-    )  # 8 steps, of which 20 may be watched
+    # 8 steps, of which 20 may be watched
+    assert [one for name, one in told if name == "watched"] == pytest.approx(every)
     assert [name for name, _ in told[:2]] == ["watched", "toy"]
     assert losses[0] == pytest.approx(sum(every[-2:]) / 2)
 

@@ -243,9 +243,8 @@ def test_one_holder_with_wrong_shares_is_found_out_where_one_more_than_needed_an
         answers = world.revealed(signed, survivors)
         answers[liar] = dict.fromkeys(peers, bytes(16))
         with pytest.raises(SumError, match=r"its own mask are not of what it announced.*or others gave wrong ones"):
-            unmask(
-                total, world.members, signed, answers
-            )  # exactly as many as are needed: nobody can tell which is wrong
+            # exactly as many as are needed: nobody can tell which is wrong
+            unmask(total, world.members, signed, answers)
     signed = world.signed(peers, peers)
     total = world.total(peers, peers)
     for liar in peers:

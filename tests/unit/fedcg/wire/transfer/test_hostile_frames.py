@@ -104,9 +104,8 @@ topics = st.text(string.ascii_lowercase + "/+#-", max_size=30) | st.sampled_from
 )
 
 
-lengths = st.binary(min_size=1, max_size=999) | st.binary(
-    min_size=1001, max_size=1001
-)  # no chunk of REF has one of them
+# no chunk of REF has one of them
+lengths = st.binary(min_size=1, max_size=999) | st.binary(min_size=1001, max_size=1001)
 
 
 @st.composite

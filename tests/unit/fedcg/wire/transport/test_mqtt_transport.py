@@ -98,9 +98,8 @@ def test_how_a_broker_ends_a_link_is_told_and_what_it_has_not_acknowledged_is_se
     client.await_link(2)
     resent = [again.expect_message() for _ in range(2)]
     assert [payload for _, payload in resent] == [b"1", b"3"]
-    again.send(
-        packets.puback(sent[0][0]), packets.puback(0x7000), packets.puback(resent[0][0])
-    )  # those of the earlier link name nothing now
+    # those of the earlier link name nothing now
+    again.send(packets.puback(sent[0][0]), packets.puback(0x7000), packets.puback(resent[0][0]))
     wait_until(lambda: client.transport.backlog.messages == 1, "one is acknowledged")
     again.send(packets.puback(resent[1][0]))
     wait_until(lambda: client.transport.backlog.messages == 0, "so is the other")
