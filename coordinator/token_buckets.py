@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 MAX_KEYS = 4096
@@ -11,18 +12,24 @@ MAX_KEYS = 4096
 KeyT = TypeVar("KeyT")
 
 
+@dataclass(frozen=True)
+class Rate:
+    """At most `burst` at once, refilled with `per_s`."""
+
+    burst: int
+    per_s: float
+
+
 class Buckets(Generic[KeyT]):
     """A token bucket for each key; a new one is full. Bounded in number; for any thread.
 
     Args:
-        per_s: tokens that a bucket gains in a second.
-        at_once: tokens that it holds at most.
+        rate: tokens that a bucket holds at most, and gains in a second.
         clock: monotonic seconds.
     """
 
-    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._at_once = at_once
+    def __init__(self, rate: Rate, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()
         self._levels: dict[KeyT, tuple[float, float]] = {}  # the one that was used last at the end
@@ -40,12 +47,12 @@ class Buckets(Generic[KeyT]):
     def wait_s(self, key: KeyT) -> float:
         """Seconds until there is a token."""
         with self._lock:
-            return max(0.0, 1.0 - self._level(key)) / self._per_s
+            return max(0.0, 1.0 - self._level(key)) / self._rate.per_s
 
     def give_back(self, key: KeyT) -> None:
         """Put a token back that was taken."""
         with self._lock:
-            self._levels[key] = (min(self._at_once, self._level(key) + 1.0), self._clock())
+            self._levels[key] = (min(self._rate.burst, self._level(key) + 1.0), self._clock())
 
     def forget(self, key: KeyT) -> None:
         """Fill a key's bucket."""
@@ -54,5 +61,5 @@ class Buckets(Generic[KeyT]):
 
     def _level(self, key: KeyT) -> float:
         now = self._clock()
-        level, at = self._levels.get(key, (self._at_once, now))
-        return min(self._at_once, level + self._per_s * (now - at))
+        level, at = self._levels.get(key, (self._rate.burst, now))
+        return min(self._rate.burst, level + self._rate.per_s * (now - at))

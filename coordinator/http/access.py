@@ -23,9 +23,9 @@ from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.http.refusals import FailureLimits, ProblemError, Rate, too_many
+from coordinator.http.refusals import FailureLimits, ProblemError, too_many
 from coordinator.members.api_tokens import ApiTokens, Identity, Role
-from coordinator.token_buckets import Buckets
+from coordinator.token_buckets import Buckets, Rate
 from fedcg.files import replace_durably
 from fedcg.listening import Application, network_of
 
@@ -73,7 +73,7 @@ class Access:
         self._sessions = {} if kept is None else _kept_sessions(kept)
         self._clock = clock
         self._failures = FailureLimits(monotonic)
-        self._requests: Buckets[str] = Buckets(per_token.per_s, per_token.burst, monotonic)
+        self._requests: Buckets[str] = Buckets(per_token, monotonic)
 
     async def identify(self, request: Request) -> Identity | None:
         """Who makes a request; None when it shows nothing that is valid.
@@ -283,7 +283,7 @@ class Guard:
     ) -> None:
         self._application = application
         self._proxy = proxy
-        self._requests: Buckets[str] = Buckets(per_address.per_s, per_address.burst, monotonic)
+        self._requests: Buckets[str] = Buckets(per_address, monotonic)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request."""

@@ -23,10 +23,10 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.http.access import FORM_FIELD, FORM_MEDIA, READING, access_of, address_of, form_fields, unauthorised
-from coordinator.http.refusals import UNFORESEEN, USED_KIND, CountedEvent, ProblemError, Rate, problem_of, too_many
+from coordinator.http.refusals import UNFORESEEN, USED_KIND, CountedEvent, ProblemError, problem_of, too_many
 from coordinator.members.api_tokens import Identity
 from coordinator.storage.member_store import ApiStore
-from coordinator.token_buckets import Buckets
+from coordinator.token_buckets import Buckets, Rate
 from fedcg.event_log import ROTATE_BYTES, EventLog, EventValue, log_text
 from fedcg.files import advice_for, append_line
 
@@ -116,7 +116,7 @@ class Changes:
         self._store = store
         self.audit = audit
         self._refused = CountedEvent(events, "api_refused")
-        self._failing: Buckets[str] = Buckets(FAILING.per_s, FAILING.burst)
+        self._failing: Buckets[str] = Buckets(FAILING)
 
     async def make(self, request: Request, handler: Handler) -> Response:
         """Answer a request that changes something; `require` writes the intent once the role suffices. Errors are the caller's."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from coordinator import errors
-from coordinator.token_buckets import Buckets
+from coordinator.token_buckets import Buckets, Rate
 from fedcg.errors import EXISTS, NOT_FOUND, in_words
 from fedcg.event_log import EventLog
 from fedcg.listening import network_of
@@ -46,7 +45,7 @@ class CountedEvent:
     def __init__(self, events: EventLog, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._events = events
         self._name = name
-        self._lines: Buckets[None] = Buckets(1 / EVENT_EVERY_S, 1, clock)
+        self._lines: Buckets[None] = Buckets(Rate(1, 1 / EVENT_EVERY_S), clock)
         self._count = 0
 
     def count(self, **values: str | None) -> None:
@@ -54,14 +53,6 @@ class CountedEvent:
         self._count += 1
         if self._lines.take(None):
             self._events.write(self._name, refused=self._count, **values)
-
-
-@dataclass(frozen=True)
-class Rate:
-    """At most `burst` at once, refilled with `per_s`."""
-
-    burst: int
-    per_s: float
 
 
 PER_ADDRESS = Rate(10, 1 / 6)
@@ -78,8 +69,8 @@ class FailureLimits:
     """
 
     def __init__(self, clock: Callable[[], float], per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> None:
-        self._addresses: Buckets[str] = Buckets(per_address.per_s, per_address.burst, clock)
-        self._all: Buckets[None] = Buckets(everybody.per_s, everybody.burst, clock)
+        self._addresses: Buckets[str] = Buckets(per_address, clock)
+        self._all: Buckets[None] = Buckets(everybody, clock)
 
     def wait_s(self, address: str) -> float:
         """Seconds until this address may ask again; 0 when it may now."""

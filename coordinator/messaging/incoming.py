@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from coordinator.token_buckets import Buckets
+from coordinator.token_buckets import Buckets, Rate
 from fedcg.wire import errors
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, VerifyKey, open_envelope, session_id
@@ -221,15 +221,13 @@ class MessageChecks:
             raise errors.OtherDeviceError(f"a message for {message.recipient!r}")
 
 
-MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads
-MESSAGES_AT_ONCE = 1000.0  # the grants of a download of 900 MB
-FLOOD_PER_S = 500.0  # of one device, on all topics, without the chunks that were granted
-FLOOD_AT_ONCE = 3000.0  # so that 4,000/s are a flood after one second, and 600/s after 30
+# of one device and topic kind: the grants of a download of 900 MB; 8 chunks a grant make it 190 MB/s of downloads
+MESSAGES = Rate(1000, 200.0)
+# of one device, on all topics, without the chunks that were granted: 4,000/s are a flood after one second, and 600/s after 30
+FLOOD = Rate(3000, 500.0)
 SILENCE_S = 600.0
-LINES_PER_S = (
-    0.5  # in the event log, about one device, of the kinds that it can cause at will; a round every two seconds
-)
-LINES_AT_ONCE = 200.0
+# in the event log, about one device, of the kinds that it can cause at will; a round every two seconds
+LINES = Rate(200, 0.5)
 MAX_BYTES = 64 * 1024 * 1024
 SENDER_BYTES = 1024 * 1024
 ITEM_BYTES = 4096
@@ -243,7 +241,7 @@ class LineLimit:
     """Which lines of the event log about a device are written: all, until it causes too many of those that it can repeat."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines: Buckets[str] = Buckets(LINES_PER_S, LINES_AT_ONCE, clock)
+        self._lines: Buckets[str] = Buckets(LINES, clock)
 
     def allows(self, event: str, client: str) -> bool:
         """Whether one more line of this kind about this device may be written."""
@@ -259,8 +257,8 @@ class FloodLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._messages: Buckets[tuple[str, TopicKind]] = Buckets(MESSAGES_PER_S, MESSAGES_AT_ONCE, clock)
-        self._all: Buckets[str] = Buckets(FLOOD_PER_S, FLOOD_AT_ONCE, clock)
+        self._messages: Buckets[tuple[str, TopicKind]] = Buckets(MESSAGES, clock)
+        self._all: Buckets[str] = Buckets(FLOOD, clock)
         self._silenced: dict[str, float] = {}
 
     def admits(self, device: str, kind: TopicKind) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 
 from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import BrokerError
-from coordinator.messaging.incoming import FLOOD_PER_S, SILENCE_S, Cohorts, MessageChecks
+from coordinator.messaging.incoming import FLOOD, SILENCE_S, Cohorts, MessageChecks
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds import signals
 from coordinator.rounds.engine import Phase
@@ -363,7 +363,7 @@ class MemberRefresh:
     def _follow_floods(self, silenced: frozenset[str]) -> None:
         """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
         before, self._silenced = self._silenced, silenced
-        reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
+        reason = f"it sent more than {FLOOD.per_s:.0f} messages a second for some seconds"
         for device in sorted(before - silenced):
             self.context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):

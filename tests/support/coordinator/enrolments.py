@@ -17,12 +17,13 @@ from typing import Any, final
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig, EnrolmentSettings
 from coordinator.http.device_api import create_enrolment_app, listening, serving
-from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits
 from coordinator.members.enrolment import WantedToken, create_token
 from coordinator.members.membership import Admission
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_context, server_credential
 from coordinator.storage.store import Store
+from coordinator.token_buckets import Rate
 from edge_client.identity.enrolment_client import trusting
 from fedcg.event_log import EventLog, read_events
 from fedcg.listening import Caps, Connections

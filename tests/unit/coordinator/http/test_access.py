@@ -12,12 +12,12 @@ import pytest
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, render_config
 from coordinator.http.access import COOKIE, MAX_SESSIONS, SESSION_S, Access, Role
-from coordinator.http.refusals import PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.refusals import PER_ADDRESS, FailureLimits
 from coordinator.members.api_tokens import DAYS, LOCAL_NAME, ApiTokens, local_token
 from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.pki.authority import issue
-from coordinator.token_buckets import MAX_KEYS
+from coordinator.token_buckets import MAX_KEYS, Rate
 from fedcg.files import replace_durably
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg

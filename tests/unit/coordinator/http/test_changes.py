@@ -16,12 +16,12 @@ from fastapi.routing import APIRoute
 from coordinator.http import changes
 from coordinator.http.access import COOKIE, FORM_FIELD, MAX_BODY_BYTES, READING, Access, Role
 from coordinator.http.changes import DAY_S, AuditLog
-from coordinator.http.refusals import Rate
 from coordinator.operations import create_federation
 from coordinator.operations.create_federation import example_plan
 from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationStatus
+from coordinator.token_buckets import Rate
 from fedcg.event_log import EventValue, read_events
 from tests.support.coordinator.api import Api, running_api
 from tests.support.waiting import wait_until

@@ -21,12 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from coordinator.config import EnrolmentSettings
 from coordinator.errors import HomeError
 from coordinator.http import device_api as listeners
-from coordinator.http.refusals import Rate
 from coordinator.members.enrolment import revoke_token
 from coordinator.paths import BROKER_NAME, Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
 from coordinator.pki.signing_keys import rotate_key
+from coordinator.token_buckets import Rate
 from edge_client.config import load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, load_keys

@@ -13,9 +13,9 @@ from pydantic import BaseModel, TypeAdapter
 from coordinator.config import CoordinatorConfig
 from coordinator.http.access import Access, Role
 from coordinator.http.operator_api import MoreRounds, NewApiToken, NewFederation, NewToken, Reason
-from coordinator.http.refusals import Rate
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.paths import Home
+from coordinator.token_buckets import Rate
 from edge_client.agent.owner import OwnerRequest
 from edge_client.config import AgentConfig
 from fedcg.learning.spec import FederationSpec, RoundPolicy

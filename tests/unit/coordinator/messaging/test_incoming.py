@@ -18,6 +18,7 @@ from coordinator.messaging import incoming
 from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
+from coordinator.token_buckets import Rate
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.errors import _MAX_DETAIL, ALWAYS_REPORTED, MalformedError, Refusals, SignatureError
 from fedcg.wire.messages.schemas import CohortVerdict, Heartbeat, RoundAttempt
@@ -50,7 +51,7 @@ def test_500_messages_a_second_are_thinned_out_for_ever_and_4000_are_silenced_wi
     limits = FloodLimits(clock)
     passed = sent(limits, clock, 500, 60.0)
     assert limits.silenced() == frozenset()
-    assert passed == pytest.approx(incoming.MESSAGES_AT_ONCE + 60 * incoming.MESSAGES_PER_S, rel=0.01)
+    assert passed == pytest.approx(incoming.MESSAGES.burst + 60 * incoming.MESSAGES.per_s, rel=0.01)
     sent(limits, clock, 4000, 1.0)
     assert limits.silenced() == {"a"}
     assert sent(limits, clock, 100, 10.0) == 0
@@ -88,7 +89,7 @@ def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of
             events.write(name, client="a")
     events.write("online", client="b")
     lines = [str(event["event"]) for event in read_events(tmp_path / "events.jsonl")]
-    assert len(lines) == incoming.LINES_AT_ONCE + 1000 + 1
+    assert len(lines) == incoming.LINES.burst + 1000 + 1
     assert lines.count("update_stored") == 1000
     clock.now = 10.0
     assert [events.write("online", client="a") for _ in range(7)] == [True] * 5 + [False] * 2
@@ -158,7 +159,7 @@ def test_a_flooding_device_is_left_out_and_comes_back(make_world: MakeWorld, mon
 
     context = replace(world.service_context(), publish_access=publish_access)
     monkeypatch.setattr(world, "service_context", lambda: context)
-    monkeypatch.setattr(incoming, "FLOOD_AT_ONCE", 300.0)
+    monkeypatch.setattr(incoming, "FLOOD", Rate(300, 500.0))
     monkeypatch.setattr(incoming, "SILENCE_S", 2.0)
     a, b, c = (world.devices[name] for name in "abc")
     a.silent = b.silent = True  # they accept, and deliver nothing
