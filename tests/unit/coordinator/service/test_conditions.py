@@ -11,13 +11,16 @@ import pytest
 
 from coordinator.config import RoundSettings
 from coordinator.facts.devices import AUDIT_TITLES, FINDINGS, doctor_findings
+from coordinator.facts.known import Known
 from coordinator.facts.models import by_class, served_models
-from coordinator.facts.problems import Problem
+from coordinator.facts.problems import Problem, open_problems
 from coordinator.service.reports import ConditionBoard
 from coordinator.storage.view_store import Delivery
+from coordinator.updates import receiver as receiver_module
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
+    Carrier,
     DeviceCondition,
     DoctorFinding,
     Readings,
@@ -268,3 +271,34 @@ def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(
     assert found[0].worst == "b"
     assert (found[1].personal, found[1].alone, found[1].gain, found[1].worst) == (0.9, None, None, None)
     assert by_class(known, "tiny", {"c": last["c"]}) == []
+
+
+def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_PARTIAL_FILES", 1)
+    world = make_world(pacing=RoundSettings(gather_s=60.0))
+    a, b = world.devices["a"], world.devices["b"]
+    a.carrier = Carrier.HTTPS  # its update is under way for as long as nobody puts the chunks
+    with RunningService(world) as running:
+
+        def problems() -> dict[str, Problem]:
+            services = {"tiny": running.service}
+            return {
+                each.kind: each
+                for each in open_problems(Known(world.store, lambda _: world.spec, world.root, services))
+            }
+
+        b.silent = True
+        world.start_devices()
+        wait_until(lambda: running.service.receiver.is_busy("a"), "a occupies the folder")
+        assert "full partial store" not in problems()
+        b.silent = False
+        b.act()
+        wait_until(lambda: "full partial store" in problems(), "b has to wait")
+        found = problems()["full partial store"]
+        assert (found.subject, "1 update can't be received yet" in found.what) == ("tiny", True)
+        assert "max_clients" in found.remedy
+        a.pending = None  # it does not announce its update again
+        running.service.receiver.forget("a")
+        wait_until(lambda: "full partial store" not in problems(), "there is room again")

@@ -160,3 +160,14 @@ def test_an_agent_reports_from_its_start_to_its_end(
     world.agent.stop()
     while (last := received(manager)) != "STOPPING=1":
         assert "WATCHDOG=1" in last
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "soon"}]
+)
+def test_no_sign_of_life_without_a_watchdog_of_this_process(
+    manager: socket.socket, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    service = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify"), **environment}, lambda: 0.0)
+    service.alive("trains")
+    assert received(manager) == "STATUS=trains"

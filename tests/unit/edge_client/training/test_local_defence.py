@@ -231,3 +231,13 @@ def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(t
         give(site, "etc")
     one, two = (local(site).for_round(site.spec, 1).train.digest() for site in sites)
     assert one != two
+
+
+def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec("local"))
+    give(site)
+    site.configure(data={"defence_stem": tmp_path / "gone.pth"})
+    state, detail = finding(site)
+    assert state == "failed"
+    assert detail.startswith("antigan-")
+    assert detail.endswith(f"defence_stem {tmp_path / 'gone.pth'} is no file")

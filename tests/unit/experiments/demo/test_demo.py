@@ -262,3 +262,18 @@ def test_a_published_record_names_no_path_of_the_machine(tmp_path: Path) -> None
     assert record["clients"][0]["accuracy_personal"] == 0.5
     assert record["machine"]["cpus"] >= 1
     assert len(record["date"]) == len("2000-01-01")
+
+
+def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:
+    code = """
+import os, sys, types
+from fedcg.cli import app
+def stop(run, console, complete):
+    os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
+    os._exit(7)  # nothing that is still in a buffer comes out
+sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop)
+app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"starting a broker, a coordinator and 4 agents; everything goes to {tmp_path / 'run'}\n[]"

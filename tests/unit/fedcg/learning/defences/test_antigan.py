@@ -308,3 +308,11 @@ def test_a_gabor_filter_answers_to_its_direction_and_the_bank_sees_brightness() 
     assert int(along.argmax()) in (4, 5)  # a quarter turn
     flat = bank(torch.ones(1, 1, 8, 8)) - bank(-torch.ones(1, 1, 8, 8))
     assert float(flat[0, ::2, 1:-1, 1:-1].abs().amax()) > 0.1
+
+
+def test_the_spread_tells_generated_images_from_one_texture(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images(4, classes=2)
+    made = torch.tensor([0.0, 0.0, 0.4, 0.4]).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+    for forms, spread in ((made, "0.23"), (made * 0 + 0.7, "0.00")):  # √(4 · 0.2² / 3)
+        monkeypatch.setattr(gan_mixing, "generated_images", lambda *_, forms=forms: forms)
+        assert defended(data).facts["spread"] == spread
