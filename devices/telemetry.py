@@ -239,6 +239,7 @@ class Telemetry:
         return Condition.DEGRADED if self.hardware_throttling else Condition.OK
 
 
+@dataclass(eq=False)
 class Sensors:
     """Reads a box again and again, and knows the rates of its counters.
 
@@ -249,24 +250,18 @@ class Sensors:
         asks_services: as for `read_telemetry`.
     """
 
-    def __init__(
-        self,
-        disk: Path,
-        root: Path = LIVE_ROOT,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        asks_services: bool = False,
-    ) -> None:
-        self._disk = disk
-        self._root = root
-        self._clock = clock
-        self._asks_services = asks_services
+    disk: Path
+    root: Path = LIVE_ROOT
+    clock: Callable[[], float] = time.monotonic
+    asks_services: bool = field(kw_only=True, default=False)
+
+    def __post_init__(self) -> None:
         self._rates = EventRates()
 
     def read(self) -> Telemetry:
         """The readings now."""
-        read = read_telemetry(self._disk, self._root, asks_services=self._asks_services)
-        return replace(read, event_rates=self._rates.per_minute(read.counters, self._clock()))
+        read = read_telemetry(self.disk, self.root, asks_services=self.asks_services)
+        return replace(read, event_rates=self._rates.per_minute(read.counters, self.clock()))
 
 
 def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = False) -> Telemetry:

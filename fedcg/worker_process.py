@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -56,6 +56,7 @@ class Exited:
     was_busy: bool = True
 
 
+@dataclass(eq=False)
 class WorkerProcess:
     """Runs one child at a time.
 
@@ -67,20 +68,12 @@ class WorkerProcess:
         deliver: gets every report but `Rested`, and `Exited` as the last one, on a thread; must only enqueue.
     """
 
-    def __init__(
-        self,
-        name: str,
-        main: Callable[..., None],
-        arguments: tuple[Any, ...],
-        stall_s: float,
-        deliver: Callable[[Any], None],
-    ) -> None:
-        self._name = name
-        self._main = main
-        self._arguments = arguments
-        self._stall_s = stall_s
-        self._deliver = deliver
-        self._child: _Child | None = None
+    name: str
+    main: Callable[..., None]
+    arguments: tuple[Any, ...]
+    stall_s: float
+    deliver: Callable[[Any], None]
+    _child: "_Child | None" = field(default=None, init=False)
 
     def start(self) -> int:
         """Start a child, in the place of an earlier one, and return its process id.
@@ -91,11 +84,11 @@ class WorkerProcess:
         self.stop()
         ours, theirs = Pipe()
         with theirs:
-            command = module_command("fedcg.worker_process", self._name, os.getpid(), theirs.fileno())
+            command = module_command("fedcg.worker_process", self.name, os.getpid(), theirs.fileno())
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
-        self._child = _Child(process, ours, (self._main, self._arguments), self._stall_s, self._deliver)
+        self._child = _Child(process, ours, (self.main, self.arguments), self.stall_s, self.deliver)
         for work in (self._child.read, self._child.write):
-            threading.Thread(target=work, name=f"{self._name}-{work.__name__}", daemon=True).start()
+            threading.Thread(target=work, name=f"{self.name}-{work.__name__}", daemon=True).start()
         return process.pid
 
     def send(self, request: object) -> None:

@@ -7,6 +7,7 @@ A message that can't be handed to the broker now is dropped and logged: every on
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypedDict
 
 from coordinator.messaging.incoming import Cohorts, Sessions
@@ -56,42 +57,35 @@ def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
     return Will(topics.coordinator, seal(status_message(topics.federation, epoch, online=False), key))
 
 
+@dataclass(eq=False)
 class Publisher:
     """Publishes for the coordinator in one federation and one epoch. From any thread."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        topics: Topics,
-        signing_identity: SigningIdentity,
-        epoch: int,
-        sessions: Sessions,
-        cohorts: Cohorts,
-        limits: LinkLimits = PRESETS[DEFAULT_PRESET],
-    ) -> None:
-        self._transport = transport
-        self._topics = topics
-        self._signing_identity = signing_identity
-        self._epoch = epoch
-        self._sessions = sessions
-        self._cohorts = cohorts
-        self._limits = limits
-        self._sender = ChunkSender(transport, "chunks")
+    transport: Transport
+    topics: Topics
+    signing_identity: SigningIdentity
+    epoch: int
+    sessions: Sessions
+    cohorts: Cohorts
+    limits: LinkLimits = PRESETS[DEFAULT_PRESET]
+
+    def __post_init__(self) -> None:
+        self._sender = ChunkSender(self.transport, "chunks")
         self._lock = threading.Lock()  # messages of a session leave in the order of their counters
 
     @property
     def chunk_bytes(self) -> int:
         """The chunk size that fits the link and the configuration."""
-        return chunk_bytes_for(self._transport.max_payload, self._limits.chunk_bytes)
+        return chunk_bytes_for(self.transport.max_payload, self.limits.chunk_bytes)
 
     def status(self, *, online: bool) -> bool:
         """Publish, retained, whether the coordinator is online."""
-        message = status_message(self._topics.federation, self._epoch, online=online)
-        return self._publish(self._topics.coordinator, self._seal(message), retain=True)
+        message = status_message(self.topics.federation, self.epoch, online=online)
+        return self._publish(self.topics.coordinator, self._seal(message), retain=True)
 
     def has_key(self, key: str | None) -> bool:
         """Whether a message key that a hello names, in hex, is the one in use or one that it replaced; None is of a hello that names none."""
-        identity = self._signing_identity
+        identity = self.signing_identity
         return key in (None, identity.key.public.hex, *(link.old for link in identity.links))
 
     def use(self, signing_identity: SigningIdentity) -> bool:
@@ -100,11 +94,11 @@ class Publisher:
         Returns:
             Whether it is a new one.
         """
-        if signing_identity.links == self._signing_identity.links:
+        if signing_identity.links == self.signing_identity.links:
             return False
-        self._signing_identity = signing_identity
+        self.signing_identity = signing_identity
         self.keys()
-        self._transport.change_will(status_will(self._topics, self._epoch, signing_identity.key))
+        self.transport.change_will(status_will(self.topics, self.epoch, signing_identity.key))
         return True
 
     def connect_anew(self) -> None:
@@ -112,15 +106,15 @@ class Publisher:
 
         After a flood, Mosquitto 2.0.11 was seen to deliver messages of other devices seconds late; a new session ended that.
         """
-        self._transport.change_will(status_will(self._topics, self._epoch, self._signing_identity.key))
+        self.transport.change_will(status_will(self.topics, self.epoch, self.signing_identity.key))
 
     def keys(self) -> bool:
         """Publish, retained, how the message key was replaced; nothing while it is still the first one."""
-        links = self._signing_identity.links[-schemas.MAX_KEY_LINKS :]
+        links = self.signing_identity.links[-schemas.MAX_KEY_LINKS :]
         if not links:
             return True
         message = schemas.KeyChain(**self._to(schemas.EVERYONE), links=links)
-        return self._publish(self._topics.keys, self._seal(message), retain=True)
+        return self._publish(self.topics.keys, self._seal(message), retain=True)
 
     def offer(
         self,
@@ -134,12 +128,12 @@ class Publisher:
         message = schemas.Offer(
             **self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
-        return self._publish(self._topics.offer, self._seal(message), retain=True)
+        return self._publish(self.topics.offer, self._seal(message), retain=True)
 
     def finished(self, at: schemas.RoundAttempt, spec: schemas.ArtifactRef, aggregate: schemas.ArtifactRef) -> bool:
         """Publish, retained, that the federation is over."""
         message = schemas.Finished(**self._to(schemas.EVERYONE, at), spec=spec, aggregate=aggregate)
-        return self._publish(self._topics.offer, self._seal(message), retain=True)
+        return self._publish(self.topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
         """Answer a hello, with the version that the session has."""
@@ -149,9 +143,9 @@ class Publisher:
             device_nonce=device_nonce,
             nonce=nonce,
             server_time=server_time,
-            cohort=self._cohorts.verdict(device),
+            cohort=self.cohorts.verdict(device),
         )
-        return self._publish(self._topics.down_control(device), self._seal(message))
+        return self._publish(self.topics.down_control(device), self._seal(message))
 
     def refuse_hello(self, device: str, hello: schemas.Hello) -> bool:
         """Answer a hello that lists no version of the protocol supported here."""
@@ -162,12 +156,12 @@ class Publisher:
             device_versions=hello.versions,
             update=schemas.outdated(hello.versions, schemas.SPOKEN),
         )
-        return self._publish(self._topics.down_control(device), self._seal(message))
+        return self._publish(self.topics.down_control(device), self._seal(message))
 
     def invite(self, device: str, at: schemas.RoundAttempt, share: float = 1.0) -> bool:
         """Ask a device to take part in (round, attempt) with a share of the spec's local steps."""
         return self._send(
-            device, schemas.Invite(**self._to(device, at), cohort=self._cohorts.verdict(device), share=share)
+            device, schemas.Invite(**self._to(device, at), cohort=self.cohorts.verdict(device), share=share)
         )
 
     def left(self, device: str) -> bool:
@@ -176,9 +170,7 @@ class Publisher:
 
     def revoked(self, device: str, key: str) -> bool:
         """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
-        return self._publish(
-            self._topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key))
-        )
+        return self._publish(self.topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key)))
 
     def sum_step(self, device: str, at: schemas.RoundAttempt, step: ToDevice) -> bool:
         """Send a step of the masked sum of (round, attempt)."""
@@ -199,7 +191,7 @@ class Publisher:
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
         """Send what one device asked for, as the link takes it; the device asks again for lost chunks."""
-        self._sender.serve(self._topics.down_chunk(device), source, ranges)
+        self._sender.serve(self.topics.down_chunk(device), source, ranges)
 
     def forget(self, artifact: str) -> None:
         """Send nothing more of an artifact: it is deleted."""
@@ -210,14 +202,14 @@ class Publisher:
 
         Nothing is sent when every device fetches over HTTPS.
         """
-        if self._sessions.carriers == {schemas.Carrier.HTTPS}:
+        if self.sessions.carriers == {schemas.Carrier.HTTPS}:
             return
-        burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
-        self._sender.broadcast(self._topics.aggregate, source, is_current, self._limits.broadcast_bytes_per_s, burst)
+        burst = self.limits.window.chunks_of(source.ref.chunk_bytes)
+        self._sender.broadcast(self.topics.aggregate, source, is_current, self.limits.broadcast_bytes_per_s, burst)
 
     def carrier(self, device: str) -> schemas.Carrier:
         """How a device's artifacts travel."""
-        return self._sessions.carrier(device)
+        return self.sessions.carrier(device)
 
     def start(self) -> None:
         """Begin to send chunks."""
@@ -228,19 +220,19 @@ class Publisher:
         self._sender.close()
 
     def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> _Envelope:
-        return _envelope(self._topics.federation, self._epoch, recipient, at)
+        return _envelope(self.topics.federation, self.epoch, recipient, at)
 
     def _seal(self, message: schemas.AnyMessage) -> bytes:
-        return seal(message, self._signing_identity.key)
+        return seal(message, self.signing_identity.key)
 
     def _send(self, device: str, message: schemas.AnyMessage) -> bool:
         with self._lock:
-            stamped = self._sessions.stamp(device, message)
-            return stamped is not None and self._publish(self._topics.down_control(device), self._seal(stamped))
+            stamped = self.sessions.stamp(device, message)
+            return stamped is not None and self._publish(self.topics.down_control(device), self._seal(stamped))
 
     def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
         try:
-            self._transport.publish(topic, payload, qos=qos, retain=retain)
+            self.transport.publish(topic, payload, qos=qos, retain=retain)
         except TransportError as error:
             log.info("not published on %s: %s", topic, error)
             return False

@@ -7,7 +7,7 @@ database (`restart`).
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ _REPORTS: dict[type[jobs.WorkerEvent], str] = {
 """The lines of the event log that hold a report of the worker unchanged."""
 
 
+@dataclass(eq=False)
 class RoundDriver:
     """Drives the rounds of one federation.
 
@@ -60,36 +61,33 @@ class RoundDriver:
         odd: by client, its last update where that was unlike the others.
     """
 
-    def __init__(
-        self,
-        context: ServiceContext,
-        publisher: Publisher,
-        published: PublishedArtifacts,
-        worker: Worker,
-        receiver: Receiver,
-        sums: MaskedSums,
-    ) -> None:
-        self._context = context
-        self._store = context.store
-        self._events = context.events
-        self._id = context.federation.id
-        self._publisher = publisher
-        self._published = published
-        self._worker = worker
-        self._receiver = receiver
-        self._sums = sums
-        self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
-        self._screening = Screening(context.store, self._id, context.robustness, context.events)
-        self._record = context.federation
-        opening = Opening(context.rounds.gather_s, context.rounds.retry_s, context.worker.secret)
-        self._state = RoundState(context.federation.policy, opening=opening)
-        self.announced_at = 0.0
-        self.worker_pid: int | None = None
-        self.merge: MergeProgress | None = None
-        self.odd: Mapping[str, UpdateRecord] = {}
-        self._base = ""
-        self._shares: dict[str, float] = {}  # of the local steps, that the clients of the open attempt take
-        self.is_announced = True
+    context: ServiceContext
+    publisher: Publisher
+    published: PublishedArtifacts
+    worker: Worker
+    receiver: Receiver
+    sums: MaskedSums
+    announced_at: float = field(default=0.0, init=False)
+    worker_pid: int | None = field(default=None, init=False)
+    merge: MergeProgress | None = field(default=None, init=False)
+    odd: Mapping[str, UpdateRecord] = field(default_factory=dict, init=False)
+    _base: str = field(default="", init=False)
+    _shares: dict[str, float] = field(
+        default_factory=dict, init=False
+    )  # of the local steps, that the clients of the open attempt take
+    is_announced: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self._store = self.context.store
+        self._events = self.context.events
+        self._id = self.context.federation.id
+        self._pruner = Pruner(
+            self.context.store, self.context.artifacts, self._id, self.context.keep_rounds, self._forget
+        )
+        self._screening = Screening(self.context.store, self._id, self.context.robustness, self.context.events)
+        self._record = self.context.federation
+        opening = Opening(self.context.rounds.gather_s, self.context.rounds.retry_s, self.context.worker.secret)
+        self._state = RoundState(self.context.federation.policy, opening=opening)
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
             signals.OpenAttempt: self._open_attempt,
             signals.ResumeAttempt: self._resume_attempt,
@@ -109,7 +107,7 @@ class RoundDriver:
     @property
     def requires_cohort_secret(self) -> bool:
         """Whether devices without the others' cohort secret are not invited; probes of another secret would spoil a sum."""
-        return self._state.policy.require_cohort or bool(self._context.spec.summed)
+        return self._state.policy.require_cohort or bool(self.context.spec.summed)
 
     def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
@@ -118,10 +116,10 @@ class RoundDriver:
         self._state = replace(stored, opening=opening, barred=self._state.barred)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
-            self._published.allow(aggregate.artifact)
-        self._report_pruned(self._pruner.sweep(self._context.clock()))
+            self.published.allow(aggregate.artifact)
+        self._report_pruned(self._pruner.sweep(self.context.clock()))
         self._prune(aggregates[-1].round)
-        self._published.allow(self._context.federation.spec)
+        self.published.allow(self.context.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.odd = odd_updates(self._store, self._id, self._state.round - 1)
@@ -150,7 +148,7 @@ class RoundDriver:
         """Pass an event to the engine and carry out its commands."""
         if isinstance(event, signals.UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
-        self._state, to_do = transition(self._state, event, self._context.clock())
+        self._state, to_do = transition(self._state, event, self.context.clock())
         for command in to_do:
             self._do_what[type(command)](command)
         if isinstance(event, signals.CameOnline):
@@ -201,14 +199,14 @@ class RoundDriver:
         if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
         for artifact in (done.aggregate, done.server_state):
-            self._context.artifacts.keep(artifact)
-        now = self._context.clock()
+            self.context.artifacts.keep(artifact)
+        now = self.context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
         self._store.close_attempt(record, jobs.EASED.get(done.ease, ""))
-        self._published.allow(done.aggregate)
+        self.published.allow(done.aggregate)
         self._write("aggregate_stored", done.at, artifact=done.aggregate, size=done.size)
         if done.sum_lost:
-            self._sums.lost(done.at, done.sum_lost)
+            self.sums.lost(done.at, done.sum_lost)
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
@@ -221,7 +219,7 @@ class RoundDriver:
             self.apply(signals.Stopped(plateau))
 
     def _drop_rows(self, ended: jobs.JobDone | signals.FailAttempt) -> None:
-        spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
+        spilled = spill_directory(self.context.worker.spill, self._id, ended.round, ended.attempt)
         shutil.rmtree(spilled, ignore_errors=True)
 
     def _prune(self, closed: int) -> None:
@@ -233,8 +231,8 @@ class RoundDriver:
             self._events.write("pruned", files=files, bytes=size)
 
     def _forget(self, artifact: str) -> None:
-        self._published.forget(artifact)
-        self._publisher.forget(artifact)
+        self.published.forget(artifact)
+        self.publisher.forget(artifact)
 
     def announce(self) -> None:
         """Publish the current offer, or the end, on the retained topic; while the link is down this does nothing."""
@@ -244,16 +242,16 @@ class RoundDriver:
             return
         finished = state.phase is Phase.FINISHED
         aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
-        spec_ref = self._published.ref(self._context.federation.spec)
-        aggregate_ref = self._published.ref(aggregate)
+        spec_ref = self.published.ref(self.context.federation.spec)
+        aggregate_ref = self.published.ref(aggregate)
         if finished:
-            self.is_announced = self._publisher.finished(state.at, spec_ref, aggregate_ref)
+            self.is_announced = self.publisher.finished(state.at, spec_ref, aggregate_ref)
         else:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
-            self.is_announced = self._publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
+            self.is_announced = self.publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
 
     def _open_attempt(self, command: signals.OpenAttempt) -> None:
-        base, now = self._begin(command), self._context.clock()
+        base, now = self._begin(command), self.context.clock()
         times = self._store.overview.round_times(self._id, command.round - PACE_ROUNDS)
         known = {client: times[client] for client in times.keys() & command.participants}
         self._shares = shares_of(self._state.policy, known)
@@ -262,11 +260,11 @@ class RoundDriver:
         )
         rounds, participants = self._state.policy.rounds, sorted(command.participants)
         self._write("attempt_opened", command.at, rounds=rounds, participants=participants, aggregate=base.artifact)
-        self._worker.open(self._job(command, base))
-        self._sums.begin(command.at, command.participants)
+        self.worker.open(self._job(command, base))
+        self.sums.begin(command.at, command.participants)
         self.announce()
-        source = self._published.source(base.artifact)
-        self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
+        source = self.published.source(base.artifact)
+        self.publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
     def _resume_attempt(self, command: signals.ResumeAttempt) -> None:
         base = self._begin(command)
@@ -274,13 +272,13 @@ class RoundDriver:
         stored = self._store.updates(self._id, command.at)
         people = self._store.participants(self._id, command.at)
         self._shares = {person.client: person.share for person in people}
-        self._sums.begin(command.at, self._shares)
+        self.sums.begin(command.at, self._shares)
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
         self._write("attempt_resumed", command.at, stored=[update.client for update in accepted])
-        self._worker.open(self._job(command, base))
+        self.worker.open(self._job(command, base))
         for update in accepted:
-            self._context.artifacts.local(update.artifact)
-            self._worker.add(update.client, update.artifact)
+            self.context.artifacts.local(update.artifact)
+            self.worker.add(update.client, update.artifact)
 
     def _move_deadline(self, command: signals.MoveDeadline) -> None:
         self._store.move_deadline(self._id, command.at, command.deadline_at)
@@ -292,20 +290,20 @@ class RoundDriver:
 
     def invite(self, client: str) -> None:
         """Ask a participant of the open attempt (again) for its update."""
-        self._publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
+        self.publisher.invite(client, self._state.at, self._shares.get(client, 1.0))
 
     def _distil(self, command: signals.Distil) -> None:
-        updates = self._store.start_distilling(self._id, command.at, self._context.clock())
+        updates = self._store.start_distilling(self._id, command.at, self.context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
         if self._state.policy.late == "drop":
-            self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
+            self.receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         self._write("distilling", command.at, clients=sorted(accepted))
         self._assess(command.at)
 
     def _assess(self, at: RoundAttempt) -> None:
-        self._worker.assess(self._screening.artifacts(at, self._state.policy))
+        self.worker.assess(self._screening.artifacts(at, self._state.policy))
 
     def _assessed(self, assessed: jobs.Assessed) -> None:
         """Merge the updates that the screening chooses; too few fail the attempt."""
@@ -325,24 +323,24 @@ class RoundDriver:
         if reason:
             self.apply(signals.AggregationFailed(assessed.round, assessed.attempt, reason))
         else:
-            self._sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
+            self.sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
 
     def _report_odd(self, client: str) -> None:
         """Send a device what became of its last update where that was unlike the others; again with each session."""
         if (update := self.odd.get(client)) is not None:
             at = RoundAttempt(update.round, update.attempt)
-            self._publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
+            self.publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
 
     def _merge(self, at: RoundAttempt, choice: Choice, opened: jobs.OpenedSum) -> None:
         if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened
             self._write("merging", at, clients=[client for client, *_ in choice.updates])
-            self._worker.finish(choice.updates, choice.limits, opened)
+            self.worker.finish(choice.updates, choice.limits, opened)
 
     def _fail_attempt(self, command: signals.FailAttempt) -> None:
-        now, first_attempt = self._context.clock(), command.first_attempt
+        now, first_attempt = self.context.clock(), command.first_attempt
         self._store.fail_attempt(self._id, command.at, command.reason, now, first_attempt)
-        self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
-        self._sums.end()
+        self.receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
+        self.sums.end()
         self._write("attempt_failed", command.at, reason=command.reason)
         self._drop_rows(command)
         self._judge_devices(command.round)
@@ -364,9 +362,9 @@ class RoundDriver:
         return record
 
     def _job(self, command: signals.OpenAttempt | signals.ResumeAttempt, base: AggregateRecord) -> jobs.Job:
-        spec = self._context.federation.spec
+        spec = self.context.federation.spec
         for artifact in (spec, base.artifact, base.server_state):
-            self._context.artifacts.local(artifact)  # the worker reads files
+            self.context.artifacts.local(artifact)  # the worker reads files
         limits = self._screening.limits(command.round)
         return jobs.Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -89,6 +90,7 @@ class PublishedArtifacts:
         return source
 
 
+@dataclass(eq=False)
 class ArtifactRequests:
     """Serves what devices ask for; an artifact that is not open is read once for all that wait for it. One request of each device waits, the newest: a device asks again for what it misses.
 
@@ -98,33 +100,31 @@ class ArtifactRequests:
         run: runs work that reads a disk on another thread, one after the other.
     """
 
-    def __init__(
-        self,
-        published: PublishedArtifacts,
-        send: Callable[[str, ChunkFile, Ranges], None],
-        run: Callable[[Callable[[], object]], None],
-    ) -> None:
-        self._published = published
-        self._send = send
-        self._run = run
+    published: PublishedArtifacts
+    send: Callable[[str, ChunkFile, Ranges], None]
+    run: Callable[[Callable[[], object]], None]
+    _waiting: dict[str, Need] = field(default_factory=dict, init=False)  # by device
+    _queued: set[str] = field(
+        default_factory=set, init=False
+    )  # artifacts whose read was handed to `run` and has not begun
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, Need] = {}  # by device
-        self._queued: set[str] = set()  # artifacts whose read was handed to `run` and has not begun
 
     def serve(self, device: str, need: Need) -> None:
         """Send what a device asks for, at once when the artifact is open; else when it has been read."""
-        if not self._published.allows(need.artifact):
+        if not self.published.allows(need.artifact):
             return
-        source = self._published.known(need.artifact)
+        source = self.published.known(need.artifact)
         if source is not None:
-            self._send(device, source, need.ranges)
+            self.send(device, source, need.ranges)
             return
         with self._lock:
             self._waiting[device] = need
             if need.artifact in self._queued:
                 return
             self._queued.add(need.artifact)
-        self._run(partial(self._read, need.artifact))
+        self.run(partial(self._read, need.artifact))
 
     def _read(self, artifact: str) -> None:
         with self._lock:
@@ -135,9 +135,9 @@ class ArtifactRequests:
         if not waiting:  # the devices have asked for another artifact since
             return
         try:
-            source = self._published.source(artifact)
+            source = self.published.source(artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", ", ".join(sorted(waiting)), artifact)
             return
         for device, need in waiting.items():
-            self._send(device, source, need.ranges)
+            self.send(device, source, need.ranges)

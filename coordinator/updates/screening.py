@@ -136,6 +136,7 @@ class Choice:
         return f"{odd or 'no update is odd'}; {left} updates are left, and {needed} are needed"
 
 
+@dataclass(eq=False)
 class Screening:
     """Chooses for one federation.
 
@@ -146,16 +147,15 @@ class Screening:
         events: the event log.
     """
 
-    def __init__(self, store: Store, federation: str, settings: RobustnessSettings, events: EventLog) -> None:
-        self._store = store
-        self._federation = federation
-        self._settings = settings
-        self._events = events
+    store: Store
+    federation: str
+    settings: RobustnessSettings
+    events: EventLog
 
     def limits(self, round_number: int) -> robustness.Distances:
         """How far from the base an update of a round may be; empty when the round before it gives no measure."""
-        typical = typical_distances(self._store, self._federation, round_number - 1)
-        return robustness.limits_of(typical, self._settings.clip_medians)
+        typical = typical_distances(self.store, self.federation, round_number - 1)
+        return robustness.limits_of(typical, self.settings.clip_medians)
 
     def artifacts(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, str]:
         """The artifacts of the updates that may be merged, by client."""
@@ -165,13 +165,13 @@ class Screening:
         """The updates that may be merged, by client: the attempt's own, and late ones of the round before where they are kept."""
         own = {
             update.client: update
-            for update in self._store.updates(self._federation, at)
+            for update in self.store.updates(self.federation, at)
             if update.outcome is Outcome.ACCEPTED
         }
-        before = self._store.aggregate(self._federation, at.round - 1)
+        before = self.store.aggregate(self.federation, at.round - 1)
         if policy.late == "drop" or before is None:
             return own
-        late = self._store.updates(self._federation, RoundAttempt(before.round, before.attempt))
+        late = self.store.updates(self.federation, RoundAttempt(before.round, before.attempt))
         return {update.client: update for update in late if update.is_kept_late} | own
 
     def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], policy: RoundPolicy) -> Choice:
@@ -180,16 +180,16 @@ class Screening:
         late = {client for client, update in updates.items() if update.at != at}
         own = updates.keys() - late
         verdicts = robustness.verdicts_of(
-            {client: figures[client] for client in updates}, self._settings, own, policy.quorum
+            {client: figures[client] for client in updates}, self.settings, own, policy.quorum
         )
         where = {"round": at.round, "attempt": at.attempt}
         weights = self._weights(where, self._examples(updates), verdicts)
         weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
         stored = {client: _stored(figures[client], verdicts[client]) for client in own}
         sentences = {client: verdicts[client].sentence for client in own}
-        self._store.weigh(self._federation, at, {client: weights.get(client, 0) for client in own}, stored, sentences)
+        self.store.weigh(self.federation, at, {client: weights.get(client, 0) for client in own}, stored, sentences)
         for client in sorted(late & weights.keys()):
-            self._events.write(
+            self.events.write(
                 "late_merged", **where, client=client, weight=weights[client], of_round=updates[client].round
             )
         limits = self._limits_among(where, {client: updates[client] for client in weights})
@@ -209,32 +209,32 @@ class Screening:
         shares = {
             (at, person.client): person.share
             for at in {each.at for each in updates.values()}
-            for person in self._store.participants(self._federation, at)
+            for person in self.store.participants(self.federation, at)
         }
         return {client: round(each.examples / shares.get((each.at, client), 1.0)) for client, each in updates.items()}
 
     def _weights(
         self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, robustness.Verdict]
     ) -> dict[str, int]:
-        weights = robustness.merge_weights(reported, verdicts, self._settings)
+        weights = robustness.merge_weights(reported, verdicts, self.settings)
         for client, verdict in sorted(verdicts.items()):
             if verdict.action is not None:
                 reason = "; ".join(verdict.reasons)
-                self._events.write("update_odd", **where, client=client, action=verdict.action, reason=reason)
+                self.events.write("update_odd", **where, client=client, action=verdict.action, reason=reason)
         for client, weight in sorted(weights.items()):
             if weight != reported[client]:
-                self._events.write("weight_capped", **where, client=client, reported=reported[client], given=weight)
+                self.events.write("weight_capped", **where, client=client, reported=reported[client], given=weight)
         return weights
 
     def _limits_among(self, where: dict[str, int], updates: Mapping[str, UpdateRecord]) -> robustness.Distances:
         known = self.limits(where["round"])
         distances = {client: update.distance_of for client, update in updates.items()}
         limits = known or robustness.limits_of(
-            robustness.medians_of(list(distances.values())), self._settings.clip_medians
+            robustness.medians_of(list(distances.values())), self.settings.clip_medians
         )
         shares = {client: robustness.over(row, limits) for client, row in distances.items()}
         for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
-            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
+            self.events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
         return limits if any(shares.values()) else known
 
 

@@ -3,7 +3,7 @@
 import errno
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
@@ -19,6 +19,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import Manifest, Outcome
 
 
+@dataclass(eq=False)
 class UpdateChecks:
     """Decides about the updates of one federation; used by one thread.
 
@@ -32,30 +33,29 @@ class UpdateChecks:
         clock: as given.
     """
 
-    def __init__(
-        self, spec: FederationSpec, store: Store, artifacts: ArtifactStore, clock: Callable[[], float]
-    ) -> None:
-        self._spec = spec
-        self._store = store
-        self._artifacts = artifacts
-        self.clock = clock
-        self._max_bytes = max_update_bytes(spec)
-        self._yardstick: Yardstick | None = None
+    spec: FederationSpec
+    store: Store
+    artifacts: ArtifactStore
+    clock: Callable[[], float]
+    _yardstick: Yardstick | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._max_bytes = max_update_bytes(self.spec)
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
         """The record of an earlier update of this device and attempt, if there is one."""
-        return self._store.update(self._spec.federation, manifest.at, device)
+        return self.store.update(self.spec.federation, manifest.at, device)
 
     def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
         """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was recovered since."""
-        if 1000 * earlier.stored_at < self._store.epoch():  # which began as the time of the recovery
+        if 1000 * earlier.stored_at < self.store.epoch():  # which began as the time of the recovery
             return Outcome.LATE, "another one of this device, from before this coordinator was restored, counts"
         return Outcome.CONFLICT, "another update of this round and attempt was ended before"
 
     def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
         """How an update ends without a check of its content; None when its attempt takes it."""
-        attempt = self._store.attempt(self._spec.federation, manifest.at)
-        invited = self._store.participants(self._spec.federation, manifest.at)
+        attempt = self.store.attempt(self.spec.federation, manifest.at)
+        invited = self.store.participants(self.spec.federation, manifest.at)
         answer = next((each.state for each in invited if each.client == device), None)
         delivers = answer is not None and answer is not ParticipantState.DECLINED
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
@@ -74,13 +74,13 @@ class UpdateChecks:
 
     def why_late(self, manifest: Manifest) -> tuple[Outcome, str]:
         """How an update ends whose attempt does not collect."""
-        attempt = self._store.attempt(self._spec.federation, manifest.at)
+        attempt = self.store.attempt(self.spec.federation, manifest.at)
         if attempt is None:
             return Outcome.REJECTED, "there is no such round and attempt"
         if attempt.state is AttemptState.FAILED:
             return Outcome.CLOSED, "the attempt ended without an aggregate"
-        last = self._store.federation(self._spec.federation).policy.rounds
-        if self._store.aggregate(self._spec.federation, last) is not None:
+        last = self.store.federation(self.spec.federation).policy.rounds
+        if self.store.aggregate(self.spec.federation, last) is not None:
             return Outcome.CLOSED, "the federation is finished"
         return Outcome.LATE, "the round was closed without this update"
 
@@ -91,17 +91,17 @@ class UpdateChecks:
             OSError: of the coordinator's disk, and no fault of the update.
         """
         manifest, device = received.manifest, received.device
-        attempt = self._store.attempt(self._spec.federation, manifest.at)
+        attempt = self.store.attempt(self.spec.federation, manifest.at)
         assert attempt is not None
-        expected = Expected(self._spec.federation, manifest.round, manifest.attempt, device, attempt.base)
+        expected = Expected(self.spec.federation, manifest.round, manifest.attempt, device, attempt.base)
         try:
             yardstick = self._yardstick_for(attempt)
-            artifact = validate_update(received.file.read_bytes(), self._spec, expected, yardstick.base)
+            artifact = validate_update(received.file.read_bytes(), self.spec, expected, yardstick.base)
             distances = yardstick.distances(artifact.parts)
             yardstick.check(device, distances)
         except ValidationError as error:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
-        self._artifacts.adopt(received.file, manifest.artifact.id)
+        self.artifacts.adopt(received.file, manifest.artifact.id)
         report, facts = artifact.header.report, {**artifact.header.versions, **artifact.header.determinism}
         record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "")
         record = replace(
@@ -114,7 +114,7 @@ class UpdateChecks:
 
     def _keeps_late(self, attempt: AttemptRecord) -> bool:
         """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
-        policy = self._store.federation(self._spec.federation).policy
+        policy = self.store.federation(self.spec.federation).policy
         is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
         return not is_over and policy.late == "next"
 
@@ -127,35 +127,35 @@ class UpdateChecks:
 
         The file of an update that was good and is not stored is deleted.
         """
-        stored = self._store.end_update(record)
-        attempt = self._store.attempt(record.federation, record.at)
+        stored = self.store.end_update(record)
+        attempt = self.store.attempt(record.federation, record.at)
         if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
-            stored = self._store.end_update(_kept_late(record))
+            stored = self.store.end_update(_kept_late(record))
         is_stored = stored is not None and stored.artifact == record.artifact
         if (record.outcome is Outcome.ACCEPTED or record.is_kept_late) and not is_stored:
-            self._artifacts.delete(record.artifact)  # of any other one the id is only what the device announced
+            self.artifacts.delete(record.artifact)  # of any other one the id is only what the device announced
         return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
         """The base and the typical distances by which the updates of an attempt are measured, made once a round."""
         if self._yardstick is None or self._yardstick.base.id != attempt.base:
             base = self._base(attempt.base)
-            typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)
+            typical = typical_distances(self.store, self.spec.federation, attempt.round - 1)
             self._yardstick = Yardstick(base, typical)
         return self._yardstick
 
     def _base(self, artifact: str) -> Base:
         """The aggregate that an attempt starts from. An error in it is one of the coordinator's own disk, as OSError."""
         try:
-            return base_in(self._artifacts.get(artifact), self._spec, artifact)
+            return base_in(self.artifacts.get(artifact), self.spec, artifact)
         except WireError as error:
-            raise OSError(errno.EIO, str(error), str(self._artifacts.path(artifact))) from error
+            raise OSError(errno.EIO, str(error), str(self.artifacts.path(artifact))) from error
 
     def _record(
         self, device: str, manifest: Manifest, manifest_at: float, outcome: Outcome, reason: str
     ) -> UpdateRecord:
         return UpdateRecord(
-            self._spec.federation,
+            self.spec.federation,
             manifest.round,
             manifest.attempt,
             client=device,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from edge_client.agent.owner import OwnerControl
@@ -33,6 +33,7 @@ from fedcg.wire.sums import SumRound
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 
 
+@dataclass(eq=False)
 class CommandExecutor:
     """Carries out commands.
 
@@ -53,34 +54,26 @@ class CommandExecutor:
         why: what was found last, in words that stay on this device, by the reason that a decline gives for it.
     """
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        store: PrivateStore,
-        signing: SigningKey,
-        link: CoordinatorLink,
-        transfer: ArtifactTransfer,
-        trainer: TrainerHandle,
-        owner: OwnerControl,
-        chunk_bytes: Callable[[], int],
-        events: EventLog,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._link = link
-        self._transfer = transfer
-        self._trainer = trainer
-        self._owner = owner
-        self._chunk_bytes = chunk_bytes
-        self._events = events
-        self._clock = clock
-        self._update: ChunkFile | None = None
-        self._sent = ""
-        self.why: dict[DeclineReason, str] = {}
-        self.outcome: bool | None = None
-        self._sums = SumKeeper(config.device, signing, store.roster, store.sum_record, store.save_sum_record)
-        self._announced: RoundAttempt | None = None
+    config: AgentConfig
+    store: PrivateStore
+    signing: SigningKey
+    link: CoordinatorLink
+    transfer: ArtifactTransfer
+    trainer: TrainerHandle
+    owner: OwnerControl
+    chunk_bytes: Callable[[], int]
+    events: EventLog
+    clock: Callable[[], float]
+    _update: ChunkFile | None = field(default=None, init=False)
+    _sent: str = field(default="", init=False)
+    why: dict[DeclineReason, str] = field(default_factory=dict, init=False)
+    outcome: bool | None = field(default=None, init=False)
+    _announced: RoundAttempt | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._sums = SumKeeper(
+            self.config.device, self.signing, self.store.roster, self.store.sum_record, self.store.save_sum_record
+        )
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             signals.SendHello: self._send_hello,
             signals.Send: self._send,
@@ -107,11 +100,11 @@ class CommandExecutor:
 
     def _load_update(self, command: signals.LoadUpdate, state: SessionState) -> Event:
         """The outbox of the newest generation, cut into chunks for the link; its digest is that of the commit."""
-        generation = self._store.generations.newest()
+        generation = self.store.generations.newest()
         assert generation is not None
         assert generation.outbox is not None
-        entry, path = generation.outbox, self._store.generations.update_path(generation)
-        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._chunk_bytes())
+        entry, path = generation.outbox, self.store.generations.update_path(generation)
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self.chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept while the link takes it
@@ -120,10 +113,10 @@ class CommandExecutor:
         return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: signals.SendHello, state: SessionState) -> None:
-        self._link.hello(state.epoch, state.committed)
+        self.link.hello(state.epoch, state.committed)
 
     def _send(self, command: signals.Send, state: SessionState) -> None:
-        self._link.send(command.message)
+        self.link.send(command.message)
 
     def _send_chunks(self, command: signals.SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
@@ -131,22 +124,22 @@ class CommandExecutor:
                 self._record_sending()
                 self._sent, at = command.update.id, state.delivery.round_attempt
                 where = {"round": at.round, "attempt": at.attempt}
-                self._events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
-            self._transfer.carrier.send(self._update, command.ranges)
+                self.events.write("sending", **where, artifact=command.update.id, bytes=command.update.size)
+            self.transfer.carrier.send(self._update, command.ranges)
 
     def _record_sending(self) -> None:
         """Make durable what is about to leave, before its first byte does; a failure keeps it here."""
-        generation = self._store.generations.newest()
+        generation = self.store.generations.newest()
         assert generation is not None
-        data = self._store.generations.update_bytes(generation)
-        if self._owner.sent.update(data):  # what is left of one that an earlier process began is counted already
-            self._owner.traffic.sent(len(data))
+        data = self.store.generations.update_bytes(generation)
+        if self.owner.sent.update(data):  # what is left of one that an earlier process began is counted already
+            self.owner.traffic.sent(len(data))
 
     def _want(self, command: signals.Want, state: SessionState) -> Event | None:
         try:
-            self._transfer.downloads.want(command.downloads, self._clock())
+            self.transfer.downloads.want(command.downloads, self.clock())
         except WireError as error:
-            self._events.write("refused", what="offer", detail=str(error))
+            self.events.write("refused", what="offer", detail=str(error))
             self.why[DeclineReason.SPEC_REFUSED] = str(error)
             if state.offer is not None:
                 # stays refused until the agent starts again: a coordinator that asks for this is not sound
@@ -154,42 +147,42 @@ class CommandExecutor:
         return None
 
     def _check_spec(self, command: signals.CheckSpec, state: SessionState) -> Event:
-        spec = self._store.spec(command.digest)
+        spec = self.store.spec(command.digest)
         refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
-        if spec is not None and spec.federation == self._config.federation:
-            refusal = self._owner.check(spec) or self._without_roster(spec)
+        if spec is not None and spec.federation == self.config.federation:
+            refusal = self.owner.check(spec) or self._without_roster(spec)
         if spec is not None and refusal is None:
             return SpecChecked(command.digest, None, is_summed=bool(spec.summed))
         assert refusal is not None
         reason, detail = refusal
-        self._events.write("refused", what="spec", reason=reason.value, detail=detail)
+        self.events.write("refused", what="spec", reason=reason.value, detail=detail)
         self.why[reason] = detail
         return SpecChecked(command.digest, reason)
 
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
-        if not spec.summed or self._config.device in self._store.roster():
+        if not spec.summed or self.config.device in self.store.roster():
             return None
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
         return DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the roster of the cohort's message keys: {way}"
 
     def _weigh(self, command: signals.WeighRound, state: SessionState) -> None:
-        self._trainer.send(command)
+        self.trainer.send(command)
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
-        at, spec = command.round_attempt, self._store.spec(command.spec)
+        at, spec = command.round_attempt, self.store.spec(command.spec)
         cap = None if spec is None else spec.params.get("weight_cap")
         weight = min(command.images, cap) if isinstance(cap, int) else command.images
         keys = self._sums.announce(self._sum_round(at), weight)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
-            self._events.write(
+            self.events.write(
                 "sum_off", **where, reason="this device's numbers of the round, or of a later one, are in a sum"
             )
             return SumReady(at)
         if self._announced != at:
             self._announced = at
-            self._events.write("sum_keys", **where, weight=keys.weight)
-        self._link.send(SumUp(**state.addressed(at), body=keys))
+            self.events.write("sum_keys", **where, weight=keys.weight)
+        self.link.send(SumUp(**state.addressed(at), body=keys))
         return None
 
     def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> Event | None:
@@ -198,7 +191,7 @@ class CommandExecutor:
         if isinstance(step, SumOff):
             if at == state.offered and state.sum_ready != at:
                 reason = "too few devices answered in time, or the coordinator refused what this one announced"
-                self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
+                self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
             return SumReady(at)
         try:
             if isinstance(step, SumDealt):
@@ -206,69 +199,69 @@ class CommandExecutor:
                 return SumReady(at)
             answer = self._sums.answer(sum_round, step)
         except WireError as error:
-            self._events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
+            self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
             is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
             return RoundFailed(at, DeclineReason.TRAINING_FAILED) if isinstance(step, SumDealt) and is_due else None
-        self._link.send(SumUp(**state.addressed(at), body=answer))
+        self.link.send(SumUp(**state.addressed(at), body=answer))
         return None
 
     def _sum_round(self, at: RoundAttempt) -> SumRound:
-        return SumRound(self._config.federation, at.round, at.attempt)
+        return SumRound(self.config.federation, at.round, at.attempt)
 
     def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> Event | None:
         try:
-            pid = self._trainer.start()
+            pid = self.trainer.start()
         except OSError as error:  # no memory or no process left: tried again with longer pauses
-            self._events.write("agent_error", detail=f"the training process can't be started: {error}")
+            self.events.write("agent_error", detail=f"the training process can't be started: {error}")
             return TrainerDied()
-        self._events.write("trainer_started", pid=pid)
+        self.events.write("trainer_started", pid=pid)
         return None
 
     def _release_trainer(self, command: signals.ReleaseTrainer, state: SessionState) -> None:
-        self._trainer.send(command)
+        self.trainer.send(command)
 
     def _start_job(self, command: signals.TrainRound | signals.ChooseModel, state: SessionState) -> Event | None:
         if not self._is_sound(command.aggregate):
             return ArtifactLost(command.aggregate)
-        self._trainer.send(command)
+        self.trainer.send(command)
         return None
 
     def _is_sound(self, artifact: str) -> bool:
         try:
-            self._store.artifacts.get(artifact)
+            self.store.artifacts.get(artifact)
         except FileNotFoundError:
             return False  # deleted as one of an earlier round, to which a restored coordinator went back: it is fetched again
         except (IntegrityError, OSError) as error:
-            self._events.write("refused", what="aggregate", detail=f"{error}. It is fetched again")
+            self.events.write("refused", what="aggregate", detail=f"{error}. It is fetched again")
             with contextlib.suppress(OSError):  # fetching it again replaces it
-                self._store.artifacts.delete(artifact)
+                self.store.artifacts.delete(artifact)
             return False
         return True
 
     def _record_delivery(self, command: signals.RecordDelivery, state: SessionState) -> None:
         round_attempt, outcome = command.round_attempt, command.outcome.value
         record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
-        self._store.save_delivery(record)
-        chunks_sent = self._transfer.carrier.end(command.artifact)
+        self.store.save_delivery(record)
+        chunks_sent = self.transfer.carrier.end(command.artifact)
         if self._update is not None and (repeated := chunks_sent - self._update.ref.chunks) > 0:
-            self._owner.traffic.sent(repeated * self._update.ref.chunk_bytes)
+            self.owner.traffic.sent(repeated * self._update.ref.chunk_bytes)
         self._update = None
-        self._owner.sent.receipt(command.artifact, outcome)
-        self._events.write("receipt", chunks_sent=chunks_sent, **asdict(record))
+        self.owner.sent.receipt(command.artifact, outcome)
+        self.events.write("receipt", chunks_sent=chunks_sent, **asdict(record))
 
     def _record_reason(self, command: signals.RecordReason, state: SessionState) -> None:
-        ended = self._store.save_reason(command.artifact, command.reason)
+        ended = self.store.save_reason(command.artifact, command.reason)
         if ended is not None:
-            self._events.write("receipt", **asdict(ended))
+            self.events.write("receipt", **asdict(ended))
 
     def _note(self, command: signals.Note, state: SessionState) -> None:
         at, about = command.round_attempt, {}
         if command.reason:
             about = {"reason": command.reason, "detail": self.why.get(DeclineReason(command.reason), "")}
         rounds = 0 if state.offer is None else state.offer.rounds
-        self._events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
+        self.events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
 
     def _done(self, command: signals.Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
-        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        end = describe_end(self.store.finalised(), succeeded=command.succeeded)
+        self.events.write("finished", succeeded=command.succeeded, summary=end)

@@ -12,7 +12,7 @@ import random
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -284,6 +284,7 @@ def settle(tls: TlsSection) -> None:
             settle_pair(tls.cert, tls.key)
 
 
+@dataclass(eq=False)
 class Renewer:
     """Renews in time, beside a running agent, on a thread of its own.
 
@@ -295,26 +296,18 @@ class Renewer:
         clock: the current time, aware.
     """
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        signing: SigningKey,
-        events: EventLog,
-        renewed: Callable[[], None],
-        clock: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
-    ) -> None:
-        self._config = config
-        self._signing = signing
-        self._events = events
-        self._renewed = renewed
-        self._clock = clock
-        self._serial: int | None = None
-        self._is_clock_named = False
+    config: AgentConfig
+    signing: SigningKey
+    events: EventLog
+    renewed: Callable[[], None]
+    clock: Callable[[], datetime] = lambda: datetime.now(timezone.utc)
+    _serial: int | None = field(default=None, init=False)
+    _is_clock_named: bool = field(default=False, init=False)
 
     def running(self) -> AbstractContextManager[None]:
         """Renew for as long as the context lasts; does nothing for a device without a URL to renew at."""
-        tls = self._config.tls
-        if tls is None or self._config.enrolment.url is None:
+        tls = self.config.tls
+        if tls is None or self.config.enrolment.url is None:
             return nullcontext()
         return repeating("renewal", lambda: self._next(tls))
 
@@ -333,19 +326,19 @@ class Renewer:
         certificate = read_certificate(tls.cert)
         if self._serial is None:
             self._serial = certificate.serial_number
-        if is_due(certificate, self._clock()):
-            certificate = renew(self._config, self._signing, self._clock)
+        if is_due(certificate, self.clock()):
+            certificate = renew(self.config, self.signing, self.clock)
         if certificate.serial_number != self._serial:
             self._serial = certificate.serial_number
-            self._events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
-            self._renewed()
+            self.events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
+            self.renewed()
         due_at = certificate.not_valid_after_utc - life_of(certificate) * RENEW_AT
-        return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self._clock()))
+        return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self.clock()))
 
     def _failed(self, tls: TlsSection, error: Exception) -> timedelta:
         was_named, self._is_clock_named = self._is_clock_named, isinstance(error, ClockError)
         if not (was_named and self._is_clock_named):
-            self._events.write("renewal_failed", detail=str(error))
+            self.events.write("renewal_failed", detail=str(error))
         try:
             return min(TRY_AGAIN, life_of(read_certificate(tls.cert)) / TRIES_PER_LIFE)
         except (EnrolError, OSError):

@@ -7,6 +7,7 @@ still counts; a coordinator's nonce is taken once, so a recorded welcome can't b
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from edge_client.session import signals
@@ -42,6 +43,7 @@ from fedcg.wire.transport.transport import Delivery, Transport, Will
 MessageT = TypeVar("MessageT", bound=AnyMessage)
 
 
+@dataclass(eq=False)
 class Handshake:
     """Keeps the nonces and the open session of one device.
 
@@ -55,27 +57,16 @@ class Handshake:
         is_check: it only wants to know whether it is answered.
     """
 
-    def __init__(
-        self,
-        federation: str,
-        device: str,
-        agent: str,
-        cohort: str | None = None,
-        heartbeat_s: int | None = None,
-        carrier: Carrier = Carrier.MQTT,
-        *,
-        is_check: bool = False,
-    ) -> None:
-        self._is_check = is_check
-        self._carrier = carrier
-        self._heartbeat_s = heartbeat_s
-        self._federation = federation
-        self._device = device
-        self._agent = agent
-        self._cohort = cohort
-        self._nonce: str | None = None
-        self._answers: set[str] = set()
-        self._session: envelopes.Session | None = None
+    federation: str
+    device: str
+    agent: str
+    cohort: str | None = None
+    heartbeat_s: int | None = None
+    carrier: Carrier = Carrier.MQTT
+    is_check: bool = field(kw_only=True, default=False)
+    _nonce: str | None = field(default=None, init=False)
+    _answers: set[str] = field(default_factory=set, init=False)
+    _session: envelopes.Session | None = field(default=None, init=False)
 
     @property
     def is_open(self) -> bool:
@@ -93,19 +84,19 @@ class Handshake:
         if self._nonce is None:
             self._nonce, self._answers = secrets.token_hex(16), set()
         return Hello(
-            federation=self._federation,
-            sender=self._device,
+            federation=self.federation,
+            sender=self.device,
             recipient=COORDINATOR,
             epoch=epoch,
             round=committed.round,
             attempt=committed.attempt,
             nonce=self._nonce,
             versions=schemas.SPOKEN,
-            agent=self._agent,
-            cohort=self._cohort,
-            heartbeat_s=self._heartbeat_s,
-            carrier=self._carrier,
-            check=self._is_check,
+            agent=self.agent,
+            cohort=self.cohort,
+            heartbeat_s=self.heartbeat_s,
+            carrier=self.carrier,
+            check=self.is_check,
             key=key,
         )
 
@@ -229,6 +220,7 @@ def _status(federation: str, device: str, key: envelopes.SigningKey, *, online: 
     return envelopes.seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
 
 
+@dataclass(eq=False)
 class CoordinatorLink:
     """Messages of one device, in both directions.
 
@@ -242,80 +234,72 @@ class CoordinatorLink:
         on_sent: called with the kind and the bytes of each message that was handed to the transport.
     """
 
-    def __init__(
-        self,
-        federation: str,
-        device: str,
-        key: envelopes.SigningKey,
-        transport: Transport,
-        trust: CoordinatorTrust,
-        handshake: Handshake,
-        on_sent: Callable[[str, int], None] = lambda kind, size: None,
-    ) -> None:
-        self._federation = federation
-        self._device = device
-        self._key = key
-        self._transport = transport
-        self._trust = trust
-        self._order = trust.order
-        self._handshake = handshake
-        self._topics = Topics(federation)
-        self._on_sent = on_sent
+    federation: str
+    device: str
+    key: envelopes.SigningKey
+    transport: Transport
+    trust: CoordinatorTrust
+    handshake: Handshake
+    on_sent: Callable[[str, int], None] = lambda kind, size: None
+
+    def __post_init__(self) -> None:
+        self._order = self.trust.order
+        self._topics = Topics(self.federation)
 
     # Out
 
     def subscribe(self, *, chunks: bool) -> None:
         """Subscribe to every topic that a device reads, with or without the chunks of artifacts."""
         topics = self._topics
-        for topic in (topics.keys, topics.down_control(self._device)):
-            self._transport.subscribe(topic)
+        for topic in (topics.keys, topics.down_control(self.device)):
+            self.transport.subscribe(topic)
         self.ask_for_broadcasts()
         if chunks:
-            self._transport.subscribe(topics.down_chunk(self._device), 0)
-            self._transport.subscribe(topics.aggregate, 0)
+            self.transport.subscribe(topics.down_chunk(self.device), 0)
+            self.transport.subscribe(topics.aggregate, 0)
 
     def ask_for_broadcasts(self) -> None:
         """Subscribe to the retained broadcasts, again when they were refused because the coordinator's new key was missing."""
         for topic in (self._topics.offer, self._topics.coordinator):
-            self._transport.subscribe(topic)
+            self.transport.subscribe(topic)
 
     @property
     def has_session(self) -> bool:
         """Whether a session stands."""
-        return self._handshake.is_open
+        return self.handshake.is_open
 
     def end_session(self) -> None:
         """Forget the session: the connection was lost."""
-        self._handshake.close()
+        self.handshake.close()
 
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""
-        hello = self._handshake.hello(epoch, committed or NO_ATTEMPT, self._trust.key.hex)
-        self._publish("hello", self._topics.up_control(self._device), envelopes.seal(hello, self._key))
+        hello = self.handshake.hello(epoch, committed or NO_ATTEMPT, self.trust.key.hex)
+        self._publish("hello", self._topics.up_control(self.device), envelopes.seal(hello, self.key))
 
     def send(self, message: AnyMessage) -> None:
         """Send a control message inside the session; without one it is dropped, and repeated in the next."""
-        if self._handshake.is_open:
-            stamped = self._handshake.stamp(message)
-            self._publish(message.kind, self._topics.up_control(self._device), envelopes.seal(stamped, self._key))
+        if self.handshake.is_open:
+            stamped = self.handshake.stamp(message)
+            self._publish(message.kind, self._topics.up_control(self.device), envelopes.seal(stamped, self.key))
 
     def status(self, *, online: bool) -> None:
         """Publish whether this device's agent is connected."""
-        payload = _status(self._federation, self._device, self._key, online=online)
-        self._publish("device_status", self._topics.status(self._device), payload, retain=True)
+        payload = _status(self.federation, self.device, self.key, online=online)
+        self._publish("device_status", self._topics.status(self.device), payload, retain=True)
 
     def _publish(self, kind: str, topic: str, payload: bytes, *, retain: bool = False) -> None:
         try:
-            self._transport.publish(topic, payload, retain=retain)
+            self.transport.publish(topic, payload, retain=retain)
         except errors.TransportError:
             return
-        self._on_sent(kind, len(payload))
+        self.on_sent(kind, len(payload))
 
     # In
 
     def name_of(self, delivery: Delivery) -> str:
         """The topic of a delivery, for a log: one that this device does not read is not spelled there."""
-        is_ours = self._topics.may_read(self._device, delivery.topic)
+        is_ours = self._topics.may_read(self.device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
     def open(self, delivery: Delivery) -> signals.Input | envelopes.PinnedKey | Chunk | None:
@@ -330,12 +314,12 @@ class CoordinatorLink:
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
             return read_frame(delivery.payload)
         if parsed.kind is TopicKind.KEYS:
-            return self._trust.follow(delivery.payload)
+            return self.trust.follow(delivery.payload)
         is_broadcast = parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR)
-        if delivery.retained and is_broadcast and self._trust.is_of_replaced_key(delivery.payload):
+        if delivery.retained and is_broadcast and self.trust.is_of_replaced_key(delivery.payload):
             return None  # the broker kept it from before the new key; the coordinator replaces it
         message = envelopes.open_envelope(
-            delivery.payload, lambda sender: self._trust.key if sender == COORDINATOR else None
+            delivery.payload, lambda sender: self.trust.key if sender == COORDINATOR else None
         )
         self._check_address(message)
         if is_broadcast:
@@ -349,10 +333,10 @@ class CoordinatorLink:
             raise errors.OtherDeviceError(
                 f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
             )
-        if message.federation != self._federation:
+        if message.federation != self.federation:
             raise errors.OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
         is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
-        if message.recipient != (EVERYONE if is_broadcast else self._device):
+        if message.recipient != (EVERYONE if is_broadcast else self.device):
             raise errors.OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
     def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
@@ -369,17 +353,17 @@ class CoordinatorLink:
 
     def _direct(self, message: AnyMessage) -> signals.Input | None:
         if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
-            return signals.Revoked() if message.key == self._key.public.hex else None
+            return signals.Revoked() if message.key == self.key.public.hex else None
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
                 raise errors.OldEpochError(
                     f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}"
                 )
             if isinstance(message, Refusal):
-                return signals.HelloRefused(self._handshake.refusal(message))
-            self._handshake.welcome(message)
+                return signals.HelloRefused(self.handshake.refusal(message))
+            self.handshake.welcome(message)
             return signals.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
-        self._handshake.admit(message)
+        self.handshake.admit(message)
         if isinstance(message, Invite):
             return signals.Invited(message.at, message.cohort, message.share)
         if isinstance(message, Need | Receipt):

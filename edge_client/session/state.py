@@ -11,9 +11,8 @@ HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
 REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
 REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
-REVOKED_RETRY_S = (
-    3600.0  # between two tries of a revoked device: its coordinator may be restored from an earlier backup
-)
+# between two tries of a revoked device: its coordinator may be restored from an earlier backup
+REVOKED_RETRY_S = 3600.0
 MANIFEST_FIRST_S = 1.0
 MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated

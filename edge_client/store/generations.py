@@ -180,9 +180,8 @@ class Generations:
         self._root = root
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
-        self._verified: tuple[int | None, Generation] | None = (
-            None  # the content of CURRENT, and the generation found for it
-        )
+        # the content of CURRENT, and the generation found for it
+        self._verified: tuple[int | None, Generation] | None = None
 
     def newest(self) -> Generation | None:
         """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.

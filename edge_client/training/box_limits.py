@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -117,6 +118,7 @@ def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> 
         yield
 
 
+@dataclass(eq=False)
 class Pauses:
     """Holds the work between two steps while the box may not train, or has had its share of the time; to be called at every step.
 
@@ -134,40 +136,32 @@ class Pauses:
         at: the round attempt that is worked on.
     """
 
-    def __init__(
-        self,
-        settings: EligibilitySettings,
-        read: Callable[[], Telemetry],
-        working: Callable[[], None],
-        events: EventLog,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = datetime.now,
-        sleep: Callable[[float], None] = time.sleep,
-        duty_cycle: float = 1.0,
-    ) -> None:
+    settings: EligibilitySettings
+    read: Callable[[], Telemetry]
+    working: Callable[[], None]
+    events: EventLog
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = datetime.now
+    sleep: Callable[[float], None] = time.sleep
+    duty_cycle: float = 1.0
+    _stepped_at: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self.at: RoundAttempt = NO_ATTEMPT
-        self._settings = settings
-        self._read = read
-        self._working = working
-        self._events = events
-        self._clock = clock
-        self._now = now
-        self._sleep = sleep
-        self._idle_per_busy = 1.0 / duty_cycle - 1.0
-        self._load = InferenceLoad(settings.inference_url, clock=clock)
+        self._idle_per_busy = 1.0 / self.duty_cycle - 1.0
+        self._load = InferenceLoad(self.settings.inference_url, clock=self.clock)
         self._looked_at = float("-inf")
-        self._stepped_at: float | None = None
 
     def __call__(self) -> None:
         """A step is done; returns when the next one may begin."""
-        self._working()
+        self.working()
         if self._idle_per_busy and self._stepped_at is not None:
-            self._sleep(min(LOOK_EVERY_S, (self._clock() - self._stepped_at) * self._idle_per_busy))
+            self.sleep(min(LOOK_EVERY_S, (self.clock() - self._stepped_at) * self._idle_per_busy))
         self._pause()
-        self._stepped_at = self._clock()
+        self._stepped_at = self.clock()
 
     def _pause(self) -> None:
-        began = self._clock()
+        began = self.clock()
         if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
             return
         where = {"round": self.at.round, "attempt": self.at.attempt}
@@ -175,17 +169,17 @@ class Pauses:
         while reason is not None:
             if reason.obstacle is not shown:
                 shown = reason.obstacle
-                self._events.write("paused", **where, reason=shown.value, detail=reason.detail)
-            self._sleep(LOOK_EVERY_S / 4)
-            self._working()
-            is_short = shown is Obstacle.THROTTLED and self._clock() - began < LEAST_PAUSE_S
+                self.events.write("paused", **where, reason=shown.value, detail=reason.detail)
+            self.sleep(LOOK_EVERY_S / 4)
+            self.working()
+            is_short = shown is Obstacle.THROTTLED and self.clock() - began < LEAST_PAUSE_S
             reason = reason if is_short else self._look(shown)
-        self._events.write("resumed", **where, seconds=round(self._clock() - began, 1))
+        self.events.write("resumed", **where, seconds=round(self.clock() - began, 1))
 
     def _look(self, before: Obstacle | None) -> Reason | None:
-        self._looked_at = self._clock()
+        self._looked_at = self.clock()
         load = self._load()
-        found = eligibility(self._read(), self._settings, self._now(), requests_per_s=load, before=before)
+        found = eligibility(self.read(), self.settings, self.now(), requests_per_s=load, before=before)
         return found if found is not None and found.obstacle.pauses else None
 
 

@@ -5,7 +5,7 @@ A file that can't be decoded is in no split and no snapshot.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edge_client.config import DataSection
@@ -126,6 +126,7 @@ def defence_place(
     )
 
 
+@dataclass(eq=False)
 class LocalData:
     """The data folder of one device.
 
@@ -137,23 +138,15 @@ class LocalData:
         defence: rewrites the training images, or None.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        common: Path | None,
-        store: PrivateStore,
-        on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None,
-        defence: LocalDefence | None = None,
-    ) -> None:
-        self._root = root
-        self._common = common
-        self._store = store
-        self._on_skipped = on_skipped
-        self._defence = defence
-        self._defended: tuple[str, RoundData] | None = None
-        self._loaded: tuple[str, RoundData] | None = None
-        self._listing: tuple[object, ...] | None = None
-        self._common_set: tuple[str, LocalImages] | None = None
+    root: Path
+    common: Path | None
+    store: PrivateStore
+    on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None
+    defence: LocalDefence | None = None
+    _defended: tuple[str, RoundData] | None = field(default=None, init=False)
+    _loaded: tuple[str, RoundData] | None = field(default=None, init=False)
+    _listing: tuple[object, ...] | None = field(default=None, init=False)
+    _common_set: tuple[str, LocalImages] | None = field(default=None, init=False)
 
     def for_round(self, spec: FederationSpec, round_number: int, progress: Progress = silent) -> RoundData:
         """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
@@ -169,16 +162,16 @@ class LocalData:
             DivergedError: the defence's training diverged.
         """
         try:
-            snapshot = self._store.accept_snapshot(spec.digest, round_number, lambda: self._take(spec).snapshot)
+            snapshot = self.store.accept_snapshot(spec.digest, round_number, lambda: self._take(spec).snapshot)
             if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
                 self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
-            if self._defence is None or not self._defence.label:
+            if self.defence is None or not self.defence.label:
                 return self._loaded[1]
             if self._defended is None or self._defended[0] != self._loaded[0]:
                 self._defended = None  # two of them need not fit into memory
-                self._defended = (self._loaded[0], self._defend(self._defence, self._loaded[1], spec, progress))
+                self._defended = (self._loaded[0], self._defend(self.defence, self._loaded[1], spec, progress))
         except DataError as error:
-            self._store.forget_snapshot()
+            self.store.forget_snapshot()
             raise RoundError(DeclineReason.NO_DATA, str(error)) from error
         return self._defended[1]
 
@@ -190,7 +183,7 @@ class LocalData:
 
     def input_layer(self, spec: FederationSpec) -> Scrambling | None:
         """What real images go through before this device's networks get them; None: nothing."""
-        return None if self._defence is None else self._defence.input_layer(spec)
+        return None if self.defence is None else self.defence.input_layer(spec)
 
     def common_test(self, spec: FederationSpec) -> ImageSet | None:
         """The shared balanced test set as this device's networks get it, where there is one."""
@@ -202,52 +195,52 @@ class LocalData:
 
     def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
         """Paths and labels of a split's image files; empty for a source of another form, which has none."""
-        if not self._root.is_dir() or is_array_source(self._root):
+        if not self.root.is_dir() or is_array_source(self.root):
             return [], []
         chosen = snapshot.split(split)
-        return [self._root / file.path for file in chosen], [file.label for file in chosen]
+        return [self.root / file.path for file in chosen], [file.label for file in chosen]
 
     def common_files(self, spec: FederationSpec) -> tuple[list[Path], list[int]]:
         """Paths and labels of the shared balanced test set's image files."""
         found = self._common_images(spec)
-        if found is None or self._common is None or not self._common.is_dir() or is_array_source(self._common):
+        if found is None or self.common is None or not self.common.is_dir() or is_array_source(self.common):
             return [], []
-        return [self._common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
+        return [self.common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
 
     def _common_images(self, spec: FederationSpec) -> LocalImages | None:
-        if self._common is None:
+        if self.common is None:
             return None
         if self._common_set is None or self._common_set[0] != spec.digest:
-            self._common_set = (spec.digest, read_images(self._common, spec.classes, spec.image))
+            self._common_set = (spec.digest, read_images(self.common, spec.classes, spec.image))
         return self._common_set[1]
 
     def _take(self, spec: FederationSpec) -> RoundData:
         listing = self._list(spec)
         if self._loaded is not None and listing == self._listing:
             return self._loaded[1]
-        found = read_images(self._root, spec.classes, spec.image)
-        self._on_skipped(found.skipped)
-        data = _divide(found.images, found.entries, _snapshot_of(self._root, found.entries, spec))
+        found = read_images(self.root, spec.classes, spec.image)
+        self.on_skipped(found.skipped)
+        data = _divide(found.images, found.entries, _snapshot_of(self.root, found.entries, spec))
         if len(data.train) < 2:
-            raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")
+            raise DataError(f"{self.root}: {len(data.train)} training images after the split; at least 2 are needed")
         self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
         return data
 
     def _load(self, spec: FederationSpec, snapshot: Snapshot) -> RoundData:
         self._listing = None
         images, entries = load_folder(
-            self._root, spec.classes, spec.image, subset=[file.path for file in snapshot.files]
+            self.root, spec.classes, spec.image, subset=[file.path for file in snapshot.files]
         )
         for entry, file in zip(entries, snapshot.files, strict=True):
             if entry.sha256 != file.sha256 or entry.label != file.label:
-                raise DataError(f"{self._root / file.path}: changed since this round was accepted")
+                raise DataError(f"{self.root / file.path}: changed since this round was accepted")
         return _divide(images, entries, snapshot)
 
     def _list(self, spec: FederationSpec) -> tuple[object, ...]:
-        if not self._root.is_dir() or is_array_source(self._root):
-            return (spec.digest, stamp(self._root))
-        paths = [path for path, _ in list_files(self._root, spec.classes)]
-        return (spec.digest, *((path, _stamp_of(self._root / path)) for path in paths))
+        if not self.root.is_dir() or is_array_source(self.root):
+            return (spec.digest, stamp(self.root))
+        paths = [path for path, _ in list_files(self.root, spec.classes)]
+        return (spec.digest, *((path, _stamp_of(self.root / path)) for path in paths))
 
 
 def _stamp_of(path: Path) -> tuple[int, int] | None:

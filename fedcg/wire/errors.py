@@ -151,9 +151,8 @@ class TransportError(WireError):
     exit_code = NOT_CONNECTED
 
 
-ALWAYS_REPORTED = (
-    50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
-)
+# of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
+ALWAYS_REPORTED = 50
 
 _MAX_DETAIL = 200  # characters; topics and fields that a sender chose can be long
 

@@ -68,9 +68,8 @@ def _common_name(name: Iterable[Iterable[tuple[str, str]]]) -> str | None:
 
 NOT_YET_VALID, HAS_EXPIRED = 9, 10  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 SET_CLOCK = "set this machine's clock (timedatectl set-ntp true)"
-MOST_CLOCK_OFF_S = (
-    3600.0  # certificates are valid from an hour before they are made (`coordinator.pki.authority.CLOCK_SLACK`)
-)
+# certificates are valid from an hour before they are made (`coordinator.pki.authority.CLOCK_SLACK`)
+MOST_CLOCK_OFF_S = 3600.0
 
 
 def clock_time(now: datetime | None = None) -> str:

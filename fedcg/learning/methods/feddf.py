@@ -28,9 +28,8 @@ from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 
-_TEACHER_ROWS = (
-    256  # images in one forward of a teacher; a whole backbone's activations, not only features, live at once
-)
+# images in one forward of a teacher; a whole backbone's activations, not only features, live at once
+_TEACHER_ROWS = 256
 
 
 class FeddfParams(DistilledParams):
