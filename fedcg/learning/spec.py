@@ -270,7 +270,7 @@ class RoundPolicy(_Frozen):
     ] = 0.0
     deadline_s: Annotated[
         float,
-        Field(gt=0, le=MAX_DEADLINE_S, description="seconds that a round collects, from when the quorum has accepted"),
+        Field(ge=1, le=MAX_DEADLINE_S, description="seconds that a round collects, from when the quorum has accepted"),
     ] = 3600.0
     max_attempts: Annotated[
         int, Field(ge=1, le=10_000, description="tries of one round before the federation stalls")

@@ -40,7 +40,7 @@ def doing(home: Home) -> Iterator[Operations]:
             {"rounds": 0, "fractoin": 0.5, "late": "never", "min_clients": "two", "classes": "x", "deadline_s": "inf"},
             (
                 "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
-                "deadline_s: must be a number (above 0 to 31622400; ",
+                "deadline_s: must be a number (1 to 31622400; ",
                 "fractoin: there is no such setting (did you mean `fraction`?)",
                 "late: must be 'drop' or 'next'",
                 f"min_clients: {WHOLE}",
@@ -50,7 +50,7 @@ def doing(home: Home) -> Iterator[Operations]:
         (
             {"min_clients": 0, "deadline_s": 1e99, "pace": "fast", "nonsense": 3, "rounds": 1e24, "max_clients": [1]},
             (
-                "deadline_s: must be less than or equal to 31622400 (above 0 to 31622400; ",
+                "deadline_s: must be less than or equal to 31622400 (1 to 31622400; ",
                 f"max_clients: {WHOLE}",
                 "min_clients: must be greater than or equal to 1 (1 to 100000; ",
                 "nonsense: there is no such setting (known: rounds, min_clients, ",
