@@ -119,8 +119,8 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
 
 CHILD = """
 import pickle, sys, time
+from audit.attacks.attack import Attack
 from edge_client.store import generations
-from edge_client.training import release_audit
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog
@@ -128,7 +128,7 @@ def trained(*_):
     print("trained", flush=True)
     time.sleep(120)
 if sys.argv[2] == "audit":
-    release_audit.timed = trained
+    Attack.run = trained
 else:
     generations.Generations.commit = trained
 config, command = pickle.load(open(sys.argv[1], "rb"))
