@@ -80,7 +80,7 @@ def create_app(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
         lifespan=life,
-        openapi_url=None,  # `facts_api` serves it, to those with a token; the pages would load scripts from elsewhere
+        openapi_url=None,  # `operator_api` serves it, to those with a token; the pages would load scripts from elsewhere
     )
     application.state.failure = None
     application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # leaves event streams as they are

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import HTTPException
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -351,7 +351,9 @@ async def as_page(request: Request, error: Exception) -> Response:
     is_browser = "text/html" in headers.get("Accept", "") or "HX-Request" in headers
     if request.url.path.startswith("/api/") or not is_browser:
         return found.answer(request.url.path)
-    sent = {} if found.status == UNFORESEEN else await _sent(request)
+    if isinstance(error, RequestValidationError):
+        found = ProblemError(422, "the address or the form holds what this page can't take", problems=found.problems)
+    sent = await _sent(request) if "route" in request.scope and found.status != UNFORESEEN else {}
     if found.status == 401 and request.method not in READING and not sent:
         return see_other("/login")
     page = _error_page(request, found, sent)

@@ -34,6 +34,9 @@ class _Promise:
     last_seen_at: float
 
 
+PRUNE_EVERY_S = 86_400.0
+
+
 @dataclass(frozen=True)
 class PresenceLog:
     """Stores the changes of one federation.
@@ -60,9 +63,13 @@ class PresenceLog:
         self.store.saw_device(device, now - unseen_s)
         self.store.presence.prune(self.federation, now - KEEP_S, device)
 
+    def prune(self) -> None:
+        """Delete the changes that are kept no longer; those of a device that neither comes nor goes are only deleted here."""
+        self.store.presence.prune(self.federation, self.clock() - KEEP_S)
+
     def begin(self) -> None:
         """The coordinator starts: devices that counted as online when it was killed are not observed until they come again."""
-        self.store.presence.prune(self.federation, self.clock() - KEEP_S)
+        self.prune()
         self._lose_sight("the coordinator was started again")
 
     def end(self) -> None:
@@ -93,6 +100,7 @@ class Liveness:
     events: EventLog
     presence: PresenceLog
     _promises: dict[str, _Promise] = field(default_factory=dict, init=False)
+    _pruned_at: float = field(default_factory=time.monotonic, init=False)
 
     def is_online(self, device: str) -> bool:
         """Whether a device counts as online."""
@@ -139,7 +147,10 @@ class Liveness:
             known.last_seen_at = now
 
     def miss_silent(self, now: float) -> None:
-        """Count devices as offline that died without a will: together with their broker, for example."""
+        """Count devices as offline that died without a will: together with their broker, for example. Once a day, prune."""
+        if now - self._pruned_at >= PRUNE_EVERY_S:
+            self._pruned_at = now
+            self.presence.prune()
         for device in sorted(self.round_driver.state.online & self._promises.keys()):
             self.mark_seen(device, self.receiver.last_seen_at(device))
             promise = self._promises[device]

@@ -10,7 +10,7 @@ accepted.json   the data snapshot of the round that was accepted last
 left_out.json   images that could not be read for it, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
-counter.json    the newest numbers of the files whose older copies are refused, see `small_files`
+counter.json    the newest numbers of the files whose older copies are refused, see `checked_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner`

@@ -1,6 +1,7 @@
-"""What modules import: no circles, and no torch in the help of any command."""
+"""What modules import: no circles, and no torch in the help of any command; and that what is named is there."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -30,7 +31,9 @@ def imported(tree: ast.Module, known: dict[str, Path]) -> set[str]:
     return named & known.keys()
 
 
-@pytest.mark.parametrize("package", ["audit", "devices", "edge_client", "experiments", "export", "fedcg", "recording"])
+@pytest.mark.parametrize(
+    "package", ["audit", "devices", "edge_client", "coordinator", "experiments", "export", "fedcg"]
+)
 def test_a_packages_modules_import_each_other_in_no_circle(package: str) -> None:
     known = modules(package)
     imports = {name: imported(ast.parse(file.read_text()), known) - {name} for name, file in known.items()}
@@ -57,3 +60,11 @@ def test_the_profile_of_a_box_and_the_help_of_every_command_are_shown_without_to
     code = RUN_ALL.format(commands=every)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert "['method', 'show', 'fedcg'] loads torch: True" in done.stderr
+
+
+def test_every_test_module_that_the_documentation_names_is_there() -> None:
+    known = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    named = {(name, text.name) for text in texts for name in re.findall(r"test_\w+\.py", text.read_text("utf-8"))}
+    assert len(named) > 20
+    assert [pair for pair in sorted(named) if pair[0] not in known] == []

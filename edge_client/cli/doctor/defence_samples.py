@@ -27,7 +27,7 @@ from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
-from fedcg.learning.spec import ImageForm
+from fedcg.learning.spec import FederationSpec, ImageForm
 
 _PER_CLASS = 2  # of a class with one image alone, antigan could learn nothing
 _TIMED_STEPS = 3
@@ -72,7 +72,7 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     if section.defence is None:
         return "ok", "none: models are trained on the real images", ""
     store = open_store(config) if PrivateStore(config.store).is_made else PrivateStore(scratch)
-    spec = known_spec(store)
+    spec = known_spec(store) or _newest_spec(store)
     classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
     size = f"images of {form.height}x{form.width} pixels"
     if spec is None:
@@ -105,6 +105,11 @@ def _place(config: AgentConfig, store: PrivateStore, scratch: Path) -> DefencePl
 
 def _in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _newest_spec(store: PrivateStore) -> FederationSpec | None:
+    files = sorted((store.root / "specs").glob("*.json"), key=lambda file: file.stat().st_mtime)
+    return store.spec(files[-1].stem) if files else None
 
 
 def _classes(root: Path) -> tuple[str, ...]:

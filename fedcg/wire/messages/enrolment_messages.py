@@ -20,7 +20,7 @@ from fedcg.wire.errors import MalformedError, problem_in
 from fedcg.wire.messages.schemas import Identifier, Nonce, Sha256, Signature
 
 PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
-"""Brokers and services with known limits (`transfer.broker_presets`)."""
+"""Brokers and services with known limits (`transfer.windows`)."""
 TOKEN_PREFIX = "fcg2_"  # noqa: S105 - the mark of a token's text, not a secret
 SECRET_BYTES = 32
 CHECK_BYTES = 4

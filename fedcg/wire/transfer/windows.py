@@ -2,7 +2,7 @@
 
 Pure; holds no data and knows no MQTT library.
 
-Over MQTT a window bounds the chunks under way: a broker's queue for the receiver has a bound (`broker_presets`), and messages
+Over MQTT a window bounds the chunks under way: a broker's queue for the receiver has a bound (`PRESETS`), and messages
 beyond it are dropped. The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: the
 chunks under way must not fill the queues of a slow link, behind which keepalives and receipts would wait. Over HTTPS there is no such
 queue and no window: everything that is missing is asked for at once.

@@ -304,6 +304,9 @@ def test_an_unknown_address_is_a_page_for_a_browser_and_a_problem_for_a_program(
         assert program["content-type"] == "application/problem+json"
         assert reader.ask("GET", "/api/v1/none", **browser)[1]["content-type"] == "application/problem+json"
     assert "<h1>" in Reader(page.port).ask("PUT", "/devices", **browser)[2]
+    status, _, text = page.reader().ask("GET", "/devices?page=soon", **browser)
+    assert (status, "openapi" in text) == (422, False)
+    assert "page: must be" in text
 
 
 def test_a_failed_attempt_is_no_point_in_a_chart_and_has_no_part_in_a_mean(page: ServedPage) -> None:

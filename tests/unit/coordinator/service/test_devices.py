@@ -90,6 +90,19 @@ def test_a_device_that_comes_and_goes_fills_no_database(make_world: MakeWorld, m
     assert world.store.presence.changes("nobody", 0.0) == []
 
 
+def test_what_is_kept_no_longer_goes_once_a_day_though_its_device_neither_comes_nor_goes(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    with RunningService(world):
+        for days in (200, 100):
+            at = time.time() - days * 86_400
+            world.store.presence.note(PresenceRecord("tiny", "a", at, online=False, reason="gone"))
+        assert len(world.store.presence.changes("a", 0.0)) == 2
+        monkeypatch.setattr("coordinator.service.devices.PRUNE_EVERY_S", 0.0)
+        wait_until(lambda: len(world.store.presence.changes("a", 0.0)) == 1, "the older change is deleted")
+
+
 def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWorld) -> None:
     world = make_world(rounds=1000)
     for _ in range(2):

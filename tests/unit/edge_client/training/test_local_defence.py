@@ -241,3 +241,12 @@ def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) ->
     assert state == "failed"
     assert detail.startswith("antigan-")
     assert detail.endswith(f"defence_stem {tmp_path / 'gone.pth'} is no file")
+
+
+def test_before_the_first_round_the_doctor_shows_the_newest_of_several_specs(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec("local"))
+    give(site, "etc")
+    other = site.spec.model_copy(update={"rounds": site.spec.rounds + 1})
+    for spec in (site.spec, other):
+        site.store.save_spec(spec.canonical())
+    assert "assumed" not in finding(site)[1]
