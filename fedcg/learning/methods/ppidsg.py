@@ -25,7 +25,7 @@ follows as many targets as there are devices.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal, cast
 
 import torch
@@ -154,23 +154,6 @@ def scrambling_by(spec: NetworkSpec, keys: Weights) -> Scrambling:
     return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.etc.order(spec.image.channels))
 
 
-@dataclass(frozen=True)
-class TranslationNetworks:
-    """Four modules on one device, trained in place (`networks.image_networks`).
-
-    Attributes:
-        generator: G, image -> encrypted image, in [-1, 1].
-        discriminator: D, image -> logits of patches.
-        extractor: F, image -> features, and back by `restore`.
-        classifier: C, features -> logits; holds the device's key, its initial weights, at the start of every round.
-    """
-
-    generator: nn.Module
-    discriminator: nn.Module
-    extractor: ImageAutoencoder
-    classifier: nn.Module
-
-
 TRANSLATION_LOSSES = ("generator", "restoration", "classification", "discriminator")
 """Eq. 11, 9, 10, and eq. 7 as the discriminator's, in the order in which the stage tells them."""
 _NAME = "generate"
@@ -276,7 +259,7 @@ class ImagePool:
 
 
 def translation(
-    networks: TranslationNetworks,
+    networks: stage.Nets,
     data: ImageSet,
     encrypt: Encrypt,
     params: PpidsgParams,
@@ -286,7 +269,9 @@ def translation(
     """One round of PPIDSG's local training.
 
     Args:
-        networks: trained in place, on `ctx.device`; the classifier comes with the device's key as its weights.
+        networks: trained in place, on `ctx.device` (`networks.image_networks`): `generator` G, image -> encrypted image, in [-1, 1];
+            `discriminator` D, image -> logits of patches; `extractor` F, image -> features, and back by `restore`; `classifier` C,
+            features -> logits, with the device's key as its weights.
         data: the training images, on `ctx.device`.
         encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; of the augmented images, as the paper does it.
         params: weights of the losses, learning rates, pool.
@@ -328,15 +313,14 @@ def translation(
         )
         return [loss for loss in (forged, restored, classified, judged) if loss is not None]
 
-    named = {field.name: getattr(networks, field.name) for field in fields(networks)}
     return stage.Stage(
         name=_NAME,
         losses=tuple(f"{name} loss of the image translation" for name in TRANSLATION_LOSSES),
-        networks=named,
-        trained={name: stage.Trained((name,), _optimiser(name, one, params, ctx)) for name, one in named.items()},
+        networks=networks,
+        trained={name: stage.Trained((name,), _optimiser(name, one, params, ctx)) for name, one in networks.items()},
         batches=local_batches(_NAME, len(data), params, ctx, of_images, at_once=images_at_once(spec.image)),
         step=step,
-        exact=frozenset(named),
+        exact=frozenset(networks),
         kept={"pool": pool},
         after=after,
         is_pure=False,  # the pool
@@ -361,14 +345,14 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     if kept is None:
         kept = _stored(draw_keys(ctx.streams.at("keys"), _size(spec), params.block))
     generator = (aggregate or state).parts[Part.IMAGE_GENERATOR]
-    nets = TranslationNetworks(
-        load_part(spec, Part.IMAGE_GENERATOR, generator, ctx.device),
-        _discriminator(state, ctx),
-        cast(ImageAutoencoder, load_part(spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)),
-        load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
-    )
+    nets = {
+        "generator": load_part(spec, Part.IMAGE_GENERATOR, generator, ctx.device),
+        "discriminator": _discriminator(state, ctx),
+        "extractor": load_part(spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device),
+        "classifier": load_part(spec, Part.CLASSIFIER, state.extras[_KEY], ctx.device),
+    }
     encrypt = scrambling_by(spec, kept).encrypt
-    own = {Part.IMAGE_GENERATOR: nets.generator, Part.EXTRACTOR: nets.extractor, Part.CLASSIFIER: nets.classifier}
+    own = {Part.IMAGE_GENERATOR: nets["generator"]} | {part: nets[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
     average = stage.moving_average(own, params, own)
     told = stage.run_stage(translation(nets, data.to(ctx.device), encrypt, params, ctx, average), ctx)
     losses = dict(zip(TRANSLATION_LOSSES, told, strict=True))
@@ -377,9 +361,9 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         **stage.average_extras(average),
         _KEY: {name: tensor.clone() for name, tensor in state.extras[_KEY].items()},
         SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
-        _DISCRIMINATOR: weights_of(nets.discriminator),
+        _DISCRIMINATOR: weights_of(nets["discriminator"]),
     }
-    shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets.generator)})
+    shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets["generator"])})
     return LocalResult(shared, ClientState(parts, extras), Report(examples=len(data), loss=losses["classification"]))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import safetensors.torch
 import torch
@@ -12,15 +11,8 @@ from torch import nn
 from experiments.data.source import read_digits
 from fedcg.learning.aggregation.distillation import Pair
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.methods.ppidsg import TranslationNetworks
 from fedcg.learning.networks.assembly import allocated
-from fedcg.learning.networks.image_networks import (
-    ImageAutoencoder,
-    Widths,
-    image_discriminator,
-    image_generator,
-    image_split,
-)
+from fedcg.learning.networks.image_networks import Widths, image_discriminator, image_generator, image_split
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.networks.timm_backbones import timm_library
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
@@ -139,16 +131,16 @@ def built(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return module
 
 
-def networks_of(widths: Widths, size: tuple[int, int, int], classes: int, seed: int = 0) -> TranslationNetworks:
+def networks_of(widths: Widths, size: tuple[int, int, int], classes: int, seed: int = 0) -> dict[str, nn.Module]:
     """All four networks for images of one size (channels, height, width)."""
     channels, height, width = size
     split, shape = image_split(widths), (2 * widths.extractor, height // 4, width // 4)
-    return TranslationNetworks(
-        built(lambda: image_generator(channels, widths), seed),
-        built(lambda: image_discriminator(channels, widths), seed + 1),
-        cast("ImageAutoencoder", built(lambda: split.extractor(channels), seed + 2)),
-        built(lambda: split.classifier(shape, classes), seed + 3),
-    )
+    return {
+        "generator": built(lambda: image_generator(channels, widths), seed),
+        "discriminator": built(lambda: image_discriminator(channels, widths), seed + 1),
+        "extractor": built(lambda: split.extractor(channels), seed + 2),
+        "classifier": built(lambda: split.classifier(shape, classes), seed + 3),
+    }
 
 
 def digit_images(rows: slice, side: int) -> ImageSet:

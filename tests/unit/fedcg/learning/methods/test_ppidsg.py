@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, LocalResult, RoundContext
 from fedcg.learning.methods import ppidsg
 from fedcg.learning.networks.assembly import personal_model
-from fedcg.learning.networks.image_networks import Widths
+from fedcg.learning.networks.image_networks import ImageAutoencoder, Widths
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.learning.training.stage import Batches, Tensors, run_stage
+from fedcg.learning.training.stage import Batches, Nets, Tensors, run_stage
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import (
@@ -57,11 +57,7 @@ def quick(**changed: object) -> ppidsg.PpidsgParams:
 
 
 def learn(
-    nets: ppidsg.TranslationNetworks,
-    data: ImageSet,
-    encrypt: ppidsg.Encrypt,
-    params: ppidsg.PpidsgParams,
-    ctx: RoundContext,
+    nets: Nets, data: ImageSet, encrypt: ppidsg.Encrypt, params: ppidsg.PpidsgParams, ctx: RoundContext
 ) -> dict[str, float]:
     """Train in place; the mean losses by name."""
     losses = run_stage(ppidsg.translation(nets, data, encrypt, params, ctx), ctx)
@@ -75,7 +71,7 @@ def blocks(data: ImageSet, params: ppidsg.PpidsgParams, ctx: RoundContext) -> li
 
 def quick_round(
     data: ImageSet | None = None, ctx: RoundContext | None = None, **changed: object
-) -> tuple[ppidsg.TranslationNetworks, dict[str, float]]:
+) -> tuple[Nets, dict[str, float]]:
     """Tiny networks, the same ones in every call, after a quick round."""
     nets = networks_of(TINY, SIZE, len(CLASSES))
     losses = learn(nets, data or bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or round_context())
@@ -86,7 +82,7 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-def changed_weights(nets: ppidsg.TranslationNetworks) -> list[str]:
+def changed_weights(nets: Nets) -> list[str]:
     """Which networks have other WEIGHTS than before their round; running statistics do not count."""
     before = networks_of(TINY, SIZE, len(CLASSES))
     return [
@@ -94,7 +90,7 @@ def changed_weights(nets: ppidsg.TranslationNetworks) -> list[str]:
         for name in PARTS
         if any(
             not torch.equal(one, other)
-            for one, other in zip(getattr(nets, name).parameters(), getattr(before, name).parameters(), strict=True)
+            for one, other in zip(nets[name].parameters(), before[name].parameters(), strict=True)
         )
     ]
 
@@ -131,14 +127,14 @@ def test_each_network_is_moved_by_its_own_loss_alone() -> None:
     assert changed_weights(first) == ["discriminator", "extractor", "classifier"]
     # Without the classification loss, labels reach the classifier and nothing else.
     second, _ = quick_round(other_labels, **NO_TERMS)
-    assert [name for name in PARTS if not same_state(getattr(first, name), getattr(second, name))] == ["classifier"]
+    assert [name for name in PARTS if not same_state(first[name], second[name])] == ["classifier"]
     third, _ = quick_round(other_labels, classification_weight=1.0)
     fourth, _ = quick_round(data, classification_weight=1.0)
-    assert not same_state(third.generator, fourth.generator)
+    assert not same_state(third["generator"], fourth["generator"])
     # The encrypted images reach the generator through eq. 8 alone where D has no weight, and D always.
     nets = networks_of(TINY, SIZE, len(CLASSES))
     learn(nets, data, lambda images: 255 - images, quick(**NO_TERMS), round_context())
-    assert [name for name in PARTS if not same_state(getattr(first, name), getattr(nets, name))] == ["discriminator"]
+    assert [name for name in PARTS if not same_state(first[name], nets[name])] == ["discriminator"]
 
 
 @pytest.mark.parametrize("term", ["adversarial_weight", "semantic_weight", "classification_weight"])
@@ -206,16 +202,17 @@ def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and
     one_batch = replace(stage, batches=Batches([(images, encrypted, labels)], 1, None))
     _, restoration, classification, judged = run_stage(one_batch, round_context())
     with torch.no_grad():
-        features = twins.extractor(pooled)
-        assert restoration == pytest.approx(F.mse_loss(twins.extractor.restore(features), pooled).item())
-        right = twins.classifier(features).log_softmax(1)[:, 2]
+        extractor = cast("ImageAutoencoder", twins["extractor"])
+        features = extractor(pooled)
+        assert restoration == pytest.approx(F.mse_loss(extractor.restore(features), pooled).item())
+        right = twins["classifier"](features).log_softmax(1)[:, 2]
         assert classification == pytest.approx(-right.mean().item(), rel=1e-5)
-        real, fake = twins.discriminator(encrypted), twins.discriminator(pooled)
+        real, fake = (twins["discriminator"](some) for some in (encrypted, pooled))
         assert judged == pytest.approx(ppidsg.discriminator_objective(real, fake, "logarithm").item())
 
 
 def test_a_round_has_a_pool_of_the_size_that_is_asked_for() -> None:
-    assert not same_state(quick_round()[0].discriminator, quick_round(pool_images=0)[0].discriminator)
+    assert not same_state(quick_round()[0]["discriminator"], quick_round(pool_images=0)[0]["discriminator"])
 
 
 def test_without_a_pool_what_comes_is_given_back() -> None:

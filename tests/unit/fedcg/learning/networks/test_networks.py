@@ -234,11 +234,12 @@ def test_every_network_fits_its_neighbours(width: str, channels: int, height: in
     nets = networks_of(image_networks.WIDTHS[width], (channels, height, wide), classes=7)
     images = torch.rand(2, channels, height, wide, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():
-        made = nets.generator(images)
-        features = nets.extractor(made)
-        restored = nets.extractor.restore(features)
-        assert nets.classifier(features).shape == (2, 7)
-        assert nets.discriminator(made).shape == (2, 1, height // 4 - 2, wide // 4 - 2)
+        made, extractor = nets["generator"](images), nets["extractor"]
+        assert isinstance(extractor, image_networks.ImageAutoencoder)
+        features = extractor(made)
+        restored = extractor.restore(features)
+        assert nets["classifier"](features).shape == (2, 7)
+        assert nets["discriminator"](made).shape == (2, 1, height // 4 - 2, wide // 4 - 2)
     assert made.shape == restored.shape == images.shape
     assert features.shape == (2, 2 * image_networks.WIDTHS[width].extractor, height // 4, wide // 4)
     for image in (made, restored):
