@@ -214,11 +214,6 @@ class ClientSampling:
             self._log_teacher = torch.zeros(len(self._race), log_teacher.shape[1])
         self._features[rows], self._log_teacher[rows] = features.cpu(), log_teacher.cpu()
 
-    def winner(self, row: int) -> str | None:
-        """Who won the race of a row of the bank; None when no client has its label."""
-        leader = int(self._leader[self._race[row]])
-        return self._clients[leader] if leader >= 0 else None
-
     def outputs(self, rows: slice, classifier_of: ClassifierOf, device: str) -> list[TeacherRows]:
         """The winners' outputs on one batch, in client-id order, each of weight 1."""
         if self._features is None or self._log_teacher is None:

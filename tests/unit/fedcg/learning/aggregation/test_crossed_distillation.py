@@ -1,6 +1,6 @@
 """FedMD-CG's server half against hand-worked numbers: shares, the divergence, crossed terms, and draws of the client that counts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -190,8 +190,16 @@ def test_fedmd_cg_refuses_a_client_that_does_not_report_its_label_counts() -> No
 COUNTS = {"a": (1, 3, 0), "b": (3, 0, 0), "c": (4, 1, 0)}
 
 
-def tensor(counts: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(counts, dtype=torch.float64)
+def winners(sampling: crossed.ClientSampling, counts: Mapping[str, tuple[int, ...]], rows: int) -> list[str | None]:
+    """Who won each row after all have entered, each with its own number as its features."""
+    for number, (client, mine) in enumerate(counts.items()):
+        led = sampling.enter(client, torch.tensor(mine, dtype=torch.float64))
+        sampling.keep(led, torch.full((len(led), 1), float(number)), torch.zeros(len(led), 1))
+    found: list[str | None] = [None] * rows
+    for output in sampling.outputs(slice(0, rows), lambda _: Identity(), "cpu"):
+        for row, number in zip(output.position.tolist(), output.features.flatten().tolist(), strict=True):
+            found[row] = list(counts)[int(number)]
+    return found
 
 
 def labelled(labels: torch.Tensor) -> Bank:
@@ -201,68 +209,60 @@ def labelled(labels: torch.Tensor) -> Bank:
 def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
     # 10,000 batches of one row per label
     sampling = crossed.ClientSampling(labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c"))
-    for client, counts in COUNTS.items():
-        sampling.enter(client, tensor(counts))
-    winners = [sampling.winner(row) for row in range(30_000)]
+    won = winners(sampling, COUNTS, 30_000)
     for label, shares in enumerate(crossed.label_shares(list(COUNTS.values())).t().tolist()):
-        wins = [winners[label::3].count(client) / 10_000 for client in COUNTS]
+        wins = [won[label::3].count(client) / 10_000 for client in COUNTS]
         assert wins == pytest.approx(shares, abs=0.015)
-    assert set(winners[2::3]) == {None}
+    assert set(won[2::3]) == {None}
 
 
 def test_rows_of_one_label_in_one_batch_have_one_winner_and_other_batches_draw_anew() -> None:
     sampling = crossed.ClientSampling(labelled(torch.zeros(400, dtype=torch.int64)), 4, 3, Streams(b"c"))
-    for client, counts in COUNTS.items():
-        sampling.enter(client, tensor(counts))
-    batches = [{sampling.winner(row) for row in range(start, start + 4)} for start in range(0, 400, 4)]
-    assert {len(winners) for winners in batches} == {1}
+    won = winners(sampling, COUNTS, 400)
+    batches = [set(won[start : start + 4]) for start in range(0, 400, 4)]
+    assert {len(names) for names in batches} == {1}
     assert len(set.union(*batches)) == 3
 
 
 def test_clients_with_like_labels_win_few_at_a_time_however_many_labels_there_are() -> None:
     sampling = crossed.ClientSampling(labelled(torch.arange(400) % 40), 40, 40, Streams(b"c"))
-    for number in range(64):
-        sampling.enter(f"c{number}", torch.full((40,), 7.0, dtype=torch.float64))
+    won = winners(sampling, {f"c{number}": (7,) * 40 for number in range(64)}, 400)
     for start in range(0, 400, 40):
-        assert len({sampling.winner(row) for row in range(start, start + 40)}) <= crossed.HEATS
+        assert len(set(won[start : start + 40])) <= crossed.HEATS
+
+
+OF_ABC = {"a": (1, 3, 1), "b": (2, 2, 1), "c": (3, 1, 1)}
 
 
 def updates_of(pairs: Sequence[Pair]) -> dict[str, Update]:
     """An update for each pair, of clients a, b, c with different label counts."""
-    return {
-        "abc"[number]: Update("abc"[number], pair.weights(), 4, (1 + number, 3 - number, 1))
-        for number, pair in enumerate(pairs)
-    }
+    return {name: Update(name, one.weights(), 4, OF_ABC[name]) for name, one in zip("abc", pairs, strict=True)}
 
 
-def counted() -> tuple[crossed.TaughtBank, list[crossed.TeacherRows], list[Pair]]:
+def counted() -> tuple[Bank, list[str | None], list[crossed.TeacherRows], list[Pair]]:
     ctx, made = teacher_pairs(3)
     bank, spill = draw_bank(Streams(b"c"), 12, 8, uniform(3)), MemorySpill()
     taught_bank = crossed.TaughtBank(bank, uniform(3), 6, ctx, Divergence(), sampling=True)
     for update in updates_of(made).values():
         kept = {f"classifier/{name}": weight for name, weight in update.parts[Part.CLASSIFIER].items()}
         spill.put(update.client, {"logits": taught_bank.add(update, None), **kept})
-    return taught_bank, taught_bank.drawn(slice(6, 12), spill), made
+    won = winners(crossed.ClientSampling(bank, 6, 3, ctx.streams), OF_ABC, 12)
+    return bank, won, taught_bank.drawn(slice(6, 12), spill), made
 
 
 def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
-    taught_bank, outputs, made = counted()
-    bank = taught_bank.bank
+    bank, won, outputs, made = counted()
     assert sorted(row for output in outputs for row in output.position.tolist()) == list(range(6))
-    clients = [
-        {taught_bank._sampling.winner(6 + int(row)) for row in output.position}
-        for output in outputs
-        if taught_bank._sampling
-    ]
+    clients = [{won[6 + int(row)] for row in output.position} for output in outputs]
     assert clients == sorted(clients, key=str)
     for names, output in zip(clients, outputs, strict=True):
         (name,) = names
-        pair, rows = made["abc".index(str(name))], output.position + 6
+        teacher, rows = made["abc".index(str(name))], output.position + 6
         with torch.no_grad():
-            features = pair.generator(bank.noise[rows], bank.labels[rows])
+            features = teacher[Part.GENERATOR](bank.noise[rows], bank.labels[rows])
             assert torch.allclose(output.features, features, atol=1e-6)
-            assert torch.allclose(output.classify(features), pair.classifier(features), atol=1e-6)
-            assert torch.allclose(output.log_teacher, pair.classifier(features).log_softmax(1), atol=1e-5)
+            assert torch.allclose(output.classify(features), teacher[Part.CLASSIFIER](features), atol=1e-6)
+            assert torch.allclose(output.log_teacher, teacher[Part.CLASSIFIER](features).log_softmax(1), atol=1e-5)
         assert output.weight.tolist() == [1.0] * len(rows)
 
 
