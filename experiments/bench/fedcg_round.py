@@ -19,10 +19,11 @@ import torch
 from experiments.bench import reference_fedcg as reference
 from fedcg.child_python import spawning
 from fedcg.learning.aggregation import distillation
+from fedcg.learning.aggregation.averaging import ExactSum
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks import NETWORKS, Networks, load_part
+from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice
@@ -128,43 +129,40 @@ def work_of(setting: Setting, stage: TimedStage, steps: int) -> Callable[[], obj
     """What one call of a stage does, ready to run."""
     ctx = context_of(setting, steps)
     initial = initial_parts(ctx.spec, b"bench")
-    nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part], ctx.device) for part in NETWORKS})
+    nets = {part: load_part(ctx.spec, part, initial[part], ctx.device) for part in NETWORKS}
     if stage in {TimedStage.TEACHER, TimedStage.STUDENT}:
-        return _server_work(nets, stage, setting, steps, ctx)
+        return _server_work({part: nets[part] for part in distillation.SHARED}, stage, setting, steps, ctx)
     data, params = random_images(setting.images).to(ctx.device), fedcg.FedcgParams.model_validate(ctx.spec.params)
     if setting.plain:
         twins = reference.plain_networks(nets)
         train = reference.classify if stage is TimedStage.CLASSIFY else reference.train_gan
         return lambda: train(twins, data, params, ctx)
+    extractor, classifier, generator, discriminator = (nets[part] for part in NETWORKS)
     if stage is TimedStage.FEATURES:
-        return lambda: FeatureSource(nets.extractor, data, ctx.spec)
+        return lambda: FeatureSource(extractor, data, ctx.spec)
     if stage is TimedStage.CLASSIFY:
-        penalty = fedcg.feature_penalty(nets.generator, fedcg.gamma(ctx.round, params), ctx)
-        return lambda: train_classifier(nets.extractor, nets.classifier, data, params, ctx, penalty)
-    source = FeatureSource(nets.extractor, data, ctx.spec)
-    return lambda: run_stage(fedcg.adversarial(nets.generator, nets.discriminator, source, params, ctx), ctx)
+        penalty = fedcg.feature_penalty(generator, fedcg.gamma(ctx.round, params), ctx)
+        return lambda: train_classifier(extractor, classifier, data, params, ctx, penalty)
+    source = FeatureSource(extractor, data, ctx.spec)
+    return lambda: run_stage(fedcg.adversarial(generator, discriminator, source, params, ctx), ctx)
 
 
 def _server_work(
-    nets: Networks, stage: TimedStage, setting: Setting, steps: int, ctx: RoundContext
+    student: distillation.Pair, stage: TimedStage, setting: Setting, steps: int, ctx: RoundContext
 ) -> Callable[[], object]:
     settings = distillation.Distillation(steps, setting.batch, 3e-4, 1e-4)
     bank = distillation.draw_bank(
         ctx.streams, settings.rows, setting.network.noise_dim, distillation.uniform(len(_CLASSES))
     )
-    student = distillation.Pair(nets.generator, nets.classifier)
     if setting.plain:
-        plain = [
-            distillation.Pair(*(reference.plain(net) for net in (student.generator, student.classifier)))
-            for _ in range(setting.teachers + 1)
-        ]
+        plain = [reference.plain_networks(student) for _ in range(setting.teachers + 1)]
         taught = [(1 / setting.teachers, one) for one in plain[1:]]
         return lambda: reference.distil(plain[0], taught, bank, settings)
-    ensemble = distillation.Ensemble()
-    ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
+    ensemble = ExactSum()
+    ensemble.add(distillation.teacher_logits(student, bank, ctx))
     if stage is TimedStage.TEACHER:
-        return lambda: ensemble.add(1, distillation.teacher_logits(student, bank, ctx))
-    target = ensemble.logits().to(ctx.device)
+        return lambda: ensemble.add(distillation.teacher_logits(student, bank, ctx))
+    target = ensemble.value().to(ctx.device, torch.float32)
 
     def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
         return kl_teacher_student(taught, logits)

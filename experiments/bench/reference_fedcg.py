@@ -9,7 +9,7 @@ each batch counts once.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
-from fedcg.learning.networks import NETWORKS, Networks, fast_layers
+from fedcg.learning.networks import fast_layers
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import Augmentation, Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import (
@@ -35,8 +35,10 @@ from fedcg.learning.training.losses import (
     mode_seeking,
     paired_labels,
 )
+from fedcg.wire.parts import Part
 
 _GAN_BETAS = (0.5, 0.999)
+Networks = Mapping[Part, nn.Module]
 
 
 class _ConvThenPool(nn.Conv2d):
@@ -47,9 +49,9 @@ class _ConvThenPool(nn.Conv2d):
         return F.avg_pool2d(super().forward(input), 2)
 
 
-def plain_networks(networks: Networks) -> Networks:
-    """Copies of all four networks out of torch's own layers."""
-    return Networks(**{part.value: plain(networks.part(part)) for part in NETWORKS})
+def plain_networks(networks: Networks) -> dict[Part, nn.Module]:
+    """Copies of networks out of torch's own layers."""
+    return {part: plain(network) for part, network in networks.items()}
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -154,17 +156,16 @@ def take_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 
 def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
     """Algorithm 1 lines 3-9: extractor and classifier on eq. 3; the loss of every step."""
-    nets.extractor.train()
-    nets.classifier.train()
-    nets.generator.eval()
-    weights = [*nets.extractor.parameters(), *nets.classifier.parameters()]
+    extractor, classifier = (nets[part].train() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    generator = nets[Part.GENERATOR].eval()
+    weights = [*extractor.parameters(), *classifier.parameters()]
     optimiser = torch.optim.Adam(weights, lr=params.lr, weight_decay=params.weight_decay)
     losses = []
     for batch in batches(data, params, ctx, "classify"):
-        features = nets.extractor(batch.pixels(ctx.spec))
-        loss = cross_entropy(nets.classifier(features), batch.labels)
+        features = extractor(batch.pixels(ctx.spec))
+        loss = cross_entropy(classifier(features), batch.labels)
         with torch.no_grad():
-            target = nets.generator(batch.noise, batch.labels)
+            target = generator(batch.noise, batch.labels)
         loss = loss + gamma(ctx.round, params) * feature_mse(features, target)
         losses.append(take_step(optimiser, loss))
     return losses
@@ -172,25 +173,23 @@ def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCont
 
 def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
     """Algorithm 1 lines 10-18: discriminator and generator on eq. 4, extractor frozen; the sum of both losses of every step."""
-    nets.extractor.eval()
-    nets.generator.train()
-    nets.discriminator.train()
-    decay = params.weight_decay
-    judge = torch.optim.Adam(nets.discriminator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
-    forger = torch.optim.Adam(nets.generator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
+    extractor, decay = nets[Part.EXTRACTOR].eval(), params.weight_decay
+    generator, discriminator = (nets[part].train() for part in (Part.GENERATOR, Part.DISCRIMINATOR))
+    judge = torch.optim.Adam(discriminator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
+    forger = torch.optim.Adam(generator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
     losses = []
     for batch in batches(data, params, ctx, "generate"):
         asked = paired_labels(batch.labels)
         with torch.no_grad():
-            real = nets.extractor(batch.pixels(ctx.spec))
-        fake = nets.generator(batch.noise, asked)
-        judged = nets.discriminator(real, batch.labels)
-        d_loss = discriminator_loss(judged, nets.discriminator(fake.detach(), asked))
+            real = extractor(batch.pixels(ctx.spec))
+        fake = generator(batch.noise, asked)
+        judged = discriminator(real, batch.labels)
+        d_loss = discriminator_loss(judged, discriminator(fake.detach(), asked))
         judged_loss = take_step(judge, d_loss)
 
-        with statistics_kept(nets.generator):
-            fake = nets.generator(batch.noise, asked)
-        g_loss = generator_loss(nets.discriminator(fake, asked))
+        with statistics_kept(generator):
+            fake = generator(batch.noise, asked)
+        g_loss = generator_loss(discriminator(fake, asked))
         first, second = slice(0, len(asked) // 2), slice(len(asked) // 2, 2 * (len(asked) // 2))
         spread = mode_seeking(fake[first], fake[second], batch.noise[first], batch.noise[second])
         g_loss = g_loss + params.diversity * spread
@@ -207,19 +206,16 @@ def distil(student: Pair, teachers: Sequence[tuple[float, Pair]], bank: Bank, se
         bank: z and y of all iterations.
         settings: batch, learning rate, weight decay.
     """
-    student.generator.train()
-    student.classifier.train()
-    for _, teacher in teachers:
-        teacher.generator.eval()
-        teacher.classifier.eval()
-    weights = [*student.generator.parameters(), *student.classifier.parameters()]
+    generator, classifier = (student[part].train() for part in (Part.GENERATOR, Part.CLASSIFIER))
+    taught = [(share, one[Part.GENERATOR].eval(), one[Part.CLASSIFIER].eval()) for share, one in teachers]
+    weights = [*generator.parameters(), *classifier.parameters()]
     optimiser = torch.optim.Adam(weights, lr=settings.lr, weight_decay=settings.weight_decay)
     losses = []
     for rows in slices(len(bank), settings.batch):
         noise, labels = bank.noise[rows], bank.labels[rows]
         with torch.no_grad():
-            ensemble = sum(share * one.classifier(one.generator(noise, labels)) for share, one in teachers)
+            ensemble = sum(share * judge(maker(noise, labels)) for share, maker, judge in taught)
         assert isinstance(ensemble, torch.Tensor)
-        loss = kl_teacher_student(ensemble, student.classifier(student.generator(noise, labels)))
+        loss = kl_teacher_student(ensemble, classifier(generator(noise, labels)))
         losses.append(take_step(optimiser, loss))
     return losses

@@ -191,7 +191,7 @@ class WeightedSums:
         Raises:
             ValueError: no client.
         """
-        if not self._dtypes:
+        if not self._total:
             raise ValueError("no client to average")
         return {
             name: (self._sums[name].value() / self._total).to(dtype)
@@ -225,67 +225,13 @@ class Merged:
         parts: averaged weights per part.
         examples: n_i per client, in client-id order.
         label_counts: n_i^y per client, for those that reported them, in client-id order.
+        beside: averages of what was averaged beside the weights, by name.
     """
 
     parts: dict[Part, dict[str, torch.Tensor]]
     examples: dict[str, int]
     label_counts: dict[str, tuple[int, ...]]
-
-
-class RunningAverage:
-    """The average by number of examples of the updates added so far."""
-
-    def __init__(self, parts: frozenset[Part]) -> None:
-        self._parts = sorted(parts)
-        self._sums = WeightedSums()
-        self._examples: dict[str, int] = {}
-        self._label_counts: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def clients(self) -> frozenset[str]:
-        """Whose updates are in the sums."""
-        return frozenset(self._examples)
-
-    def add(self, update: Update) -> None:
-        """Count an update; a second time it counts for nothing.
-
-        Raises:
-            DivergedError: a tensor that is not finite.
-        """
-        if update.client in self._examples:
-            return
-        flat = {f"{part.value}/{name}": tensor for part in self._parts for name, tensor in update.parts[part].items()}
-        self._sums.add(update.examples, flat)
-        self._examples[update.client] = update.examples
-        if update.label_counts is not None:
-            self._label_counts[update.client] = update.label_counts
-
-    def merged(self) -> Merged:
-        """The average of all updates added.
-
-        Raises:
-            ValueError: no update.
-        """
-        if not self._examples:
-            raise ValueError("no client to average")
-        parts: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in self._parts}
-        for key, tensor in (self._sums.average() if self._parts else {}).items():
-            part, name = key.split("/", 1)
-            parts[Part(part)][name] = tensor
-        return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())))
-
-
-def robust_rows(update: Update, parts: frozenset[Part], average: Combination) -> dict[str, torch.Tensor]:
-    """What an update spills for `robust_average`: nothing for a mean."""
-    return {} if average == "mean" else {WEIGHTS: flat_weights({part: update.parts[part] for part in parts})}
-
-
-def robust_average(merged: Merged, spill: Spill, average: Combination) -> Merged:
-    """A merge with the statistic of its clients' spilled weights in the place of their mean; integers stay."""
-    if average == "mean":
-        return merged
-    flat = combined(spill, merged.examples, WEIGHTS, average)
-    return replace(merged, parts=with_weights(merged.parts, flat))
+    beside: dict[str, torch.Tensor]
 
 
 class AverageAggregator:
@@ -295,33 +241,66 @@ class AverageAggregator:
         parts: what to average.
         spill: records who was added; holds weights for another average than the mean.
         average: of the weights.
+        rows: further tensors of an update to spill; asked for where the spill has none of its client.
+        beside: of a client whose rows are spilled, tensors by name that are averaged beside its weights.
     """
 
-    def __init__(self, parts: frozenset[Part], spill: Spill, average: Combination = "mean") -> None:
-        self._parts = parts
-        self._spill = spill
-        self._how = average
-        self._average = RunningAverage(parts)
+    def __init__(
+        self,
+        parts: frozenset[Part],
+        spill: Spill,
+        average: Combination = "mean",
+        rows: Callable[[Update], Weights] = lambda update: {},
+        beside: Callable[[str], Weights] = lambda client: {},
+    ) -> None:
+        self._parts, self._spill, self._how = sorted(parts), spill, average
+        self._rows, self._beside = rows, beside
+        self._begin()
 
-    @property
-    def merged(self) -> Merged:
-        """The average of the updates added so far, and what they reported."""
-        return robust_average(self._average.merged(), self._spill, self._how)
+    def _begin(self) -> None:
+        self._sums, self._sums_beside = {part: WeightedSums() for part in self._parts}, WeightedSums()
+        self._examples: dict[str, int] = {}
+        self._label_counts: dict[str, tuple[int, ...]] = {}
 
     def add(self, update: Update) -> None:
-        """Count an update."""
-        self._average.add(update)
-        if not self._spill.has(update.client):
-            rows = robust_rows(update, self._parts, self._how)
-            self._spill.put(update.client, {"examples": torch.tensor(update.examples), **rows})
+        """Count an update; a second time it counts for nothing.
+
+        Raises:
+            DivergedError: a tensor that is not finite.
+        """
+        client = update.client
+        if client in self._examples:
+            return
+        if not self._spill.has(client):
+            weights = {part: update.parts[part] for part in self._parts}
+            robust = {} if self._how == "mean" else {WEIGHTS: flat_weights(weights)}
+            self._spill.put(client, {"examples": torch.tensor(update.examples), **robust, **self._rows(update)})
+        for part, sums in self._sums.items():
+            sums.add(update.examples, update.parts[part])
+        self._sums_beside.add(update.examples, self._beside(client))
+        self._examples[client] = update.examples
+        if update.label_counts is not None:
+            self._label_counts[client] = update.label_counts
+
+    def settle(self, updates: Updates) -> Merged:
+        """The average of exactly these updates, those that were not added loaded in client-id order, one at a time.
+
+        Raises:
+            ValueError: no update.
+            DivergedError: a tensor that is not finite.
+        """
+        if not self._examples.keys() <= updates.keys():
+            self._begin()
+        for client in sorted(updates.keys() - self._examples.keys()):
+            self.add(updates[client]())
+        beside, parts = self._sums_beside.average(), {part: sums.average() for part, sums in self._sums.items()}
+        if self._how != "mean":
+            parts = with_weights(parts, combined(self._spill, self._examples, WEIGHTS, self._how))
+        return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())), beside)
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates, those that were not added loaded in client-id order, one at a time."""
-        if not self._average.clients <= updates.keys():
-            self._average = RunningAverage(self._parts)
-        for client in sorted(updates.keys() - self._average.clients):
-            self.add(updates[client]())
-        aggregate = Aggregate(self.merged.parts)
+        """The average of exactly these updates, as `settle` gives it."""
+        aggregate = Aggregate(self.settle(updates).parts)
         return aggregate, ServerState(aggregate)
 
 
@@ -331,11 +310,11 @@ class Then:
 
     Attributes:
         inner: takes the updates.
-        change: (its aggregate, the updates) to the aggregate and the server's state.
+        change: (its aggregate, the updates) to the server's state, with the aggregate that comes down.
     """
 
     inner: Aggregator
-    change: Callable[[Aggregate, Updates], tuple[Aggregate, ServerState]]
+    change: Callable[[Aggregate, Updates], ServerState]
 
     def add(self, update: Update) -> None:
         """Count an update."""
@@ -343,10 +322,11 @@ class Then:
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """Of exactly these updates."""
-        return self.change(self.inner.finish(updates)[0], updates)
+        state = self.change(self.inner.finish(updates)[0], updates)
+        return state.aggregate, state
 
 
-def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> tuple[Aggregate, ServerState]:
+def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> ServerState:
     """The classifier goes on in the direction of the rounds before: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
 
     Args:
@@ -362,7 +342,7 @@ def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> tu
             velocity[name] = step + momentum * known[name] if name in known else step
             moved[name] = before[name] + velocity[name]
     aggregate = replace(average, parts={**average.parts, Part.CLASSIFIER: moved})
-    return aggregate, ServerState(aggregate, {VELOCITY: velocity})
+    return ServerState(aggregate, {VELOCITY: velocity})
 
 
 def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> Aggregator:
@@ -374,9 +354,9 @@ def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> 
         spill: as `AverageAggregator`'s.
     """
 
-    def beside_the_rest(average: Aggregate, _: Updates) -> tuple[Aggregate, ServerState]:
-        aggregate = replace(state.aggregate, parts={**state.aggregate.parts, **average.parts})
-        return aggregate, replace(state, aggregate=aggregate)
+    def beside_the_rest(average: Aggregate, _: Updates) -> ServerState:
+        parts = {**state.aggregate.parts, **average.parts}
+        return replace(state, aggregate=replace(state.aggregate, parts=parts))
 
     return Then(AverageAggregator(shared & state.aggregate.parts.keys(), spill), beside_the_rest)
 

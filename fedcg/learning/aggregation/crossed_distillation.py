@@ -20,7 +20,7 @@ Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a s
 frozen D_i into G.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedcg.learning.aggregation.averaging import ExactSum, Merged, RunningAverage
+from fedcg.learning.aggregation.averaging import AverageAggregator, ExactSum, Merged, Updates
 from fedcg.learning.aggregation.distillation import (
+    LOGITS,
     SHARED,
     Bank,
     Distillation,
@@ -114,7 +115,7 @@ class FrozenTeacher:
     def __init__(
         self, teacher: Pair, bank: Bank, log_teacher: torch.Tensor, weight: torch.Tensor, block_rows: int, device: str
     ) -> None:
-        for half in (teacher.generator, teacher.classifier):
+        for half in teacher.values():
             half.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
         self._teacher = teacher
         self._bank = bank
@@ -135,7 +136,7 @@ class FrozenTeacher:
             return None
         index = self._index[first:last]
         return TeacherRows(
-            classify=self._teacher.classifier,
+            classify=self._teacher[Part.CLASSIFIER],
             position=(index - rows.start).to(self._device),
             features=self._features[first:last],
             log_teacher=self._log_teacher[index].to(self._device),
@@ -147,7 +148,7 @@ class FrozenTeacher:
         self._index = self._weight[block].nonzero().squeeze(1) + block.start
         if len(self._index):
             noise, labels = self._bank.noise[self._index], self._bank.labels[self._index]
-            self._features = generate(self._teacher.generator, noise.to(self._device), labels.to(self._device))
+            self._features = generate(self._teacher[Part.GENERATOR], noise.to(self._device), labels.to(self._device))
 
 
 def outputs_of(teachers: Sequence[FrozenTeacher], rows: slice) -> list[TeacherRows]:
@@ -399,7 +400,7 @@ class CrossedAggregator:
         known, even = state.aggregate.label_distribution, uniform(ctx.spec.class_count)
         last = even if known is None else torch.tensor(known, dtype=torch.float64)
         self._q = (1.0 - EXPLORE) * last / last.sum() + EXPLORE * even
-        self._average = RunningAverage(SHARED)
+        self._average = AverageAggregator(SHARED, spill)
         self._arrival = None if crossing.bank == "exact" else self._open(self._q, sampling=True)
 
     def _open(self, q: torch.Tensor, *, sampling: bool) -> TaughtBank:
@@ -410,38 +411,36 @@ class CrossedAggregator:
         """Average one update in, and run its teacher over the arrival bank, where there is one."""
         if self._arrival is not None:
             self._teach(update, self._arrival)
-        elif not self._spill.has(update.client):
-            self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
         self._average.add(update)
 
     def _teach(self, update: Update, taught_bank: TaughtBank) -> None:
         """One client's logits over the arrival bank; kept in the spill, so that another worker can go on."""
         if update.client in taught_bank.clients:
             return
-        known = self._spill.get(update.client) if self._spill.has(update.client) else None
-        logits = taught_bank.add(update, None if known is None else known["logits"])
-        if known is None:
+        known = self._spill.get(update.client) if self._spill.has(update.client) else {}
+        logits = taught_bank.add(update, known.get(LOGITS))
+        if LOGITS not in known:
             self._keep(update, logits)
 
     def _keep(self, update: Update, logits: torch.Tensor) -> None:
         classifier = {_CLASSIFIER + name: tensor for name, tensor in update.parts[Part.CLASSIFIER].items()}
-        self._spill.put(update.client, {"logits": logits, **classifier})
+        self._spill.put(update.client, {LOGITS: logits, **classifier})
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """Average, distil crosswise, publish p(y).
 
         Raises:
             ValueError: an update without label counts.
         """
         few = len(updates) <= self._crossing.exact_clients
-        on_arrival = self._arrival is not None and not (few and self._crossing.bank == "auto")
-        taught_bank = self._settle(updates, on_arrival=on_arrival)
-        merged = self._average.merged()
+        arrival = None if few and self._crossing.bank == "auto" else self._arrival
+        taught_bank = None if arrival is None else self._settled(arrival, updates)
+        merged = self._average.settle(updates)
         counts = counts_of(merged)
         p, shares = label_distribution(counts), label_shares(counts)
         if taught_bank is None:
             taught_bank = self._open(p, sampling=not few)
-        outputs = self._outputs(updates, taught_bank, shares, few=few, taught=on_arrival)
+        outputs = self._outputs(updates, taught_bank, shares, few=few, taught=arrival is not None)
         divergence, mean = self._crossing.divergence, taught_bank.mean().to(self._ctx.device)
         row_weights = importance(p, taught_bank.q, taught_bank.bank.labels).to(self._ctx.device)
         student = load_pair(merged.parts, self._ctx)
@@ -466,36 +465,22 @@ class CrossedAggregator:
         aggregate = Aggregate(parts, tuple(p.tolist()))
         return aggregate, ServerState(aggregate)
 
-    def _settle(self, updates: Mapping[str, Callable[[], Update]], *, on_arrival: bool) -> TaughtBank | None:
-        """Count exactly these updates; the arrival bank as it was taught, where it is the one to use."""
-        taught_bank = self._arrival if on_arrival else None
-        if not self._average.clients <= updates.keys():
-            self._average = RunningAverage(SHARED)
-        if taught_bank is not None and not taught_bank.clients <= updates.keys():
-            taught_bank = self._arrival = self._open(self._q, sampling=True)
-        for client in sorted(updates):
-            if client in self._average.clients and (taught_bank is None or client in taught_bank.clients):
-                continue
-            update = updates[client]()
-            if taught_bank is not None:
-                self._teach(update, taught_bank)
-            self._average.add(update)
-        return taught_bank
+    def _settled(self, arrival: TaughtBank, updates: Updates) -> TaughtBank:
+        """The arrival bank, taught by exactly these clients."""
+        if not arrival.clients <= updates.keys():
+            arrival = self._arrival = self._open(self._q, sampling=True)
+        for client in sorted(updates.keys() - arrival.clients):
+            self._teach(updates[client](), arrival)
+        return arrival
 
     def _outputs(
-        self,
-        updates: Mapping[str, Callable[[], Update]],
-        taught_bank: TaughtBank,
-        shares: torch.Tensor,
-        *,
-        few: bool,
-        taught: bool,
+        self, updates: Updates, taught_bank: TaughtBank, shares: torch.Tensor, *, few: bool, taught: bool
     ) -> Callable[[slice], list[TeacherRows]]:
         """Eq. 11's outputs, batch by batch: of every client up to the bound, of drawn ones above it."""
         teachers = []
         for number, client in enumerate(sorted(updates) if few or not taught else ()):
             update = updates[client]()
-            logits = self._spill.get(client)["logits"] if taught else taught_bank.add(update)
+            logits = self._spill.get(client)[LOGITS] if taught else taught_bank.add(update)
             if not few:
                 self._keep(update, logits)
                 continue

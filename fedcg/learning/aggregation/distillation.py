@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import ExactSum, Merged, RunningAverage, combined, robust_average, robust_rows
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Updates, combined
 from fedcg.learning.method import (
     Aggregate,
     Combination,
@@ -41,9 +41,13 @@ from fedcg.learning.training.optimisers import adam
 from fedcg.learning.training.stage import Batches, Descent, Descents, Nets, Stage, Tensors, Trained, run_stage
 from fedcg.wire.parts import Part
 
-SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})
+_PAIR = (Part.GENERATOR, Part.CLASSIFIER)
+SHARED = frozenset(_PAIR)
+Pair = Mapping[Part, nn.Module]
+"""A generator and the classifier that reads it: one teacher, or the student."""
 _CHECK_STEPS = 200
 _STUDENT = "student"
+LOGITS = "logits"  # of a teacher, among what is spilled of its client
 FLAT = 0.99
 """A loss is flat when it is more than this share of the least one before it."""
 
@@ -93,18 +97,6 @@ class Bank:
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A generator and the classifier that reads it: one teacher, or the student."""
-
-    generator: nn.Module
-    classifier: nn.Module
-
-    def weights(self) -> dict[Part, Weights]:
-        """Copies of both parts' tensors."""
-        return {Part.GENERATOR: weights_of(self.generator), Part.CLASSIFIER: weights_of(self.classifier)}
 
 
 def draw_bank(streams: Streams, rows: int, noise_dim: int, label_probabilities: torch.Tensor) -> Bank:
@@ -163,7 +155,7 @@ def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, la
 
 def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:
     """Generator and classifier with copies of these weights, on the round's device."""
-    return Pair(*(load_part(ctx.spec, part, parts[part], ctx.device) for part in (Part.GENERATOR, Part.CLASSIFIER)))
+    return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in _PAIR}
 
 
 Watch = Callable[[slice, torch.Tensor], None]
@@ -175,9 +167,9 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
 
     The blocks are always the same: how rows are put together shows in their last digits.
     """
-    teacher.generator.eval()
+    generator = teacher[Part.GENERATOR].eval()
     for rows in slices(len(bank), ctx.machine.most_rows or frozen_rows(torch.device(ctx.device))):
-        yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
+        yield rows, generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
 
 
 @torch.no_grad()
@@ -190,10 +182,9 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | 
         ctx: device, progress.
         watch: called with each block of rows and its features [n, *shape].
     """
-    teacher.classifier.eval()
-    logits = []
+    classifier, logits = teacher[Part.CLASSIFIER].eval(), []
     for rows, features in generator_blocks(teacher, bank, ctx):
-        logits.append(teacher.classifier(features).cpu())
+        logits.append(classifier(features).cpu())
         if watch is not None:
             watch(rows, features)
         ctx.callbacks.progress("teacher", rows.stop, len(bank))
@@ -283,44 +274,22 @@ def train_student(
         features = nets[Part.GENERATOR](z, y)
         return loss_of(nets, features, nets[Part.CLASSIFIER](features), *targets)
 
-    networks = {Part.GENERATOR: student.generator, Part.CLASSIFIER: student.classifier}
-    named = {part.value: network for part, network in networks.items()}
-    run_stage(
-        distillation(
-            named, loss_at, lambda rows: (noise[rows], labels[rows], *beside(rows)), settings, ctx, is_pure=is_pure
-        ),
-        ctx,
-    )
-    return student.weights()
+    def tensors_of(rows: slice) -> Tensors:
+        return noise[rows], labels[rows], *beside(rows)
 
-
-class Ensemble:
-    """FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), [rows, C], exact in any order of clients."""
-
-    def __init__(self) -> None:
-        self._logits = ExactSum()
-        self._examples = 0
-
-    def add(self, examples: int, logits: torch.Tensor) -> None:
-        """Count a client with |X_i| examples and logits [rows, C].
-
-        Raises:
-            DivergedError: a logit is not finite.
-        """
-        self._logits.add(logits, examples)
-        self._examples += examples
-
-    def logits(self) -> torch.Tensor:
-        """The weighted mean of all logits, [rows, C] float32."""
-        return (self._logits.value() / self._examples).to(torch.float32)
+    networks: dict[str, nn.Module] = {part: student[part] for part in _PAIR}
+    run_stage(distillation(networks, loss_at, tensors_of, settings, ctx, is_pure=is_pure), ctx)
+    return {part: weights_of(student[part]) for part in _PAIR}
 
 
 class TaughtAverage:
     """The average of updates and the ensemble of their teachers' logits, kept up as updates arrive.
 
+    A sum is FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), exact in any order of clients.
+
     Args:
         parts: what to average.
-        teach: an update's logits over the rows that the student will learn from; asked for once, then they are spilled.
+        teach: an update's logits [rows, C] over the rows that the student will learn from; asked for once, then they are spilled.
         spill: keeps the logits, and for another average than the mean the weights.
         average: how the weights are put together.
         ensemble: how the logits are.
@@ -334,47 +303,33 @@ class TaughtAverage:
         average: Combination = "mean",
         ensemble: Taught = "sum",
     ) -> None:
-        self._parts = parts
-        self._teach = teach
-        self._spill = spill
-        self._combination, self._how = average, ensemble
-        self._begin()
-
-    def _begin(self) -> None:
-        self._average, self._ensemble = RunningAverage(self._parts), Ensemble()
+        self._spill, self._how = spill, ensemble
         self._spreads: dict[str, float] = {}
+        self._average = AverageAggregator(
+            parts, spill, average, lambda update: {LOGITS: teach(update)}, self._summed_logits
+        )
 
-    @property
-    def merged(self) -> Merged:
-        """The average of the updates added so far, and what they reported."""
-        return robust_average(self._average.merged(), self._spill, self._combination)
+    def _summed_logits(self, client: str) -> Weights:
+        logits = self._spill.get(client)[LOGITS]
+        if self._how == "standardised":
+            spread = self._spreads[client] = _spread(logits)
+            logits = logits.to(torch.float64) / spread
+        return {LOGITS: logits}
 
     def add(self, update: Update) -> None:
         """Count an update; a second time it counts for nothing."""
-        if update.client in self._average.clients:
-            return
-        if not self._spill.has(update.client):
-            weights = robust_rows(update, self._parts, self._combination)
-            self._spill.put(update.client, {"logits": self._teach(update), **weights})
-        logits = self._spill.get(update.client)["logits"]
-        if self._how == "standardised":
-            spread = self._spreads[update.client] = _spread(logits)
-            logits = logits.to(torch.float64) / spread
-        self._ensemble.add(update.examples, logits)
         self._average.add(update)
 
-    def settle(self, updates: Mapping[str, Callable[[], Update]]) -> torch.Tensor:
-        """Count exactly these updates; the ensemble's logits. What was counted and has no part in this round is left out."""
-        if not self._average.clients <= updates.keys():
-            self._begin()
-        for client in sorted(updates.keys() - self._average.clients):
-            self.add(updates[client]())
+    def settle(self, updates: Updates) -> tuple[Merged, torch.Tensor]:
+        """The average of exactly these updates, and the ensemble's logits, [rows, C] float32."""
+        merged = self._average.settle(updates)
+        logits = merged.beside[LOGITS].to(torch.float32)
         if self._how == "sum":
-            return self._ensemble.logits()
+            return merged, logits
         if self._how == "standardised":
-            return self._ensemble.logits() * statistics.median_low(self._spreads.values())
-        robust = combined(self._spill, updates, "logits", self._how, lambda rows: rows.to(torch.float64).log_softmax(1))
-        return robust.to(torch.float32)
+            return merged, logits * statistics.median_low(self._spreads[client] for client in updates)
+        robust = combined(self._spill, updates, LOGITS, self._how, lambda rows: rows.to(torch.float64).log_softmax(1))
+        return merged, robust.to(torch.float32)
 
 
 def _spread(logits: torch.Tensor) -> float:
@@ -415,11 +370,6 @@ class EnsembleAggregator:
         spec = self._ctx.spec
         return draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, uniform(spec.class_count))
 
-    @property
-    def merged(self) -> Merged:
-        """The average of the updates added so far, and what they reported."""
-        return self._taught.merged
-
     def _teacher_pass(self, update: Update) -> torch.Tensor:
         return teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
 
@@ -427,10 +377,14 @@ class EnsembleAggregator:
         """Teacher pass of one update over the bank; its logits are spilled and counted."""
         self._taught.add(update)
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+    def settle(self, updates: Updates) -> Merged:
+        """The average of exactly these updates, which nothing was distilled into."""
+        return self._taught.settle(updates)[0]
+
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """Distil the ensemble of exactly these updates into their average."""
-        target = self._taught.settle(updates).log_softmax(1).to(self._ctx.device)
-        merged, bank = self.merged, self.bank
+        (merged, logits), bank = self._taught.settle(updates), self.bank
+        target = logits.log_softmax(1).to(self._ctx.device)
         counts = [merged.label_counts.get(client) for client in merged.examples]
         weights = row_weights(counts, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
 

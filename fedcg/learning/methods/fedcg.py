@@ -204,7 +204,7 @@ def adversarial(
         assert lost is not None
         return (judged + lost,)
 
-    networks = {Part.GENERATOR: generator, Part.DISCRIMINATOR: discriminator}
+    networks: dict[str, nn.Module] = {Part.GENERATOR: generator, Part.DISCRIMINATOR: discriminator}
     optimisers = {
         part: adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
         for part, network in networks.items()
@@ -212,7 +212,7 @@ def adversarial(
     return Stage(
         name="generate",
         losses=("generator and discriminator",),
-        networks={part.value: network for part, network in networks.items()},
+        networks=networks,
         trained={
             part: Trained((part,), one, sees_images=part is Part.DISCRIMINATOR) for part, one in optimisers.items()
         },

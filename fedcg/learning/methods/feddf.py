@@ -10,12 +10,13 @@ its update arrives, and the student's loop never touches it. Each distinct image
 A device takes part only when its `allow_upload` lists the extractor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from fedcg.learning.aggregation.averaging import Updates
 from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
@@ -88,14 +89,14 @@ class PublicEnsembleAggregator:
         """Teacher pass of one update over the public images in use; its logits [D, C] are spilled and counted."""
         self._taught.add(update)
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """Minimise KL(ensemble ‖ student) over the public batches, in order, from the average of exactly these updates."""
-        target = self._taught.settle(updates).to(self._ctx.device)
-        aggregate = Aggregate(self._student(self._taught.merged.parts, target))
+        merged, target = self._taught.settle(updates)
+        aggregate = Aggregate(self._student(merged.parts, target.to(self._ctx.device)))
         return aggregate, ServerState(aggregate)
 
     def _student(self, parts: Mapping[Part, Weights], target: torch.Tensor) -> dict[Part, Weights]:
-        extractor, classifier = self._load(parts)
+        student = self._load(parts)
         used, position = (rows.to(self._ctx.device) for rows in self._batches)
         images = self._public[used.cpu()].to(self._ctx.device)
 
@@ -107,14 +108,13 @@ class PublicEnsembleAggregator:
             shown, taught = batch
             return kl_teacher_student(taught, nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)))
 
-        networks = {Part.EXTRACTOR.value: extractor, Part.CLASSIFIER.value: classifier}
         at_once = images_at_once(self._ctx.spec.image)
-        run_stage(distillation(networks, loss_of, tensors_of, self._settings, self._ctx, at_once=at_once), self._ctx)
-        return {Part.CLASSIFIER: weights_of(classifier), Part.EXTRACTOR: weights_of(extractor)}
+        run_stage(distillation(student, loss_of, tensors_of, self._settings, self._ctx, at_once=at_once), self._ctx)
+        return {part: weights_of(student[part]) for part in sorted(PERSONAL)}
 
     @torch.no_grad()
     def _teacher_logits(self, update: Update) -> torch.Tensor:
-        extractor, classifier = (net.eval() for net in self._load(update.parts))
+        extractor, classifier = (net.eval() for net in self._load(update.parts).values())
         used, logits = self._batches[0], []
         for some in used.split(self._ctx.machine.most_rows or _TEACHER_ROWS):
             images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
@@ -122,11 +122,9 @@ class PublicEnsembleAggregator:
             self._ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
         return torch.cat(logits)
 
-    def _load(self, parts: Mapping[Part, Weights]) -> tuple[nn.Module, nn.Module]:
-        extractor, classifier = (
-            load_part(self._ctx.spec, part, parts[part], self._ctx.device) for part in (Part.EXTRACTOR, Part.CLASSIFIER)
-        )
-        return extractor, classifier
+    def _load(self, parts: Mapping[Part, Weights]) -> dict[str, nn.Module]:
+        halves = (Part.EXTRACTOR, Part.CLASSIFIER)
+        return {part: load_part(self._ctx.spec, part, parts[part], self._ctx.device) for part in halves}
 
 
 METHOD = averaging_method(

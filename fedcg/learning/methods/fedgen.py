@@ -147,8 +147,7 @@ def trained_generator(start: Weights, updates: Updates, merged: Merged, ctx: Rou
     def tensors_of(rows: slice) -> Tensors:
         return noise[rows], labels[rows]
 
-    networks = {Part.GENERATOR.value: generator}
-    run_stage(distillation(networks, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
+    run_stage(distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
     return weights_of(generator)
 
 
@@ -156,10 +155,10 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     """The server half: average the classifiers, train the generator of the last aggregate against all of them."""
     average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
 
-    def with_generator(averaged: Aggregate, updates: Updates) -> tuple[Aggregate, ServerState]:
-        generator = trained_generator(state.aggregate.parts[Part.GENERATOR], updates, average.merged, ctx)
-        aggregate = Aggregate({**averaged.parts, Part.GENERATOR: generator})
-        return aggregate, ServerState(aggregate)
+    def with_generator(averaged: Aggregate, updates: Updates) -> ServerState:
+        merged = average.settle(updates)
+        generator = trained_generator(state.aggregate.parts[Part.GENERATOR], updates, merged, ctx)
+        return ServerState(Aggregate({**averaged.parts, Part.GENERATOR: generator}))
 
     return Then(average, with_generator)
 

@@ -81,7 +81,7 @@ def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Ca
 
     settings = Distillation(params.server_steps, max(1, len(rows)), params.server_lr, params.weight_decay)
     every_row = (features, labels)
-    run_stage(distillation({Part.CLASSIFIER.value: head}, loss_of, lambda _: every_row, settings, ctx, at_once=1), ctx)
+    run_stage(distillation({Part.CLASSIFIER: head}, loss_of, lambda _: every_row, settings, ctx, at_once=1), ctx)
     return Aggregate({Part.CLASSIFIER: weights_of(head)})
 
 

@@ -217,9 +217,9 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
 def _with_labels(inner: EnsembleAggregator | AverageAggregator) -> Aggregator:
     """An aggregation that knows no labels (`average`, `kd`), with p(y) published beside its parts."""
 
-    def published(found: Aggregate, _: Updates) -> tuple[Aggregate, ServerState]:
-        aggregate = Aggregate(found.parts, tuple(label_distribution(counts_of(inner.merged)).tolist()))
-        return aggregate, ServerState(aggregate)
+    def published(found: Aggregate, updates: Updates) -> ServerState:
+        counts = counts_of(inner.settle(updates))
+        return ServerState(Aggregate(found.parts, tuple(label_distribution(counts).tolist())))
 
     return Then(inner, published)
 

@@ -180,6 +180,6 @@ def teacher_pairs(count: int) -> tuple[RoundContext, list[Pair]]:
     for seed in range(count):
         parts = initial_parts(spec.model_copy(update={"seed": seed}), b"x")
         pairs.append(load_pair({part: parts[part] for part in SHARED}, ctx))
-        for half in (pairs[-1].generator, pairs[-1].classifier):
+        for half in pairs[-1].values():
             half.eval()
     return ctx, pairs

@@ -19,6 +19,7 @@ from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, Parame
 from fedcg.learning.split_names import weights_digest
 from fedcg.learning.training.batches import Augmenter
 from fedcg.learning.training.classification import Penalty
+from fedcg.wire.parts import Part
 
 FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
 # A student that must answer three rows of FIRST and one of SECOND with one distribution settles
@@ -78,9 +79,14 @@ class LinearJudge(nn.Module):
         return score
 
 
+def pair(generator: nn.Module, classifier: nn.Module) -> Pair:
+    """A teacher, or a student."""
+    return {Part.GENERATOR: generator, Part.CLASSIFIER: classifier}
+
+
 def settled(student: Pair) -> list[float]:
     """The probabilities that a student with one answer has come to."""
-    logits: torch.Tensor = student.generator(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+    logits: torch.Tensor = student[Part.GENERATOR](torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     return logits.softmax(1)[0].tolist()
 
 

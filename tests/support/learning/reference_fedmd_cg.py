@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from experiments.bench.reference_fedcg import Batch, batches, take_step
+from experiments.bench.reference_fedcg import Batch, Networks, batches, take_step
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
-from fedcg.learning.networks import Networks
 from fedcg.learning.training.batches import Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
+from fedcg.wire.parts import Part
 
 Replay = tuple[torch.Tensor, torch.Tensor]
 """Noise [B, q] and labels [B] to replay."""
@@ -45,30 +45,29 @@ def classify(
     """Algorithm 1 lines 9-13: extractor and classifier on eq. 4; the loss of every step.
 
     Args:
-        nets: `generator` is the GLOBAL one; extractor and classifier are trained in place.
+        nets: the generator is the GLOBAL one; extractor and classifier are trained in place.
         data: the training images.
         labels: [C] p(y).
         params: the method's.
         ctx: spec, streams, round.
     """
-    nets.extractor.train()
-    nets.classifier.train()
-    nets.generator.eval()
+    extractor, classifier = (nets[part].train() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    generator = nets[Part.GENERATOR].eval()
     divergence = Divergence(params.divergence, params.temperature)
     factor = ramp(ctx.round, ctx.spec.rounds, params.ramp_power)
-    weights = [*nets.extractor.parameters(), *nets.classifier.parameters()]
+    weights = [*extractor.parameters(), *classifier.parameters()]
     make = torch.optim.SGD if params.optimiser == "sgd" else torch.optim.Adam
     optimiser = make(weights, lr=params.lr, weight_decay=params.weight_decay)
     losses = []
     for batch, (noise, asked) in replayed_batches(data, labels, params, ctx):
-        features = nets.extractor(batch.pixels(ctx.spec))
-        logits = nets.classifier(features)
+        features = extractor(batch.pixels(ctx.spec))
+        logits = classifier(features)
         with torch.no_grad():
-            matched, replayed = nets.generator(batch.noise, batch.labels), nets.generator(noise, asked)
-            judged = nets.classifier(matched)
+            matched, replayed = generator(batch.noise, batch.labels), generator(noise, asked)
+            judged = classifier(matched)
         loss = (
             cross_entropy(logits, batch.labels)  # eq. 1
-            + factor * params.lambda1 * cross_entropy(nets.classifier(replayed), asked)  # eq. 3
+            + factor * params.lambda1 * cross_entropy(classifier(replayed), asked)  # eq. 3
             + factor * params.lambda2 * feature_mse(features, matched)  # eq. 2
             + factor * params.lambda3 * divergence.mean(logits, judged)
         )
@@ -78,22 +77,20 @@ def classify(
 
 def train_generator(nets: Networks, data: ImageSet, params: FedmdCgParams, ctx: RoundContext) -> list[float]:
     """Algorithm 1 lines 14-17: the client's own generator on eq. 9, extractor and classifier frozen; the loss of every step."""
-    nets.extractor.eval()
-    nets.classifier.eval()
-    nets.generator.train()
-    divergence = Divergence(params.divergence)
-    optimiser = torch.optim.Adam(nets.generator.parameters(), lr=params.generator_lr, weight_decay=params.weight_decay)
+    extractor, classifier = (nets[part].eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    generator, divergence = nets[Part.GENERATOR].train(), Divergence(params.divergence)
+    optimiser = torch.optim.Adam(generator.parameters(), lr=params.generator_lr, weight_decay=params.weight_decay)
     some = list(batches(data, params, ctx, "generate"))
     with torch.no_grad():
-        first = torch.cat([nets.extractor(batch.pixels(ctx.spec)) for batch in some])
+        first = torch.cat([extractor(batch.pixels(ctx.spec)) for batch in some])
     scale = class_scale(first, torch.cat([batch.labels for batch in some]), ctx.spec.class_count)
     losses = []
     for batch in some:
         with torch.no_grad():
-            real = nets.extractor(batch.pixels(ctx.spec))
-            target = nets.classifier(real)
-        made = nets.generator(batch.noise, batch.labels)
-        logits = nets.classifier(made)
+            real = extractor(batch.pixels(ctx.spec))
+            target = classifier(real)
+        made = generator(batch.noise, batch.labels)
+        logits = classifier(made)
         loss = (
             divergence.mean(logits, target)  # eq. 5
             + params.lambda4 * feature_mse(made, real)
@@ -122,23 +119,22 @@ def distil_crossed(
         settings: batch, learning rate, weight decay.
         divergence: of eq. 10 and 11.
     """
-    student.generator.train()
-    student.classifier.train()
+    generator, classifier = (student[part].train() for part in (Part.GENERATOR, Part.CLASSIFIER))
     for teacher in teachers:
-        for half in (teacher.generator, teacher.classifier):
+        for half in teacher.values():
             half.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
-    weights = [*student.generator.parameters(), *student.classifier.parameters()]
+    weights = [*generator.parameters(), *classifier.parameters()]
     optimiser = torch.optim.Adam(weights, lr=settings.lr, weight_decay=settings.weight_decay)
     losses = []
     for rows in slices(len(bank), settings.batch):
         noise, labels = bank.noise[rows], bank.labels[rows]
-        made = student.generator(noise, labels)
-        logits = student.classifier(made)
+        made = generator(noise, labels)
+        logits = classifier(made)
         loss = torch.zeros(())
         for share, teacher in zip(shares, teachers, strict=True):
-            theirs = teacher.generator(noise, labels)
-            log_teacher = divergence.log_softmax(teacher.classifier(theirs))
-            judged = (logits, student.classifier(theirs), teacher.classifier(made))
+            theirs, judge = teacher[Part.GENERATOR](noise, labels), teacher[Part.CLASSIFIER]
+            log_teacher = divergence.log_softmax(judge(theirs))
+            judged = (logits, classifier(theirs), judge(made))
             each = sum(divergence.rows(some, log_teacher) for some in judged)
             loss = loss + (share[labels].to(logits.dtype) * each).mean()
         losses.append(take_step(optimiser, loss))

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.bench.reference_fedcg import classify, distil, plain, plain_networks, train_gan
+from experiments.bench.reference_fedcg import Networks, classify, distil, plain, plain_networks, train_gan
+from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
 from fedcg.learning.aggregation.distillation import (
     Distillation,
-    Ensemble,
-    Pair,
     draw_bank,
     load_pair,
     teacher_logits,
@@ -21,7 +20,7 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks import NETWORKS, Networks, load_part, weights_of
+from fedcg.learning.networks import NETWORKS, load_part, weights_of
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
@@ -94,8 +93,7 @@ def case_of(quick: FederationPlan, crop: int) -> Case:
     """Round 3 of 4, a client's networks, and a copy of them for the reference."""
     spec = complete_spec(quick.model_copy(update={"augment_flip": True, "augment_crop": crop}))
     initial = initial_parts(spec, b"cohort")
-    found = {part.value: load_part(spec, part, initial[part]) for part in NETWORKS if part in initial}
-    nets = Networks(**{"discriminator": nn.Identity(), **found})
+    nets = {part: load_part(spec, part, initial[part]) for part in NETWORKS if part in initial}
     return context(spec, round_number=3), nets, plain_networks(nets)
 
 
@@ -112,7 +110,8 @@ def crossed_case(steps: int, params: Params, split: str = "lenet5_relu", crop: i
 
 
 def in_double(nets: Networks) -> Networks:
-    return Networks(InDouble(nets.extractor), nets.classifier, nets.generator.double(), nets.discriminator.double())
+    doubled = {part: net.double() for part, net in nets.items()}
+    return {**doubled, Part.EXTRACTOR: InDouble(nets[Part.EXTRACTOR])}
 
 
 def furthest(ours: nn.Module, theirs: nn.Module) -> float:
@@ -151,8 +150,8 @@ def assert_same_classification(
     """Ours reports the cross-entropy alone."""
     assert watched["classification with penalties"] == mean_of(expected)
     assert 0 < loss < sum(expected) / len(expected)
-    assert furthest(ours.extractor, theirs.extractor) < 1e-5
-    assert furthest(ours.classifier, theirs.classifier) < 1e-5
+    assert furthest(ours[Part.EXTRACTOR], theirs[Part.EXTRACTOR]) < 1e-5
+    assert furthest(ours[Part.CLASSIFIER], theirs[Part.CLASSIFIER]) < 1e-5
 
 
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (STEPS, 0), (STEPS, 4)])
@@ -162,18 +161,18 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
     ctx, ours, theirs = case("conv", "conv_published", steps, crop)
     data = colour_images(20)
     assert fedcg.gamma(ctx.round, params_of(ctx)) > 0.5
-    penalty = fedcg.feature_penalty(ours.generator, fedcg.gamma(ctx.round, params_of(ctx)), ctx)
-    before = weights_of(ours.extractor)
-    loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
+    penalty = fedcg.feature_penalty(ours[Part.GENERATOR], fedcg.gamma(ctx.round, params_of(ctx)), ctx)
+    before = weights_of(ours[Part.EXTRACTOR])
+    loss = train_classifier(ours[Part.EXTRACTOR], ours[Part.CLASSIFIER], data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
     assert_same_classification(ours, theirs, loss, expected, watched)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.extractor).items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours[Part.EXTRACTOR]).items())
 
 
 def train_our_gan(nets: Networks, ctx: RoundContext) -> None:
-    source = FeatureSource(nets.extractor, colour_images(20), ctx.spec)
-    run_stage(fedcg.adversarial(nets.generator, nets.discriminator, source, params_of(ctx), ctx), ctx)
+    source = FeatureSource(nets[Part.EXTRACTOR], colour_images(20), ctx.spec)
+    run_stage(fedcg.adversarial(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params_of(ctx), ctx), ctx)
 
 
 @pytest.mark.parametrize(("generator", "discriminator", "steps", "crop"), STEPPED)
@@ -184,13 +183,13 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     ctx, ours, theirs = case(generator, discriminator, steps, crop)
     ours, theirs = in_double(ours), in_double(theirs)
     request.getfixturevalue("doubles")
-    before = plain(ours.generator)
+    before = plain(ours[Part.GENERATOR])
     train_our_gan(ours, ctx)
     expected = train_gan(theirs, colour_images(20), params_of(ctx), ctx)
     assert watched["generator and discriminator"] == mean_of(expected)
-    assert furthest(ours.generator, before) > 1e-5
-    assert furthest(ours.generator, theirs.generator) < 1e-9
-    assert furthest(ours.discriminator, theirs.discriminator) < 1e-9
+    assert furthest(ours[Part.GENERATOR], before) > 1e-5
+    assert furthest(ours[Part.GENERATOR], theirs[Part.GENERATOR]) < 1e-9
+    assert furthest(ours[Part.DISCRIMINATOR], theirs[Part.DISCRIMINATOR]) < 1e-9
 
 
 @pytest.mark.parametrize(("generator", "discriminator"), CHOICES)
@@ -199,12 +198,12 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
     # less than one weight in ten thousand; all others agree within 1e-5.
     ctx, ours, theirs = case(generator, discriminator, 1)
     with torch.no_grad():  # features that differ from image to image as a trained extractor's do
-        for weight in (*ours.extractor.parameters(), *theirs.extractor.parameters()):
+        for weight in (*ours[Part.EXTRACTOR].parameters(), *theirs[Part.EXTRACTOR].parameters()):
             weight.mul_(5.0)
     train_our_gan(ours, ctx)
     train_gan(theirs, colour_images(20), params_of(ctx), ctx)
-    for mine, plain_one in ((ours.generator, theirs.generator), (ours.discriminator, theirs.discriminator)):
-        off = differences(mine, plain_one)
+    for part in (Part.GENERATOR, Part.DISCRIMINATOR):
+        off = differences(ours[part], theirs[part])
         assert float((off > 1e-5).double().mean()) < 1e-4
         assert float(off.max()) <= 2 * params_of(ctx).gan_lr
 
@@ -215,27 +214,26 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
     ctx, student, theirs = case(kind, "mlp", 1)
     settings = Distillation(steps, 8, 3e-4, 1e-4)
     bank = draw_bank(ctx.streams, settings.rows, 8, uniform(3))
-    teachers = []
-    ensemble = Ensemble()
+    teachers, logits = [], []
     for examples, root in ((10, b"one"), (30, b"two")):
         initial = initial_parts(ctx.spec.model_copy(update={"seed": examples}), root)
-        teacher = Pair(*(load_part(ctx.spec, part, initial[part]) for part in (Part.GENERATOR, Part.CLASSIFIER)))
-        ensemble.add(examples, teacher_logits(teacher, bank, ctx))
-        teachers.append((examples / 40, Pair(plain(teacher.generator), plain(teacher.classifier))))
-    target = ensemble.logits()
+        teacher = load_pair(initial, ctx)
+        logits.append((examples, {"logits": teacher_logits(teacher, bank, ctx)}))
+        teachers.append((examples / 40, plain_networks(teacher)))
+    target = weighted_average(logits)["logits"]
     train_student(
-        Pair(student.generator, student.classifier),
+        student,
         bank,
         settings,
         ctx,
         lambda nets, features, logits, taught: kl_teacher_student(taught, logits),
         lambda rows: (target[rows],),
     )
-    losses = distil(Pair(theirs.generator, theirs.classifier), teachers, bank, settings)
+    losses = distil(theirs, teachers, bank, settings)
     assert len(losses) == steps
     assert watched["distillation"] == mean_of(losses)
-    assert furthest(student.generator, theirs.generator) < 1e-5
-    assert furthest(student.classifier, theirs.classifier) < 1e-5
+    assert furthest(student[Part.GENERATOR], theirs[Part.GENERATOR]) < 1e-5
+    assert furthest(student[Part.CLASSIFIER], theirs[Part.CLASSIFIER]) < 1e-5
 
 
 PRINT: Params = {"diversity": "normalised"}
@@ -254,13 +252,13 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
 ) -> None:
     ctx, ours, theirs = crossed_case(steps, params, split, crop)
     data = colour_images(20)
-    penalty = fedmd_cg.global_penalty(ours.generator, P_OF_Y, crossed_params_of(ctx), ctx)
-    before = weights_of(ours.classifier)
-    loss = train_classifier(ours.extractor, ours.classifier, data, crossed_params_of(ctx), ctx, penalty)
+    penalty = fedmd_cg.global_penalty(ours[Part.GENERATOR], P_OF_Y, crossed_params_of(ctx), ctx)
+    before = weights_of(ours[Part.CLASSIFIER])
+    loss = train_classifier(ours[Part.EXTRACTOR], ours[Part.CLASSIFIER], data, crossed_params_of(ctx), ctx, penalty)
     expected = classify_crossed(theirs, data, P_OF_Y, crossed_params_of(ctx), ctx)
     assert len(expected) == steps
     assert_same_classification(ours, theirs, loss, expected, watched)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.classifier).items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours[Part.CLASSIFIER]).items())
 
 
 @pytest.mark.parametrize("params", [PRINT, CODE])
@@ -270,18 +268,16 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
 ) -> None:
     ctx, ours, theirs = crossed_case(steps, params, crop=crop)
     ours, theirs = in_double(ours), in_double(theirs)
-    for nets in (ours, theirs):
-        nets.classifier.double()
     request.getfixturevalue("doubles")
     data = colour_images(20)
-    before = plain(ours.generator)
-    source = FeatureSource(ours.extractor, data, ctx.spec, steps * 8)
-    run_stage(fedmd_cg.imitation(ours.generator, ours.classifier, source, crossed_params_of(ctx), ctx), ctx)
+    before = plain(ours[Part.GENERATOR])
+    source = FeatureSource(ours[Part.EXTRACTOR], data, ctx.spec, steps * 8)
+    run_stage(fedmd_cg.imitation(ours[Part.GENERATOR], ours[Part.CLASSIFIER], source, crossed_params_of(ctx), ctx), ctx)
     expected = train_generator(theirs, data, crossed_params_of(ctx), ctx)
     assert len(expected) == steps
     assert watched["generator"] == mean_of(expected)
-    assert furthest(ours.generator, before) > 1e-5
-    assert furthest(ours.generator, theirs.generator) < 1e-9
+    assert furthest(ours[Part.GENERATOR], before) > 1e-5
+    assert furthest(ours[Part.GENERATOR], theirs[Part.GENERATOR]) < 1e-9
 
 
 @pytest.mark.parametrize("divergence", [Divergence(), Divergence("teacher_student", 10.0)])
@@ -295,8 +291,7 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         parts = initial_parts(ctx.spec.model_copy(update={"seed": mine[0]}), root)
         shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
         updates[name] = Update(name, shared, sum(mine), mine)
-        pair = load_pair(shared, ctx)
-        teachers.append(Pair(plain(pair.generator), plain(pair.classifier)))
+        teachers.append(plain_networks(load_pair(shared, ctx)))
     state = ServerState(Aggregate({}))
     aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
     aggregate = merged(aggregator, updates)
@@ -307,12 +302,12 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         for part in (Part.GENERATOR, Part.CLASSIFIER)
     }
     start = load_pair(mean, ctx)
-    student = Pair(plain(start.generator), plain(start.classifier))
+    student = plain_networks(start)
     losses = distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)
     assert len(losses) == steps
     ours = load_pair(aggregate.parts, ctx)
-    assert furthest(start.classifier, student.classifier) > 1e-5
+    assert furthest(start[Part.CLASSIFIER], student[Part.CLASSIFIER]) > 1e-5
     # As in `test_one_step_of_the_gan_agrees_in_float32`: Adam follows the rounding where a gradient is nothing else.
-    for fast, slow in ((ours.generator, student.generator), (ours.classifier, student.classifier)):
-        gaps = differences(fast, slow)
+    for part in (Part.GENERATOR, Part.CLASSIFIER):
+        gaps = differences(ours[part], student[part])
         assert float((gaps > 1e-5).double().mean()) < 1e-3

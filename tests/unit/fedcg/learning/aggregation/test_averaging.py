@@ -219,7 +219,7 @@ def test_a_median_of_weights_ignores_one_of_five_whatever_it_sends_and_claims() 
 def taught(ensemble: Taught, logits: dict[str, list[list[float]]]) -> torch.Tensor:
     spill = MemorySpill()
     ensemble_of = TaughtAverage(ONLY, lambda each: torch.tensor(logits[each.client]), spill, ensemble=ensemble)
-    return ensemble_of.settle(loaders({client: update(client, 1.0) for client in logits}))
+    return ensemble_of.settle(loaders({client: update(client, 1.0) for client in logits}))[1]
 
 
 def test_a_loud_teacher_decides_a_sum_and_no_standardised_median_or_trimmed_ensemble() -> None:

@@ -19,6 +19,7 @@ from fedcg.learning.aggregation.distillation import (
     uniform,
 )
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
+from fedcg.learning.networks import weights_of
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
@@ -26,7 +27,7 @@ from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.stage import Nets
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, loaders, merged, quick_spec, same_parts, teacher_pairs
-from tests.support.learning.networks import FIRST, GEOMETRIC, PATTERN, SECOND, Answer, Identity, settled
+from tests.support.learning.networks import FIRST, GEOMETRIC, PATTERN, SECOND, Answer, Identity, pair, settled
 
 SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
 
@@ -50,7 +51,7 @@ class Shift(nn.Module):
 
 
 def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_is_least() -> None:
-    student = Pair(Answer(0.0, 0.0, 0.0), Identity())
+    student = pair(Answer(0.0, 0.0, 0.0), Identity())
     mean_log = PATTERN.repeat(600, 1)
 
     def loss_of(nets: Nets, features: torch.Tensor, logits: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def every_teacher(
 
 
 def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher() -> None:
-    teacher = Pair(Answer(0.0, 0.0), Shift((0.5, 0.0)))
+    teacher = pair(Answer(0.0, 0.0), Shift((0.5, 0.0)))
     bank = Bank(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     log_teacher = torch.tensor([[0.9, 0.1]]).log()
     outputs = crossed.outputs_of(
@@ -87,17 +88,17 @@ def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher()
     loss.sum().backward()
     assert features.grad is not None
     assert features.grad.abs().max().item() > 0.0
-    assert all(parameter.grad is None for parameter in teacher.classifier.parameters())
+    assert all(parameter.grad is None for parameter in teacher[Part.CLASSIFIER].parameters())
 
 
 def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once() -> None:
-    ctx, (pair,) = teacher_pairs(1)
+    ctx, (teacher,) = teacher_pairs(1)
     bank = draw_bank(Streams(b"c"), 10, 8, uniform(3))
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    everybody = every_teacher([pair], bank, weight.unsqueeze(0), ctx, block_rows=4)
+    everybody = every_teacher([teacher], bank, weight.unsqueeze(0), ctx, block_rows=4)
     pieces = [crossed.outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
     with torch.no_grad():
-        expected = pair.generator(bank.noise, bank.labels)[weight > 0]
+        expected = teacher[Part.GENERATOR](bank.noise, bank.labels)[weight > 0]
     made = torch.cat([outputs[0].features for outputs in pieces if outputs])
     assert torch.allclose(made, expected, atol=1e-6)
     assert torch.equal(torch.cat([outputs[0].weight for outputs in pieces if outputs]), weight[weight > 0])
@@ -125,13 +126,12 @@ def answer_of_a_round(
     last: tuple[float, ...] = (1 / 3, 1 / 3, 1 / 3),
 ) -> list[float]:
     """What the student comes to in a round of clients a and b, whose teachers say given log-probabilities for each label."""
-    student = Pair(Answer(0.0, 0.0, 0.0), Identity())
-    loaded = {float(at): Pair(PerLabel(rows), Identity()) for at, rows in enumerate(outputs, 1)}
+    student = pair(Answer(0.0, 0.0, 0.0), Identity())
+    loaded = {float(at): pair(PerLabel(rows), Identity()) for at, rows in enumerate(outputs, 1)}
     monkeypatch.setattr(
         crossed, "load_pair", lambda parts, ctx: loaded.get(parts[Part.CLASSIFIER]["unused"].item(), student)
     )
     monkeypatch.setattr(crossed, "load_part", lambda *_: Identity().requires_grad_(requires_grad=False))
-    monkeypatch.setattr(Pair, "weights", lambda self: {})
     updates = {
         name: Update(name, {part: {"unused": torch.tensor([tag])} for part in SHARED}, sum(mine), mine)
         for name, tag, mine in (("a", 1.0, counts[0]), ("b", 2.0, counts[1]))
@@ -236,7 +236,10 @@ OF_ABC = {"a": (1, 3, 1), "b": (2, 2, 1), "c": (3, 1, 1)}
 
 def updates_of(pairs: Sequence[Pair]) -> dict[str, Update]:
     """An update for each pair, of clients a, b, c with different label counts."""
-    return {name: Update(name, one.weights(), 4, OF_ABC[name]) for name, one in zip("abc", pairs, strict=True)}
+    return {
+        name: Update(name, {part: weights_of(net) for part, net in one.items()}, 4, OF_ABC[name])
+        for name, one in zip("abc", pairs, strict=True)
+    }
 
 
 def counted() -> tuple[Bank, list[str | None], list[crossed.TeacherRows], list[Pair]]:
@@ -304,12 +307,9 @@ def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
     everybody = every_teacher(teachers, bank, shares[:, bank.labels], ctx)
     got = []
     for rows in (slice(0, 6), slice(6, 12)):
-        features = student.generator(bank.noise[rows], bank.labels[rows])
-        logits = student.classifier(features)
-        outputs = crossed.outputs_of(everybody, rows)
-        got += crossed.crossed_loss(
-            features, logits, mean_log.float()[rows], outputs, student.classifier, Divergence()
-        ).tolist()
+        features, classifier = student[Part.GENERATOR](bank.noise[rows], bank.labels[rows]), student[Part.CLASSIFIER]
+        outputs, mean = crossed.outputs_of(everybody, rows), mean_log.float()[rows]
+        got += crossed.crossed_loss(features, classifier(features), mean, outputs, classifier, Divergence()).tolist()
     assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
 
 
@@ -322,16 +322,16 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
     shares = crossed.label_shares([(1, 3, 0), (3, 0, 0), (4, 1, 0)])
     logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
     mean_log = torch.zeros(6, 3).log_softmax(1)
-    judge = teacher_pairs(1)[1][0]
-    made = judge.generator(bank.noise, bank.labels) * 0.5
-    ours = judge.classifier(made)
+    generator, judge = (teacher_pairs(1)[1][0][part] for part in (Part.GENERATOR, Part.CLASSIFIER))
+    made = generator(bank.noise, bank.labels) * 0.5
+    ours = judge(made)
 
     def loss_with(weights: torch.Tensor) -> torch.Tensor:
         outputs = crossed.outputs_of(
             [crossed.FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)],
             slice(0, 6),
         )
-        return crossed.crossed_loss(made, ours, mean_log, outputs, judge.classifier, Divergence())
+        return crossed.crossed_loss(made, ours, mean_log, outputs, judge, Divergence())
 
     expected = torch.zeros(6)
     for zero, one in product(range(3), repeat=2):
@@ -355,10 +355,10 @@ def crossed_by_hand(student: Pair, teachers: Sequence[Pair], bank: Bank, shares:
         total = 0.0
         for number, teacher in enumerate(teachers):
             tau = float(shares[number, int(y)])
-            made, theirs = student.generator(z, y), teacher.generator(z, y)
-            rho_i = teacher.classifier(theirs)[0]
-            total += tau * kl(student.classifier(made)[0], rho_i)
-            total += tau * kl(student.classifier(theirs)[0], rho_i)
-            total += tau * kl(teacher.classifier(made)[0], rho_i)
+            made, theirs = student[Part.GENERATOR](z, y), teacher[Part.GENERATOR](z, y)
+            rho_i = teacher[Part.CLASSIFIER](theirs)[0]
+            total += tau * kl(student[Part.CLASSIFIER](made)[0], rho_i)
+            total += tau * kl(student[Part.CLASSIFIER](theirs)[0], rho_i)
+            total += tau * kl(teacher[Part.CLASSIFIER](made)[0], rho_i)
         losses.append(total)
     return losses

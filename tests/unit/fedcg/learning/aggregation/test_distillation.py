@@ -13,15 +13,15 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, quick_spec
-from tests.support.learning.networks import ARITHMETIC, PATTERN, Answer, Identity, settled
+from tests.support.learning.networks import ARITHMETIC, PATTERN, Answer, Identity, pair, settled
 
 
 def test_the_ensemble_is_a_data_size_weighted_sum_of_logits() -> None:
     # sizes 1 and 3: (1/4) (4, 0) + (3/4) (0, 4) = (1, 3)
-    ensemble = distillation.Ensemble()
-    ensemble.add(1, torch.tensor([[4.0, 0.0]]))
-    ensemble.add(3, torch.tensor([[0.0, 4.0]]))
-    assert ensemble.logits().tolist() == [[1.0, 3.0]]
+    logits = {"a": torch.tensor([[4.0, 0.0]]), "b": torch.tensor([[0.0, 4.0]])}
+    ensemble = distillation.TaughtAverage(distillation.SHARED, lambda each: logits[each.client], MemorySpill())
+    ensemble.add(update("a", 1))
+    assert ensemble.settle({"a": partial(update, "a", 1), "b": partial(update, "b", 3)})[1].tolist() == [[1.0, 3.0]]
 
 
 def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() -> None:
@@ -63,9 +63,8 @@ def update(client: str, examples: int = 1, counts: tuple[int, ...] = (1, 1, 1)) 
 def test_fedcg_student_settles_where_the_divergence_from_the_weighted_ensemble_is_least(
     monkeypatch: pytest.MonkeyPatch, outputs: Mapping[str, tuple[int, torch.Tensor]], expected: tuple[float, ...]
 ) -> None:
-    student, spill = distillation.Pair(Answer(0.0, 0.0, 0.0), Identity()), MemorySpill()
+    student, spill = pair(Answer(0.0, 0.0, 0.0), Identity()), MemorySpill()
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
-    monkeypatch.setattr(distillation.Pair, "weights", lambda self: {})
     for client, (_, logits) in outputs.items():
         spill.put(client, {"logits": logits})
     aggregator = distillation.EnsembleAggregator(SETTINGS, context(quick_spec("fedcg")), spill)
@@ -103,8 +102,7 @@ def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_reported
     # of labels 0 and 1 ((0.92 + 0.04) / 2, the same, 0.04); of all three with 0.96 in front: (1.92 / 3, 0.98 / 3, 0.1 / 3).
     answers = torch.tensor([[0.92, 0.04, 0.04], [0.04, 0.92, 0.04], [0.96, 0.02, 0.02]])
     student = Answer(0.0, 0.0, 0.0)
-    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: distillation.Pair(student, nn.Identity()))
-    monkeypatch.setattr(distillation.Pair, "weights", lambda self: {})
+    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: pair(student, nn.Identity()))
     spec = quick_spec("fedcg")
     spill = MemorySpill()
     merge = distillation.EnsembleAggregator(distillation.Distillation(600, 4, 0.02, 0.0), context(spec), spill)
