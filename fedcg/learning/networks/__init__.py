@@ -2,8 +2,6 @@
 
 from fedcg.learning.networks.assembly import (
     NETWORKS,
-    Networks,
-    build,
     build_part,
     feature_shape,
     layout_of,
@@ -16,9 +14,7 @@ from fedcg.learning.networks.splits import FeatureRange, Split
 __all__ = [
     "NETWORKS",
     "FeatureRange",
-    "Networks",
     "Split",
-    "build",
     "build_part",
     "feature_shape",
     "layout_of",

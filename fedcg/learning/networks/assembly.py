@@ -6,15 +6,14 @@ Modules are built on torch's meta device, where nothing random happens, and then
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.gan import DISCRIMINATORS, generator_builder
+from fedcg.learning.networks.gan import DISCRIMINATORS, build_generator
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, rehearse
@@ -29,34 +28,11 @@ if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
 
-_Entry = TypeVar("_Entry")
 _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
 NETWORKS = (Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR, Part.DISCRIMINATOR)
 """The parts that a spec names networks for."""
-
-
-@dataclass(frozen=True)
-class Networks:
-    """The four networks of a client, as modules."""
-
-    extractor: nn.Module
-    classifier: nn.Module
-    generator: nn.Module
-    discriminator: nn.Module
-
-    def part(self, part: Part) -> nn.Module:
-        """The module of a part."""
-        module: nn.Module = getattr(self, part.value)
-        return module
-
-
-def _named(registry: Mapping[str, _Entry], name: str, what: str) -> _Entry:
-    try:
-        return registry[name]
-    except KeyError:
-        raise NetworkError(f"no {what} named {name!r}; there are {', '.join(sorted(registry))}") from None
 
 
 def split_of(spec: NetworkSpec) -> Split:
@@ -122,8 +98,11 @@ def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
                 )
             return split.image_generator(spec.image.channels)
         if part is Part.GENERATOR:
-            return generator_builder(choice.generator)(shape, classes, choice.noise_dim, split.feature_range)
-        return _named(DISCRIMINATORS, choice.discriminator, "discriminator")(shape, classes)
+            return build_generator(choice.generator, (shape, classes, choice.noise_dim, split.feature_range))
+        if choice.discriminator not in DISCRIMINATORS:
+            known = ", ".join(sorted(DISCRIMINATORS))
+            raise NetworkError(f"no discriminator named {choice.discriminator!r}; there are {known}")
+        return DISCRIMINATORS[choice.discriminator](shape, classes)
 
 
 def allocated(module: nn.Module, device: str) -> nn.Module:
@@ -141,42 +120,30 @@ def _fills_itself(split: Split, part: Part) -> bool:
     return split.initialises_itself and part in {Part.EXTRACTOR, Part.CLASSIFIER}
 
 
-def _without_values(spec: NetworkSpec, part: Part, device: str) -> nn.Module:
-    """A part on a device, meant to be overwritten; what a user's own module computes for itself when it is built stands."""
-    if _fills_itself(split_of(spec), part):
-        with lent_generators(0):
+def _made(spec: NetworkSpec, part: Part, device: str, stream: torch.Generator | None) -> nn.Module:
+    """A part on a device with initial weights from a stream.
+
+    None: meant to be overwritten; constants, and what a user's own module computes for itself when it is built, stand.
+    """
+    split = split_of(spec)
+    if _fills_itself(split, part):
+        with lent_generators(0 if stream is None else int(torch.randint(1 << 62, (), generator=stream))):
             return skeleton(spec, part).to(device)
     module = allocated(skeleton(spec, part), device)
-    if (fill := _fill_of(spec, part)) is not None:
-        fill(module, None)
-    return module
-
-
-def _fill_of(spec: NetworkSpec, part: Part) -> Callable[[nn.Module, torch.Generator | None], None] | None:
-    return split_of(spec).fill if part is Part.EXTRACTOR else None
-
-
-def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
-    """One part on the CPU, with initial weights from `generator` (a fixed stream when None: meant to be overwritten)."""
-    stream = generator or torch.Generator().manual_seed(0)
-    if _fills_itself(split_of(spec), part):
-        with lent_generators(int(torch.randint(1 << 62, (), generator=stream))):
-            return skeleton(spec, part)
-    module = allocated(skeleton(spec, part), "cpu")
-    if (fill := _fill_of(spec, part)) is not None:
-        fill(module, stream)
-    else:
+    if part is Part.EXTRACTOR and split.fill is not None:
+        split.fill(module, stream)
+    elif stream is not None:
         draw_weights(module, stream)
     return module
 
 
-def build(spec: NetworkSpec) -> Networks:
-    """All four networks on the CPU; load weights before use.
+def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
+    """One part on the CPU, with initial weights from `generator` (a fixed stream when None: meant to be overwritten).
 
     Raises:
         NetworkError: an unknown name or an image too small for the split.
     """
-    return Networks(**{part.value: build_part(spec, part) for part in NETWORKS})
+    return _made(spec, part, "cpu", generator or torch.Generator().manual_seed(0))
 
 
 def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cpu") -> nn.Module:
@@ -185,7 +152,7 @@ def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cp
     Raises:
         NetworkError: tensors missing, unexpected or of another shape.
     """
-    module = _without_values(spec, part, device)
+    module = _made(spec, part, device, None)
     try:
         module.load_state_dict(dict(weights), strict=True)
     except RuntimeError as error:

@@ -192,27 +192,21 @@ def generator_names() -> tuple[str, ...]:
     return tuple(sorted(GENERATORS.keys() | _own().keys()))
 
 
-def generator_builder(name: str) -> GeneratorBuilder:
-    """The generator of that name: (feature shape, classes, noise dimension, feature range) -> module.
-
-    The user's own has been tried when its module is built.
+def build_generator(name: str, asked: tuple[tuple[int, ...], int, int, FeatureRange]) -> nn.Module:
+    """A generator of that name for (feature shape, classes, noise dimension, feature range); the user's own has been tried before.
 
     Raises:
         NetworkError: there is none; the message lists those there are.
-        ExtensionError: see `generator_names`, or an installed package's can't be imported.
+        ExtensionError: see `generator_names`, or an installed package's can't be imported, or does not do what it says.
     """
     own = _own()
     if name in GENERATORS:
-        return GENERATORS[name]
+        return GENERATORS[name](*asked)
     if name not in own:
         raise NetworkError(f"no generator named {name!r}; there are {', '.join(generator_names())}")
     builder: GeneratorBuilder = imported(own[name])
-
-    def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
-        _rehearse(own[name], builder, (feature_shape, classes, noise_dim, feature_range))
-        return builder(feature_shape, classes, noise_dim, feature_range)
-
-    return build
+    _rehearse(own[name], builder, asked)
+    return builder(*asked)
 
 
 @functools.cache

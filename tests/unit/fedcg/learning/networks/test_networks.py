@@ -79,13 +79,13 @@ def test_generators_have_the_published_sizes(kind: str, with_100: int, with_64: 
 def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
     image = ImageForm(mode="L", height=height, width=width, mean=(0.5,), std=(0.5,))
     network = NetworkChoice(split=split, generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp"), noise_dim=7)
-    nets = networks.build(plan("fedcg", network, image))
-    features = nets.extractor(torch.randn(4, 1, height, width))
+    nets = {part: networks.build_part(plan("fedcg", network, image), part) for part in networks.NETWORKS}
+    features = nets[Part.EXTRACTOR](torch.randn(4, 1, height, width))
     labels = torch.tensor([0, 1, 2, 0])
-    made = nets.generator(torch.randn(4, 7), labels)
+    made = nets[Part.GENERATOR](torch.randn(4, 7), labels)
     assert made.shape == features.shape
-    assert nets.classifier(features).shape == (4, len(CLASSES))
-    assert nets.discriminator(features, labels).shape == (4,)
+    assert nets[Part.CLASSIFIER](features).shape == (4, len(CLASSES))
+    assert nets[Part.DISCRIMINATOR](features, labels).shape == (4,)
 
 
 def test_class_gaussians_have_the_moments_of_the_features_they_were_fitted_to() -> None:
@@ -117,11 +117,12 @@ def test_generated_features_lie_in_the_range_of_the_extractors(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_label_changes_what_a_generator_makes_and_a_discriminator_says(kind: str) -> None:
-    nets = networks.build(cifar(generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp")))
+    spec = cifar(generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp"))
+    generator, discriminator = (networks.build_part(spec, part) for part in (Part.GENERATOR, Part.DISCRIMINATOR))
     noise, first, second = torch.randn(8, 100), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
-    assert not torch.allclose(nets.generator(noise, first), nets.generator(noise, second))
+    assert not torch.allclose(generator(noise, first), generator(noise, second))
     features = torch.rand(8, 16, 5, 5)
-    assert not torch.allclose(nets.discriminator(features, first), nets.discriminator(features, second))
+    assert not torch.allclose(discriminator(features, first), discriminator(features, second))
 
 
 def test_an_image_too_small_for_the_split_and_an_unknown_name_are_explained() -> None:
