@@ -5,7 +5,7 @@ after the average: `averaging_method` builds the method from that. FedAvg (McMah
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -35,6 +35,7 @@ from fedcg.learning.method import (
     Spill,
     TrainingParams,
     Turn,
+    Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
@@ -127,6 +128,16 @@ def local_result(
         SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
         ClientState({part: weights_of(net) for part, net in nets.items()}, average_extras(averages)),
         Report(examples=len(data), loss=loss, label_counts=counts),
+    )
+
+
+def with_statistics(result: LocalResult, told: Weights) -> LocalResult:
+    """A local result whose client shares statistics too, and keeps a copy of them."""
+    kept = {name: tensor.clone() for name, tensor in told.items()}
+    return replace(
+        result,
+        shared=SharedResult({**result.shared.parts, Part.STATISTICS: told}),
+        private=replace(result.private, parts={**result.private.parts, Part.STATISTICS: kept}),
     )
 
 

@@ -23,23 +23,22 @@ from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     ClientState,
+    LabelCounts,
     LocalResult,
     Method,
     Payload,
     RoundContext,
     ServerState,
-    SharedResult,
     Spill,
     TrainingParams,
     Update,
 )
+from fedcg.learning.methods._averaging import PERSONAL, local_result, with_statistics
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import cross_entropy
-from fedcg.learning.training.stage import Nets, Tensors, average_extras, moving_average, run_stage
-from fedcg.wire.parts import Part, Report
-
-_PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+from fedcg.learning.training.stage import Nets, Tensors, moving_average, run_stage
+from fedcg.wire.parts import Part
 
 
 class FedGhParams(TrainingParams):
@@ -53,17 +52,11 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     """Go on from the global head, train it with the own extractor, send the prototypes of the trained extractor."""
     params, data = FedGhParams.model_validate(ctx.spec.params), data.to(ctx.device)
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
-    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(_PERSONAL)}
+    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(PERSONAL)}
     average = moving_average(nets, params)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, after=average)
-    ours = prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec)
-    kept = {part: weights_of(net) for part, net in nets.items()}
-    kept[Part.STATISTICS] = {name: tensor.clone() for name, tensor in ours.items()}
-    return LocalResult(
-        SharedResult({Part.STATISTICS: ours}),
-        ClientState(kept, average_extras(average)),
-        Report(examples=len(data), loss=loss),
-    )
+    result = local_result(nets, frozenset(), data, loss, LabelCounts.NEVER, average)
+    return with_statistics(result, prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec))
 
 
 def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Callable[[], Update]]) -> Aggregate:

@@ -29,11 +29,10 @@ from fedcg.learning.method import (
     Personal,
     RoundContext,
     ServerState,
-    SharedResult,
     Spill,
     Weights,
 )
-from fedcg.learning.methods._averaging import LocalHalf, average_of, unpenalised
+from fedcg.learning.methods._averaging import LocalHalf, average_of, unpenalised, with_statistics
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.wire.parts import Part
 
@@ -104,13 +103,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     extractor = load_part(ctx.spec, Part.EXTRACTOR, result.private.parts[Part.EXTRACTOR], ctx.device)
     outputs = probes.outputs_on(extractor, probes.probe_inputs(ctx, params.probes))
     _warn_of_cut(outputs, params.clip, ctx)
-    told = probes.counted(outputs, ctx.masking.sum_weight or len(data), params)
-    kept = {name: tensor.clone() for name, tensor in told.items()}
-    return replace(
-        result,
-        shared=SharedResult({**result.shared.parts, Part.STATISTICS: told}),
-        private=replace(result.private, parts={**result.private.parts, Part.STATISTICS: kept}),
-    )
+    return with_statistics(result, probes.counted(outputs, ctx.masking.sum_weight or len(data), params))
 
 
 def _warn_of_cut(outputs: torch.Tensor, clip: float, ctx: RoundContext) -> None:
