@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, time
-from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
 from fedcg.config_file import Settings
+from fedcg.wire.messages.schemas import DeclineReason
 
 COOLS_BY_C = 5.0
 """A box that was too hot goes on once it is so much cooler."""
@@ -60,33 +60,17 @@ class EligibilitySettings(Settings):
     max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 
-class Obstacle(str, Enum):
-    """Why a box may not train now."""
-
-    RESERVED = "reserved"
-    SERVING = "serving"
-    HOT = "hot"
-    THROTTLED = "throttled"
-    ON_BATTERY = "on_battery"
-    POWER_MODE = "power_mode"
-    QUIET_HOURS = "quiet_hours"
-    LOW_DISK = "low_disk"
-    LOW_MEMORY = "low_memory"
-    METERED = "metered"
-    NO_TIME = "no_time"
-
-    @property
-    def pauses(self) -> bool:
-        """Whether it interrupts a round that has begun; the others concern what a round needs before or after it."""
-        return self not in (Obstacle.LOW_DISK, Obstacle.LOW_MEMORY, Obstacle.METERED, Obstacle.NO_TIME)
-
-
 @dataclass(frozen=True)
 class Reason:
     """Why a box may not train now: the code, and a sentence for its owner that stays on the box."""
 
-    obstacle: Obstacle
+    obstacle: DeclineReason
     detail: str
+
+    @property
+    def pauses(self) -> bool:
+        """Whether it interrupts a round that has begun; the others concern what a round needs before or after it."""
+        return self.obstacle.value not in ("low_disk", "low_memory", "metered", "no_time")
 
 
 def eligibility(
@@ -95,7 +79,7 @@ def eligibility(
     now: datetime,
     *,
     requests_per_s: float | None = None,
-    before: Obstacle | None = None,
+    before: DeclineReason | None = None,
 ) -> Reason | None:
     """The first of `obstacles`, or None."""
     found = obstacles(readings, settings, now, requests_per_s=requests_per_s, before=before)
@@ -108,7 +92,7 @@ def obstacles(
     now: datetime,
     *,
     requests_per_s: float | None = None,
-    before: Obstacle | None = None,
+    before: DeclineReason | None = None,
 ) -> tuple[Reason, ...]:
     """All reasons why the box may not train now.
 
@@ -119,17 +103,18 @@ def obstacles(
         requests_per_s: of the box's inference server; None where it is not known.
         before: why it could not train at the last reading; one that was hot has to cool by 5 °C, and requests to fall to half the limit.
     """
+    share = 0.5 if before is DeclineReason.SERVING else 1.0
     found = (
-        _reason(Obstacle.RESERVED, is_held(settings)),
-        _reason(Obstacle.SERVING, _serving(requests_per_s, settings, 0.5 if before is Obstacle.SERVING else 1.0)),
-        _reason(Obstacle.HOT, _heat(readings, settings, COOLS_BY_C if before is Obstacle.HOT else 0.0)),
-        _reason(Obstacle.THROTTLED, ", ".join(readings.hardware_throttling)),
-        _reason(Obstacle.ON_BATTERY, _battery(readings, settings)),
-        _reason(Obstacle.POWER_MODE, _power_mode(readings, settings)),
-        _reason(Obstacle.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
-        _reason(Obstacle.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
-        _reason(Obstacle.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
-        _reason(Obstacle.METERED, _metered(readings, settings)),
+        _reason(DeclineReason.RESERVED, is_held(settings)),
+        _reason(DeclineReason.SERVING, _serving(requests_per_s, settings, share)),
+        _reason(DeclineReason.HOT, _heat(readings, settings, COOLS_BY_C if before is DeclineReason.HOT else 0.0)),
+        _reason(DeclineReason.THROTTLED, ", ".join(readings.hardware_throttling)),
+        _reason(DeclineReason.ON_BATTERY, _battery(readings, settings)),
+        _reason(DeclineReason.POWER_MODE, _power_mode(readings, settings)),
+        _reason(DeclineReason.QUIET_HOURS, _quiet(settings.quiet_hours, now)),
+        _reason(DeclineReason.LOW_DISK, _short("disk", readings.free_disk_bytes, settings.min_free_disk_mb)),
+        _reason(DeclineReason.LOW_MEMORY, _short("memory", readings.free_memory_bytes, settings.min_free_memory_mb)),
+        _reason(DeclineReason.METERED, _metered(readings, settings)),
     )
     return tuple(reason for reason in found if reason is not None)
 
@@ -162,10 +147,10 @@ def no_time(left_s: float, round_s: float | None) -> Reason | None:
     """
     if round_s is None or not 0 < left_s < round_s:
         return None
-    return Reason(Obstacle.NO_TIME, f"the last round took {round_s:.0f} s here, {left_s:.0f} s are left")
+    return Reason(DeclineReason.NO_TIME, f"the last round took {round_s:.0f} s here, {left_s:.0f} s are left")
 
 
-def _reason(obstacle: Obstacle, detail: str) -> Reason | None:
+def _reason(obstacle: DeclineReason, detail: str) -> Reason | None:
     return Reason(obstacle, detail) if detail else None
 
 

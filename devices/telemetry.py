@@ -15,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 
 from devices.files import LIVE_ROOT, free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
+from fedcg.wire.parts import Health
 
 OVER_CURRENT = "over-current"
 """How the names of Jetson's over-current counters begin."""
@@ -129,16 +129,6 @@ LOW_DISK_BYTES = 512 * 1024 * 1024
 """A round of the largest shipped network keeps under 300 MB of generations and artifacts."""
 
 
-class Condition(str, Enum):
-    """One word for the state of a box, worst first where several hold."""
-
-    LOW_DISK = "low_disk"
-    HOT = "hot"
-    LOW_POWER = "low_power"
-    DEGRADED = "degraded"
-    OK = "ok"
-
-
 @dataclass(frozen=True)
 class Zone:
     """A thermal zone with its own trip points, in °C; None where it has none of a kind.
@@ -227,16 +217,16 @@ class Telemetry:
         return (*self.causes.hardware, *(f"{name}: {rate:.1f} events a minute" for name, rate in rates.items()))
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> Health:
         """The worst condition that the readings show."""
         if self.free_disk_bytes is not None and self.free_disk_bytes < LOW_DISK_BYTES:
-            return Condition.LOW_DISK
+            return Health.LOW_DISK
         if self.is_hot:
-            return Condition.HOT
+            return Health.HOT
         percent = self.supply.battery_percent
         if self.supply.is_discharging and percent is not None and percent < LOW_BATTERY_PERCENT:
-            return Condition.LOW_POWER
-        return Condition.DEGRADED if self.hardware_throttling else Condition.OK
+            return Health.LOW_POWER
+        return Health.DEGRADED if self.hardware_throttling else Health.OK
 
 
 @dataclass(eq=False)

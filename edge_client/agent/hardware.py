@@ -88,7 +88,7 @@ class HardwareWatch:
         found = self.reason(left_s, invited.share)
         if found is None:
             return None
-        return DeclineReason(found.obstacle.value) if self._is_told else DeclineReason.NOT_ELIGIBLE, found.detail
+        return found.obstacle if self._is_told else DeclineReason.NOT_ELIGIBLE, found.detail
 
     def reason(self, left_s: float | None = None, share: float = 1.0) -> Reason | None:
         """Why the box may not take part now, or None.

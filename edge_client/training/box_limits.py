@@ -16,13 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from devices.eligibility import EligibilitySettings, Obstacle, Reason, eligibility
+from devices.eligibility import EligibilitySettings, Reason, eligibility
 from devices.files import oom_kills
 from devices.telemetry import Telemetry
 from edge_client.errors import StoreError
 from edge_client.store.checked_files import read_json, write_json
 from fedcg.event_log import EventLog
-from fedcg.wire.messages.schemas import NO_ATTEMPT, RoundAttempt
+from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
 
 LEAST_S = 1.0
 """Between two readings that a rate is made of."""
@@ -165,22 +165,22 @@ class Pauses:
         if began - self._looked_at < LOOK_EVERY_S or (reason := self._look(None)) is None:
             return
         where = {"round": self.at.round, "attempt": self.at.attempt}
-        shown: Obstacle | None = None
+        shown: DeclineReason | None = None
         while reason is not None:
             if reason.obstacle is not shown:
                 shown = reason.obstacle
                 self.events.write("paused", **where, reason=shown.value, detail=reason.detail)
             self.sleep(LOOK_EVERY_S / 4)
             self.working()
-            is_short = shown is Obstacle.THROTTLED and self.clock() - began < LEAST_PAUSE_S
+            is_short = shown is DeclineReason.THROTTLED and self.clock() - began < LEAST_PAUSE_S
             reason = reason if is_short else self._look(shown)
         self.events.write("resumed", **where, seconds=round(self.clock() - began, 1))
 
-    def _look(self, before: Obstacle | None) -> Reason | None:
+    def _look(self, before: DeclineReason | None) -> Reason | None:
         self._looked_at = self.clock()
         load = self._load()
         found = eligibility(self.read(), self.settings, self.now(), requests_per_s=load, before=before)
-        return found if found is not None and found.obstacle.pauses else None
+        return found if found is not None and found.pauses else None
 
 
 MEMORY_FILE = "memory.json"

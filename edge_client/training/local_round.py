@@ -59,7 +59,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
-from fedcg.wire.parts import AuditFigure, ClassAccuracies, Health, Part, PrivacySpent, Report, ReportField, is_delta
+from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
 from fedcg.wire.sums import SumRound
 
 COVERED = "dp_sgd.covered"
@@ -438,7 +438,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
     )
     found = {
         "accuracy": own.test,
-        "health": Health(read_telemetry(work.store.root).condition.value),
+        "health": read_telemetry(work.store.root).condition,
         "shadow": alone.test,
         "downloaded": downloaded.test,
         "per_class": by_class,

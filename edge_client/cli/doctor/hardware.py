@@ -8,7 +8,7 @@ from pathlib import Path
 
 from devices.cli import UNAVAILABLE, describe_gpu, gib
 from devices.detect import detect, runtime_obstacle, runtime_providers
-from devices.eligibility import EligibilitySettings, Obstacle, eligibility, obstacles
+from devices.eligibility import EligibilitySettings, eligibility, obstacles
 from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, NotTrainableError, plan_training
@@ -22,6 +22,7 @@ from edge_client.training.box_limits import InferenceLoad
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import backbone_of, files_of_weights, pinned_weights
 from fedcg.sentences import DECLINE_ADVICE
+from fedcg.wire.messages.schemas import DeclineReason
 
 RATE_S = 1.0
 """Between two readings of the counters, where there are any."""
@@ -49,34 +50,31 @@ def examine_hardware(
     reasons = obstacles(read, settings, now, requests_per_s=requests_per_s)
     found = {one.obstacle: one.detail for one in reasons}
 
-    def judged(check: str, detail: str, obstacle: Obstacle, warning: str = "") -> Finding:
+    def judged(check: str, detail: str, obstacle: DeclineReason, warning: str = "") -> Finding:
         if obstacle in found:
             return Finding(
                 check, "failed", f"{detail}: can't train because {found[obstacle]}", DECLINE_ADVICE[obstacle.value]
             )
         return Finding(check, "warning" if warning else "ok", detail, warning)
 
+    memory = f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available"
+    application = "busy" if DeclineReason.RESERVED in found else "does not keep training away"
+    modes = _no_effect("power_modes", settings, read)
     return (
         *_box(profile, root),
         *(_zone(zone, settings) for zone in read.zones),
         *([] if read.zones else [Finding("temperature", "ok", UNAVAILABLE)]),
         *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
         Finding("power in all", "ok", f"{read.drawn.watts:.2f} W ({read.drawn.name})" if read.drawn else UNAVAILABLE),
-        judged(
-            "power mode", read.power_mode or UNAVAILABLE, Obstacle.POWER_MODE, _no_effect("power_modes", settings, read)
-        ),
-        judged("throttling", _throttling(read), Obstacle.THROTTLED, _slowed(read)),
-        judged("supply", _supply(read), Obstacle.ON_BATTERY, _no_effect("on_mains", settings, read)),
-        judged(
-            "memory", f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available", Obstacle.LOW_MEMORY
-        ),
-        judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", Obstacle.LOW_DISK),
-        judged("links", _links(read), Obstacle.METERED, _no_effect("unmetered", settings, read)),
-        judged("quiet hours", ", ".join(settings.quiet_hours) or "none", Obstacle.QUIET_HOURS),
+        judged("power mode", read.power_mode or UNAVAILABLE, DeclineReason.POWER_MODE, modes),
+        judged("throttling", _throttling(read), DeclineReason.THROTTLED, _slowed(read)),
+        judged("supply", _supply(read), DeclineReason.ON_BATTERY, _no_effect("on_mains", settings, read)),
+        judged("memory", memory, DeclineReason.LOW_MEMORY),
+        judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", DeclineReason.LOW_DISK),
+        judged("links", _links(read), DeclineReason.METERED, _no_effect("unmetered", settings, read)),
+        judged("quiet hours", ", ".join(settings.quiet_hours) or "none", DeclineReason.QUIET_HOURS),
         *([] if settings.inference_url is None else [_serving(requests_per_s, settings, judged)]),
-        judged(
-            "application", "busy" if Obstacle.RESERVED in found else "does not keep training away", Obstacle.RESERVED
-        ),
+        judged("application", application, DeclineReason.RESERVED),
     )
 
 
@@ -84,7 +82,7 @@ def _serving(requests_per_s: float | None, settings: EligibilitySettings, judged
     if requests_per_s is None:
         remedy = f"{settings.inference_url}/metrics does not answer as `fedcg infer serve` does: it does not count against training"
         return Finding("inference server", "warning", UNAVAILABLE, remedy)
-    return judged("inference server", f"{requests_per_s:.1f} requests/s", Obstacle.SERVING)
+    return judged("inference server", f"{requests_per_s:.1f} requests/s", DeclineReason.SERVING)
 
 
 def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
@@ -113,7 +111,7 @@ def _zone(zone: Zone, settings: EligibilitySettings) -> Finding:
     detail = f"{zone.name} {zone.temperature_c:.0f} °C, trains below {limit_c:.0f} (own trip points: {own or 'none'})"
     if zone.temperature_c >= limit_c:
         return Finding(
-            "temperature", "failed", f"{detail}: can't train because it is hot", DECLINE_ADVICE[Obstacle.HOT.value]
+            "temperature", "failed", f"{detail}: can't train because it is hot", DECLINE_ADVICE[DeclineReason.HOT.value]
         )
     is_warm = zone.passive_c is not None and zone.temperature_c >= zone.passive_c
     return Finding(

@@ -44,7 +44,7 @@ class DeclineReason(str, Enum):
     PAUSED = "paused"
     NEEDS_APPROVAL = "needs_approval"
     DAILY_LIMIT = "daily_limit"
-    # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE); `devices.eligibility.Obstacle` has the same values.
+    # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE).
     RESERVED = "reserved"
     SERVING = "serving"
     HOT = "hot"

@@ -13,7 +13,7 @@ import pytest
 from devices import telemetry
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import EnergyMeter, Rail, Supply, jetson_stats, read_power_mode, read_rails, read_supply
-from devices.telemetry import Causes, Condition, Telemetry, Zone, read_telemetry
+from devices.telemetry import Causes, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
@@ -44,34 +44,30 @@ def test_a_machine_without_sensors_is_ok_and_says_that_nothing_could_be_read(tmp
     seen = read_telemetry(tmp_path, root=tmp_path)
     assert (seen.hottest_c, seen.is_hot, seen.supply.battery_percent, seen.supply.on_mains) == (None,) * 4
     assert (seen.power_mode, seen.cpu_mhz, seen.free_memory_bytes) == (None,) * 3
-    assert seen.condition is Condition.OK
+    assert seen.condition is Health.OK
 
 
 @pytest.mark.parametrize(
     ("files", "condition"),
     [
-        (_zone(70_000, critical=97_000), Condition.OK),
-        (_zone(87_000, critical=97_000), Condition.HOT),
-        (_zone(89_000), Condition.OK),
-        (_zone(90_000), Condition.HOT),
-        (_battery(19, "Discharging"), Condition.LOW_POWER),
-        (_battery(19, "Charging"), Condition.OK),
-        (_battery(20, "Discharging"), Condition.OK),
-        (_zone("garbage"), Condition.OK),
+        (_zone(70_000, critical=97_000), Health.OK),
+        (_zone(87_000, critical=97_000), Health.HOT),
+        (_zone(89_000), Health.OK),
+        (_zone(90_000), Health.HOT),
+        (_battery(19, "Discharging"), Health.LOW_POWER),
+        (_battery(19, "Charging"), Health.OK),
+        (_battery(20, "Discharging"), Health.OK),
+        (_zone("garbage"), Health.OK),
     ],
 )
-def test_the_condition_follows_the_sensors(tmp_path: Path, files: dict[str, str], condition: Condition) -> None:
+def test_the_condition_follows_the_sensors(tmp_path: Path, files: dict[str, str], condition: Health) -> None:
     assert read_telemetry(tmp_path, root=_write(tmp_path, files)).condition is condition
 
 
 def test_a_full_disk_is_worse_than_heat() -> None:
     readings = Telemetry(zones=(Zone("cpu", 95.0),), free_disk_bytes=telemetry.LOW_DISK_BYTES - 1)
     assert readings.is_hot
-    assert readings.condition is Condition.LOW_DISK
-
-
-def test_every_condition_has_a_word_on_the_wire() -> None:
-    assert {condition.value for condition in Condition} <= {health.value for health in Health}
+    assert readings.condition is Health.LOW_DISK
 
 
 def test_zones_have_their_own_trip_points_and_trips_that_are_off_do_not_count(tmp_path: Path) -> None:
@@ -128,7 +124,7 @@ def test_software_and_hardware_throttling_are_told_apart_and_hardware_alone_degr
 ) -> None:
     read = read_telemetry(tmp_path, TREES / tree)
     assert read.causes == Causes(software, hardware)
-    assert (read.condition is Condition.DEGRADED) == bool(hardware)
+    assert (read.condition is Health.DEGRADED) == bool(hardware)
 
 
 def test_clocks_and_counters_are_read_where_the_box_reports_them() -> None:
@@ -169,7 +165,7 @@ def test_new_over_current_events_count_as_hardware_throttling_and_old_ones_do_no
     now = 20.0
     read = sensors.read()
     assert read.hardware_throttling == ("over-current oc3: 3.0 events a minute",)
-    assert read.condition is Condition.DEGRADED
+    assert read.condition is Health.DEGRADED
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from devices.eligibility import EligibilitySettings, Obstacle
+from devices.eligibility import EligibilitySettings
 from devices.power import Rail, Supply
 from devices.telemetry import Causes, Sensors, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch, metrics_text
@@ -98,7 +98,7 @@ def test_heat_is_remembered_between_two_looks(tmp_path: Path) -> None:
         make_config(tmp_path), lambda: Telemetry(zones=(Zone("cpu", degrees.pop(0), critical_c=100.0),)), lambda: NOON
     )
     seen = [watch.reason() for _ in range(3)]
-    assert [one and one.obstacle for one in seen] == [Obstacle.HOT, Obstacle.HOT, None]
+    assert [one and one.obstacle for one in seen] == [DeclineReason.HOT, DeclineReason.HOT, None]
 
 
 def test_the_metrics_are_whole_and_leave_out_what_is_unavailable(tmp_path: Path) -> None:

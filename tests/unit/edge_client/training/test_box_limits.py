@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from devices.eligibility import EligibilitySettings, Obstacle
+from devices.eligibility import EligibilitySettings
 from devices.telemetry import Causes, Telemetry, Zone
 from edge_client.agent.hardware import HardwareWatch
 from edge_client.cli.status import WAITS, read_status
@@ -297,12 +297,12 @@ def test_a_busy_inference_server_keeps_a_device_from_a_round_with_the_reason(tmp
         watch = HardwareWatch(config.model_copy(update={"eligibility": settings}), Telemetry, lambda: NOON)
         assert watch.reason() is None
 
-        def reason() -> Obstacle | None:
+        def reason() -> DeclineReason | None:
             metrics.requests.labels("ok").inc(100)
             found = watch.reason()
             return None if found is None else found.obstacle
 
-        wait_until(lambda: reason() is Obstacle.SERVING, "the requests are noticed")
+        wait_until(lambda: reason() is DeclineReason.SERVING, "the requests are noticed")
 
 
 @pytest.mark.parametrize(("duty", "slept"), [(1.0, []), (0.5, [0.4]), (0.25, [1.2])])
