@@ -149,7 +149,7 @@ class Agent:
         self._reads_chunks = https is None
         window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
-        self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
+        self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter.refusals, events)
         self._requests = owner.OwnerRequests(store.root)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
@@ -275,15 +275,22 @@ class Agent:
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
                 self._handle(signals.SessionLost(refused=True))
-            self._handle(self._transfer.keep_completed(self._state, self._clock()))
+            self._download(lambda: self._transfer.keep_completed(self._state, self._clock()))
             self._handle(signals.Sending() if self._transfer.carrier.is_sending else signals.Tick())
             if self._link.has_session:
-                self._handle(self._transfer.ask(self._clock()))
+                self._download(lambda: self._transfer.ask(self._clock()))
             self.self_reporter.send_due(
                 self._state, self._link, self._reporter.progress, self._owner.sent, self._clock()
             )
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             self._fail(type(item).__name__, error)
+
+    def _download(self, step: Callable[[], Input | None]) -> None:
+        """Take a step of the downloads and handle what follows; an error is recorded, and the step comes again."""
+        follows = None
+        with self._reporter.recording_errors("download"):
+            follows = step()
+        self._handle(follows)
 
     def _fail(self, what: str, error: Exception) -> None:
         if isinstance(error, OSError):

@@ -6,17 +6,15 @@ arrive, missing ones are asked for, and silence is noticed. Chunks that a killed
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from edge_client.link.https_client import HttpsCarrier
 from edge_client.session.signals import ArtifactStored, Event, SessionLost, Wanted
 from edge_client.session.state import SILENCE_S, SessionState
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.wire.errors import IntegrityError, TooLargeError
+from fedcg.wire.errors import IntegrityError, Refusals, TooLargeError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
 from fedcg.wire.transfer.chunks import Chunk
@@ -258,22 +256,6 @@ class MqttCarrier:
         return sent
 
 
-class Reporter(Protocol):
-    """Reports refused messages and errors of the disk."""
-
-    def recording_errors(self, refused: str) -> AbstractContextManager[None]:
-        """Record an error that ends the context."""
-        ...
-
-    def refuse(self, what: str, error: Exception) -> None:
-        """Count something received that is not used."""
-        ...
-
-    def disk_failed(self, what: str, error: OSError) -> None:
-        """Report that the disk failed during an action."""
-        ...
-
-
 ArtifactCarrier = MqttCarrier | HttpsCarrier
 """How chunks travel."""
 
@@ -286,7 +268,7 @@ class ArtifactTransfer:
         carrier: moves chunks.
         window: what one download may have under way; None for no bound.
         max_bytes: of the largest artifact that is fetched.
-        reporter: records failures.
+        refusals: counts specs that are none.
         events: the event log.
 
     Attributes:
@@ -300,13 +282,13 @@ class ArtifactTransfer:
         carrier: ArtifactCarrier,
         window: Window | None,
         max_bytes: int,
-        reporter: Reporter,
+        refusals: Refusals,
         events: EventLog,
     ) -> None:
         self._store = store
         self.carrier = carrier
         self.downloads = Downloads(store.partials, window, max_bytes)
-        self._reporter = reporter
+        self._refusals = refusals
         self._events = events
 
     def start(self) -> None:
@@ -315,33 +297,38 @@ class ArtifactTransfer:
         self.carrier.start()
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
-        """Take over a download that has become complete."""
-        download = None
-        with self._reporter.recording_errors("download"):
-            download = self.downloads.completed(now)
+        """Take over a download that has become complete.
+
+        Raises:
+            IntegrityError: its chunks don't add up to the artifact, which is fetched again.
+            OSError: the disk failed, or is full; tried again later.
+        """
+        download = self.downloads.completed(now)
         return None if download is None else self._keep(download, state, now)
 
     def ask(self, now: float) -> Event | None:
-        """Ask for missing chunks; returns an event when none of them comes."""
-        is_silent = False
-        with self._reporter.recording_errors("download"):
-            for ref, ranges in list(self.downloads.needs(now)):
-                self.carrier.fetch(ref, ranges)
-            is_silent = self.carrier.is_answered_in_session and self.downloads.is_silent(now)
+        """Ask for missing chunks; returns an event when none of them comes.
+
+        Raises:
+            WireError: a chunk can't be asked for.
+            OSError: the disk failed; the download pauses.
+        """
+        for ref, ranges in list(self.downloads.needs(now)):
+            self.carrier.fetch(ref, ranges)
+        is_silent = self.carrier.is_answered_in_session and self.downloads.is_silent(now)
         return SessionLost() if is_silent else None
 
-    def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event | None:
+    def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event:
         try:
             if download.what == "spec":
                 self._store.save_spec(download.file.read_bytes())
             else:
                 self._store.artifacts.adopt(download.file, download.artifact)
         except ValueError as error:  # not a spec: the check that follows refuses it
-            self._reporter.refuse("spec", error)
-        except OSError as error:
+            self._refusals.note("spec", error)
+        except OSError:
             self.downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
-            self._reporter.disk_failed("a download", error)
-            return None
+            raise
         self.downloads.kept(download.artifact)
         self._events.write(
             "artifact_stored",
