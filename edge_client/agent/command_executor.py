@@ -50,7 +50,7 @@ class CommandExecutor:
         clock: monotonic seconds.
 
     Attributes:
-        outcome: whether the purpose of the session was fulfilled; None before its end.
+        outcome: whether the federation ended well here; None before its end.
         why: what was found last, in words that stay on this device, by the reason that a decline gives for it.
     """
 

@@ -17,8 +17,6 @@ from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, Store
 from edge_client.identity.credentials import AgentKeys, load_keys, mqtt_config, pending
 from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust, Handshake, offline_will
 from edge_client.session import signals
-from edge_client.session.state import Purpose, SessionState
-from edge_client.session.state_machine import step
 from edge_client.store.checked_files import SentRecord
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore, open_store
@@ -27,11 +25,13 @@ from fedcg.files import fsync_path
 from fedcg.sentences import REVOKED_ADVICE
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import PinnedKey
+from fedcg.wire.messages.schemas import COORDINATOR, Leave
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.transport import Delivery, Transport
 
 TICK_S = 0.25
+REPEAT_S = 2.0  # until a hello or a Leave without an answer is sent again
 QUEUE_MAX = 256
 UNANSWERED = {  # by the coordinator's retained status, None where none is received
     None: "the broker delivers nothing to this device: its federation is not started (`fedcg federation start`), the coordinator has "
@@ -42,17 +42,17 @@ UNANSWERED = {  # by the coordinator's retained status, None where none is recei
 
 
 def converse(
-    config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, purpose: Purpose, timeout_s: float
+    config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, wait_s: float, *, is_leaving: bool
 ) -> float | None:
-    """Open a session, and fulfil its purpose.
+    """Open a session: messages get through in both directions. Then leave the federation for good, where the device leaves.
 
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
         store: its private store; nothing is saved in it, but a line of the record of what was sent.
         transport: not started yet.
-        purpose: greet or leave; a device that only greets does not count as online.
-        timeout_s: how long to wait.
+        wait_s: how long to wait.
+        is_leaving: whether it leaves; else it only greets, and does not count as online.
 
     Returns:
         The seconds by which this box's clock is ahead of the coordinator's, by its welcome.
@@ -61,8 +61,8 @@ def converse(
         NoAnswerError: the coordinator has not answered in time; names the step that messages reached.
     """
     trust = CoordinatorTrust(store, config.federation, keys.coordinator)
-    mark, is_check = mark_in(store, config.federation), purpose is Purpose.GREET
-    handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark, is_check=is_check)
+    mark = mark_in(store, config.federation)
+    handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark, is_check=not is_leaving)
     sent = SentRecord(store.root, config.federation, time.time)
     link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake, sent.message)
     items: queue.Queue[Delivery | signals.LinkChanged] = queue.Queue(QUEUE_MAX)
@@ -73,37 +73,43 @@ def converse(
 
     link.subscribe(chunks=False)
     transport.start(put, lambda up: put(signals.LinkChanged(up)))
-    state = SessionState(config.federation, config.device, purpose, trust.order.highest[0])
-    deadline, is_online, ahead_s = time.monotonic() + timeout_s, None, None
+    deadline = due = time.monotonic() + wait_s
+    epoch, is_up, is_online, ahead_s = 0, False, None, None
     try:
-        while not state.done and time.monotonic() < deadline:
+        while (now := time.monotonic()) < deadline:
             event = _next_event(items, link)
-            if isinstance(event, signals.HelloRefused):
-                raise NoAnswerError(event.reason)
-            if isinstance(event, signals.Revoked):
-                raise NoAnswerError(REVOKED_ADVICE)
-            if isinstance(event, signals.CoordinatorSeen):
+            if isinstance(event, signals.LinkChanged):
+                is_up, due = event.up, now
+            elif isinstance(event, signals.CoordinatorSeen):
                 is_online = event.online
-            if isinstance(event, signals.Welcomed) and event.server_time is not None:
-                ahead_s = time.time() - event.server_time
-            state, commands = step(state, event, time.monotonic())
-            for command in commands:
-                if isinstance(command, signals.SendHello):
-                    link.hello(state.epoch)
-                elif isinstance(command, signals.Send):
-                    link.send(command.message)
+                if event.online and event.epoch > epoch and link.has_session:  # it was another one's session
+                    link.end_session()
+                    due = now
+            elif isinstance(event, signals.Welcomed):
+                epoch, due = event.epoch, now
+                ahead_s = None if event.server_time is None else time.time() - event.server_time
+            if isinstance(event, signals.Left if is_leaving else signals.Welcomed):
+                return ahead_s
+            if is_up and now >= due:
+                due = now + REPEAT_S
+                if link.has_session:
+                    link.send(
+                        Leave(federation=config.federation, sender=config.device, recipient=COORDINATOR, epoch=epoch)
+                    )
                 else:
-                    assert isinstance(command, signals.Done)
+                    link.hello(trust.order.highest[0])
     finally:
         transport.close()
         sent.close()
-    if not state.done:
-        raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
-    return ahead_s
+    raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
 
 
 def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: CoordinatorLink) -> signals.Input:
-    """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick."""
+    """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick.
+
+    Raises:
+        NoAnswerError: the coordinator does not take this device.
+    """
     try:
         item = items.get(timeout=TICK_S)
         if isinstance(item, signals.LinkChanged):
@@ -112,6 +118,8 @@ def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: Coordi
         meaning = link.open(item)
     except (queue.Empty, WireError):
         return signals.Tick()
+    if isinstance(meaning, signals.HelloRefused | signals.Revoked):
+        raise NoAnswerError(REVOKED_ADVICE if isinstance(meaning, signals.Revoked) else meaning.reason)
     return signals.Tick() if meaning is None or isinstance(meaning, PinnedKey | Chunk) else meaning
 
 
@@ -165,7 +173,7 @@ def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: floa
     will = offline_will(config.federation, config.device, keys.signing)
     transport = MqttTransport(mqtt_config(config, keys), will)
     try:
-        converse(config, keys, store, transport, Purpose.LEAVE, timeout_s)
+        converse(config, keys, store, transport, timeout_s, is_leaving=True)
     except NoAnswerError as error:
         raise LateAnswerError(
             f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "

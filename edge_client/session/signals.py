@@ -383,7 +383,7 @@ class Note(Command):
 
 @dataclass(frozen=True)
 class Done(Command):
-    """The purpose of this session is fulfilled, or can't be."""
+    """The federation is over, and this device has done what is left to do, or failed at it."""
 
     succeeded: bool
 

@@ -8,7 +8,6 @@ from edge_client.session.signals import Wanted
 from fedcg.wire.messages import schemas
 
 HELLO_EVERY_S = 2.0
-LEAVE_EVERY_S = 2.0
 REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
 REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
 # between two tries of a revoked device: its coordinator may be restored from an earlier backup
@@ -22,14 +21,6 @@ SUM_EVERY_S = 4.0  # until keys for a masked sum are announced again that nobody
 TRAINER_DEATHS = 5  # in one job, before it is given up
 TRAINER_BACKOFF_S = 0.5
 TRAINER_BACKOFF_MAX_S = 30.0
-
-
-class Purpose(str, Enum):
-    """The purpose of a session."""
-
-    TRAIN = "train"
-    GREET = "greet"  # a hello and its welcome: messages get through in both directions
-    LEAVE = "leave"  # leave the federation for good
 
 
 class TrainerState(str, Enum):
@@ -66,7 +57,6 @@ class SessionState:
     Attributes:
         epoch: highest coordinator epoch received.
         hello_at: when the next hello is due while there is no session.
-        leave_at: when the next leave is due in a session that is opened to leave.
         share, predicted_s: as the last invitation (`Invited`) has them.
         live: whether the target's chunks are being broadcast now.
         declined: the last refused attempt and why; repeated when the invite is.
@@ -87,12 +77,10 @@ class SessionState:
 
     federation: str
     device: str
-    purpose: Purpose = Purpose.TRAIN
     epoch: int = 0
     up: bool = False
     welcomed: bool = False
     hello_at: float = 0.0
-    leave_at: float = 0.0
     offer: schemas.Offer | None = None
     finished: schemas.Finished | None = None
     live: bool = False
@@ -164,8 +152,6 @@ def next_deadline(state: SessionState) -> float | None:
     times: list[float] = []
     if state.up and not state.welcomed:
         times.append(state.hello_at)
-    if state.purpose is Purpose.LEAVE and state.welcomed:
-        times.append(state.leave_at)
     if state.trainer is TrainerState.GONE and not state.release_reason:
         times.append(state.trainer_at)
     if state.welcomed and state.awaits_sum and state.accepted == state.offered:

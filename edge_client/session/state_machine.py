@@ -38,7 +38,6 @@ from edge_client.session.state import (
     BROADCAST_PATIENCE_S,
     GRANT_PATIENCE_S,
     HELLO_EVERY_S,
-    LEAVE_EVERY_S,
     MANIFEST_FIRST_S,
     MANIFEST_MAX_S,
     REFUSED_HELLO_S,
@@ -50,7 +49,6 @@ from edge_client.session.state import (
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
     Delivery,
-    Purpose,
     SessionState,
     TrainerState,
 )
@@ -70,7 +68,7 @@ def advance(state: SessionState, now: float) -> Step:
         The new state, and the commands to carry out in their order.
     """
     commands: tuple[Command, ...] = ()
-    for step in _ADVANCES[state.purpose]:
+    for step in _ADVANCES:
         state, more = step(state, now)
         commands += more
     return state, commands
@@ -80,18 +78,6 @@ def _advance_hello(state: SessionState, now: float) -> Step:
     if not state.up or state.welcomed or now < state.hello_at:
         return state, ()
     return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
-
-
-def _advance_greeting(state: SessionState, now: float) -> Step:
-    if not state.welcomed or state.done:
-        return state, ()
-    return replace(state, done=True), (Done(succeeded=True),)
-
-
-def _advance_leave(state: SessionState, now: float) -> Step:
-    if not state.welcomed or state.done or now < state.leave_at:
-        return state, ()
-    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(schemas.Leave(**state.addressed())),)
 
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
@@ -185,11 +171,7 @@ def _advance_wanted(state: SessionState, now: float) -> Step:
     return replace(state, wanted=wanted), (Want(wanted),)
 
 
-_ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
-    Purpose.TRAIN: (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted),
-    Purpose.GREET: (_advance_hello, _advance_greeting),
-    Purpose.LEAVE: (_advance_hello, _advance_leave),
-}
+_ADVANCES = (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted)
 
 
 def _downloads(state: SessionState) -> tuple[Wanted, ...]:
@@ -242,7 +224,7 @@ def step(state: SessionState, event: signals.Input, now: float) -> Step:
 # ------------------------------------------------------------------ events change the state
 
 
-def _ticked(state: SessionState, event: signals.Tick, now: float) -> Step:
+def _unchanged(state: SessionState, event: signals.Tick | signals.Left, now: float) -> Step:
     return state, ()
 
 
@@ -282,10 +264,6 @@ def _hello_refused(state: SessionState, event: signals.HelloRefused, now: float)
 
 def _revoked(state: SessionState, event: signals.Revoked, now: float) -> Step:
     return replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S), ()
-
-
-def _left(state: SessionState, event: signals.Left, now: float) -> Step:
-    return (replace(state, done=True), (Done(succeeded=True),)) if state.purpose is Purpose.LEAVE else (state, ())
 
 
 def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
@@ -432,7 +410,7 @@ def _finalised(state: SessionState, event: signals.Chosen, now: float) -> Step:
 
 
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
-    signals.Tick: _ticked,
+    signals.Tick: _unchanged,
     signals.Sending: _sending,
     signals.LinkChanged: _link_changed,
     signals.CoordinatorSeen: _coordinator_seen,
@@ -442,7 +420,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     signals.TrainingAbandoned: _training_abandoned,
     signals.ConsentChanged: _consent_changed,
     signals.Stopping: _stopping,
-    signals.Left: _left,
+    signals.Left: _unchanged,
     signals.Revoked: _revoked,
     signals.Offered: _offered,
     schemas.Finished: _ended,

@@ -29,7 +29,6 @@ from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, load_keys, mqtt_config, read_certificate
 from edge_client.identity.enrolment_client import fetch_authority
 from edge_client.link.https_client import check_ready
-from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
 from fedcg.files import advice_for
@@ -281,7 +280,7 @@ def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | No
             store, keys = open_store(config) if is_made else PrivateStore(Path(empty)), load_keys(config)
             with store.locked():
                 transport = MqttTransport(mqtt_config(config, keys))
-                ahead_s = converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
+                ahead_s = converse(config, keys, store, transport, ANSWER_TIMEOUT_S, is_leaving=False)
     except StoreError as error:
         return ("warning", f"not checked: {error}", ""), None
     except (EdgeError, WireError, OSError) as error:

@@ -5,7 +5,6 @@ from pathlib import Path
 from edge_client.config import AgentConfig, BrokerSection
 from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import AgentKeys
-from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.broker.memory import MemoryTransport
@@ -20,9 +19,10 @@ def box_config(root: Path) -> AgentConfig:
     return make_config(root).model_copy(update={"federation": FEDERATION, "device": "a", "broker": broker})
 
 
-def talk(world: World, root: Path, key: SigningKey, purpose: Purpose, timeout_s: float) -> float | None:
+def talk(world: World, root: Path, key: SigningKey, timeout_s: float, *, is_leaving: bool = False) -> float | None:
     """Device `a` greets the coordinator or leaves, signing with `key`; returns how far its clock is ahead by the answer."""
     config = box_config(root)
     store = PrivateStore.open(config.store, config.federation, config.device)
     keys = AgentKeys(key, world.key.public)
-    return converse(config, keys, store, MemoryTransport(world.broker, config.device), purpose, timeout_s)
+    transport = MemoryTransport(world.broker, config.device)
+    return converse(config, keys, store, transport, timeout_s, is_leaving=is_leaving)

@@ -19,7 +19,6 @@ from PIL import Image
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import AgentConfig, PolicySection, load_config
 from edge_client.errors import NoAnswerError
-from edge_client.session.state import Purpose
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import EventLog
@@ -44,7 +43,7 @@ def open_folder() -> Iterator[Path]:
 
 def test_a_member_is_answered_and_neither_joins_nor_leaves(service_world: World, tmp_path: Path) -> None:
     with RunningService(service_world):
-        ahead_s = talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 20.0)
+        ahead_s = talk(service_world, tmp_path, service_world.devices["a"].key, 20.0)
         assert ahead_s is not None
         assert abs(ahead_s) < 20.0
         service_world.devices["b"].start()
@@ -58,11 +57,11 @@ def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: Wo
     own = service_world.devices["a"].key
     causes = "federation is not started .*federation start.*coordinator run.*missing in the broker's access list .*device show"
     with pytest.raises(NoAnswerError, match=causes):
-        talk(service_world, tmp_path, own, Purpose.GREET, 0.5)
+        talk(service_world, tmp_path, own, 0.5)
     with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
-        talk(service_world, tmp_path, SigningKey.generate(), Purpose.GREET, 1.0)
+        talk(service_world, tmp_path, SigningKey.generate(), 1.0)
     with pytest.raises(NoAnswerError, match="the coordinator does not run"):
-        talk(service_world, tmp_path, own, Purpose.GREET, 0.5)
+        talk(service_world, tmp_path, own, 0.5)
 
 
 def data_finding(config: AgentConfig) -> Finding:

@@ -10,7 +10,6 @@ from edge_client.config import AgentConfig, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
 from edge_client.identity.conversation import leave
 from edge_client.identity.enrol import enrol
-from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, NOT_FOUND
@@ -40,7 +39,7 @@ def test_a_coordinators_confirmation_that_is_forged_is_not_believed(service_worl
 
     forger.start(answer, lambda _up: None)
     with pytest.raises(NoAnswerError, match="the broker delivers nothing"):
-        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 1.0)
+        talk(service_world, tmp_path, service_world.devices["a"].key, 1.0, is_leaving=True)
     forger.close()
 
 
