@@ -22,12 +22,11 @@ from fedcg.wire.messages.envelopes import VerifyKey
 from fedcg.wire.parts import numbers_size
 from fedcg.wire.sums import (
     MIN_DEVICES,
+    Members,
     Numbers,
     SumRound,
     Survivors,
-    announcement_of,
-    from_hex,
-    members_of,
+    check_keys,
     survivors_label,
     threshold_of,
     unmask,
@@ -66,7 +65,7 @@ class SumRecord(BaseModel):
         members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_bytes="hex")
 
     phase: Phase = Phase.KEYS
     reason: str = ""
@@ -74,11 +73,11 @@ class SumRecord(BaseModel):
     awaited: set[str] = set()
     keys: dict[str, schemas.SumKeys] = {}
     members: schemas.SumMembers = schemas.SumMembers(announced={})
-    sealed: dict[str, dict[str, str]] = {}
+    sealed: dict[str, dict[str, schemas.Hex]] = {}
     peers: tuple[str, ...] = ()
     survivors: tuple[str, ...] = ()
-    signatures: dict[str, str] = {}
-    shares: dict[str, dict[str, str]] = {}
+    signatures: dict[str, schemas.Hex] = {}
+    shares: dict[str, dict[str, schemas.Hex]] = {}
 
 
 class SumBoard:
@@ -131,12 +130,12 @@ class SumBoard:
         if device not in self.record.awaited:
             return
         if isinstance(step, schemas.SumKeys) and self.record.phase is Phase.KEYS:
-            announcement_of(device, step).check(self.at, key)
+            check_keys(self.at, device, step, key)
             if weight_cap is not None and step.weight > weight_cap:
                 raise SumError(f"{device}: its weight {step.weight} is above the plan's weight_cap, {weight_cap}")
         if isinstance(step, schemas.SumSigned) and self.record.phase is Phase.SIGNATURES:
             label = survivors_label(self.at, self.record.peers, self.record.survivors)
-            if not key.verifies(bytes.fromhex(step.signature), label):
+            if not key.verifies(step.signature, label):
                 raise SignatureError(f"{device}: its signature is not of the list of survivors")
 
     def leave_out(self, device: str, now: float) -> Sends:
@@ -217,9 +216,9 @@ class SumBoard:
         kept = self.record
         if kept.phase is not Phase.OPENED:
             raise SumError(f"the sum waits for {kept.phase.value}")
-        survivors = Survivors(kept.peers, kept.survivors, from_hex(kept.signatures))
-        revealed = {device: from_hex(shares) for device, shares in kept.shares.items()}
-        return unmask(np.zeros(size, np.uint32), members_of(self.at, kept.members), survivors, revealed)
+        members = Members(self.at, kept.members.announced)
+        survivors = Survivors(kept.peers, kept.survivors, kept.signatures)
+        return unmask(np.zeros(size, np.uint32), members, survivors, kept.shares)
 
     @property
     def _threshold(self) -> int:

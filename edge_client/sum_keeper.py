@@ -17,15 +17,12 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.sums import (
     MIN_DEVICES,
+    Members,
     Numbers,
     SumRound,
     SumSecrets,
     Survivors,
-    from_hex,
-    in_hex,
-    keys_of,
     masked,
-    members_of,
     reveal,
     share_out,
     sign_survivors,
@@ -41,16 +38,16 @@ class _Kept(BaseModel):
         masked_until: the highest round before this one in whose sum this device's numbers may be.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex")
 
     federation: str
     round: int
     attempt: int
-    secrets: tuple[str, str, str]
+    secrets: tuple[schemas.Hex, schemas.Hex, schemas.Hex]
     weight: int
     members: schemas.SumMembers | None = None
-    sealed: dict[str, str] = {}
-    dealt: dict[str, str] = {}
+    sealed: dict[str, schemas.Hex] = {}
+    dealt: dict[str, schemas.Hex] = {}
     signed: tuple[str, ...] | None = None
     masked_until: int = 0
 
@@ -94,30 +91,30 @@ class SumKeeper:
             if at.round <= masked_until:
                 return None
             drawn = SumSecrets.draw(self._device)
-            seeds = (drawn.cipher.hex(), drawn.mask.hex(), drawn.own.hex())
+            seeds = (drawn.cipher, drawn.mask, drawn.own)
             where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
             kept = _Kept(**where, secrets=seeds, weight=weight, masked_until=masked_until)
             self._write(kept)
-        return keys_of(_secrets(self._device, kept).announce(at, kept.weight, self._key))
+        return SumSecrets(self._device, *kept.secrets).announce(at, kept.weight, self._key)
 
     def members(self, at: SumRound, step: schemas.SumMembers) -> schemas.SumShares:
         """Deal out shares among the members.
 
         Raises:
             SumError: no announcement of this device is among them, one is not on the roster, or others were named before.
-            SignatureError, MalformedError: as of `Announcement.check`.
+            SignatureError, MalformedError: as of `check_keys`.
         """
         kept = self._of(at)
         if kept.members is not None:
             if kept.members != step:
                 raise SumError("the coordinator names other members of the sum than before")
             return schemas.SumShares(sealed=kept.sealed)
-        secrets = _secrets(self._device, kept)
-        if step.announced.get(self._device) != keys_of(secrets.announce(at, kept.weight, self._key)):
+        secrets = SumSecrets(self._device, *kept.secrets)
+        if step.announced.get(self._device) != secrets.announce(at, kept.weight, self._key):
             raise SumError("the members of the sum lack this device, or have other keys of it")
-        members = members_of(at, step)
+        members = Members(at, step.announced)
         members.check(self._roster())
-        sealed = in_hex(share_out(secrets, members))
+        sealed = share_out(secrets, members)
         self._write(kept.model_copy(update={"members": step, "sealed": sealed}))
         return schemas.SumShares(sealed=sealed)
 
@@ -132,7 +129,7 @@ class SumKeeper:
             raise SumError("shares of devices that are no members of the sum")
         if self._device not in step.sealed:
             raise SumError("this device's own shares were not passed on")
-        if len(step.sealed) < max(MIN_DEVICES, members_of(at, kept.members).threshold):
+        if len(step.sealed) < max(MIN_DEVICES, Members(at, kept.members.announced).threshold):
             raise SumError(f"{len(step.sealed)} devices are too few for a sum")
         if kept.dealt:
             if kept.dealt != step.sealed:
@@ -150,12 +147,12 @@ class SumKeeper:
         names = tuple(sorted(step.names))
         if kept.members is None or not set(names) <= kept.dealt.keys() or self._device not in names:
             raise SumError("the list of survivors is not of this sum's peers, or lacks this device")
-        if len(names) < members_of(at, kept.members).threshold:
+        if len(names) < Members(at, kept.members.announced).threshold:
             raise SumError(f"{len(names)} survivors are too few")
         if kept.signed not in (None, names):
             raise SumError("the coordinator asks for a second list of survivors")
         self._write(kept.model_copy(update={"signed": names}))
-        return schemas.SumSigned(signature=sign_survivors(at, sorted(kept.dealt), names, self._key).hex())
+        return schemas.SumSigned(signature=sign_survivors(at, sorted(kept.dealt), names, self._key))
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
@@ -167,10 +164,9 @@ class SumKeeper:
         names = tuple(sorted(step.names))
         if kept.members is None or kept.signed != names:
             raise SumError("the sum of another list of survivors than this device signed")
-        survivors = Survivors(tuple(sorted(kept.dealt)), names, from_hex(step.signatures))
-        members = members_of(at, kept.members)
-        shares = reveal(_secrets(self._device, kept), members, from_hex(kept.dealt), survivors, self._roster())
-        return schemas.SumRevealed(shares=in_hex(shares))
+        survivors = Survivors(tuple(sorted(kept.dealt)), names, step.signatures)
+        secrets, members = SumSecrets(self._device, *kept.secrets), Members(at, kept.members.announced)
+        return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._roster()))
 
     def answer(
         self, at: SumRound, step: schemas.SumMembers | schemas.SumSurvivors | schemas.SumOpening
@@ -220,7 +216,7 @@ def masks_in(record: Mapping[str, Any], device: str, at: SumRound) -> SumMasks |
     kept = _read(record)
     if kept is None or _at(kept) != at or kept.members is None or not kept.dealt:
         return None
-    secrets, members, peers = _secrets(device, kept), members_of(at, kept.members), tuple(kept.dealt)
+    secrets, members, peers = SumSecrets(device, *kept.secrets), Members(at, kept.members.announced), tuple(kept.dealt)
     return SumMasks(kept.weight, lambda numbers: masked(secrets, members, peers, numbers))
 
 
@@ -232,10 +228,6 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         raise StoreError(
             "the record of masked sums is damaged: this device takes part in none until it is deleted"
         ) from error
-
-
-def _secrets(device: str, kept: _Kept) -> SumSecrets:
-    return SumSecrets(device, *(bytes.fromhex(seed) for seed in kept.secrets))
 
 
 def _at(kept: _Kept) -> SumRound:

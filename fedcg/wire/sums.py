@@ -40,7 +40,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import SumKeys, SumMembers
+from fedcg.wire.messages.schemas import SumKeys
 
 Numbers = npt.NDArray[np.uint32]
 SEED_BYTES = 16
@@ -61,45 +61,26 @@ class SumRound:
         return json.dumps([_DOMAIN, self.federation, self.round, self.attempt, purpose, *names]).encode()
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What a device makes known of its secrets before a sum.
+def keys_label(at: SumRound, device: str, keys: SumKeys) -> bytes:
+    """The bytes that a device's signature of its keys is over."""
+    return at.label("announce", device, keys.cipher.hex(), keys.mask.hex(), keys.mark.hex(), str(keys.weight))
 
-    Attributes:
-        cipher, mask: X25519 public keys.
-        mark: commits it to its own mask.
-        weight: that its numbers will have.
-        signature: by its message key.
+
+def check_keys(at: SumRound, device: str, keys: SumKeys, key: VerifyKey) -> None:
+    """Check that the device of that message key announced these keys for this sum.
+
+    Raises:
+        SignatureError: it did not.
+        MalformedError: a key that nobody can agree on a key with.
     """
-
-    device: str
-    cipher: bytes
-    mask: bytes
-    mark: bytes
-    weight: int
-    signature: bytes = b""
-
-    def check(self, at: SumRound, key: VerifyKey) -> None:
-        """Check that the device of that message key announced this for this sum.
-
-        Raises:
-            MalformedError: a key of another length, or one that nobody can agree on a key with.
-            SignatureError: it did not.
-        """
-        if {len(self.cipher), len(self.mask), len(self.mark)} != {KEY_BYTES}:
-            raise MalformedError(f"{self.device}: a key for a masked sum has {KEY_BYTES} bytes")
-        if not key.verifies(self.signature, self.signed(at)):
-            raise SignatureError(f"{self.device}: its keys for a masked sum are not signed by its message key")
-        trial = X25519PrivateKey.generate()
-        try:
-            for public in (self.cipher, self.mask):
-                agreed(trial, public, b"")
-        except MalformedError as error:
-            raise MalformedError(f"{self.device}: {error}") from error
-
-    def signed(self, at: SumRound) -> bytes:
-        """The bytes that the signature is over."""
-        return at.label("announce", self.device, self.cipher.hex(), self.mask.hex(), self.mark.hex(), str(self.weight))
+    if not key.verifies(keys.signature, keys_label(at, device, keys)):
+        raise SignatureError(f"{device}: its keys for a masked sum are not signed by its message key")
+    trial = X25519PrivateKey.generate()
+    try:
+        for public in (keys.cipher, keys.mask):
+            agreed(trial, public, b"")
+    except MalformedError as error:
+        raise MalformedError(f"{device}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -122,11 +103,12 @@ class SumSecrets:
         """New ones from the operating system's randomness."""
         return SumSecrets(device, *(secrets.token_bytes(SEED_BYTES) for _ in range(3)))
 
-    def announce(self, at: SumRound, weight: int, key: SigningKey) -> Announcement:
+    def announce(self, at: SumRound, weight: int, key: SigningKey) -> SumKeys:
         """What others may know of them, signed."""
-        publics = (public_of(private_key(at, self.cipher)), public_of(private_key(at, self.mask)))
-        unsigned = Announcement(self.device, *publics, own_mark(at, self.device, self.own), weight)
-        return Announcement(self.device, *publics, unsigned.mark, weight, key.sign(unsigned.signed(at)))
+        cipher, mask = (public_of(private_key(at, seed)) for seed in (self.cipher, self.mask))
+        mark = own_mark(at, self.device, self.own)
+        unsigned = SumKeys(cipher=cipher, mask=mask, mark=mark, weight=weight, signature=bytes(64))
+        return unsigned.model_copy(update={"signature": key.sign(keys_label(at, self.device, unsigned))})
 
 
 def private_key(at: SumRound, seed: bytes) -> X25519PrivateKey:
@@ -161,10 +143,10 @@ def own_mask(at: SumRound, device: str, seed: bytes, size: int) -> Numbers:
     return _stream(_derived(seed, at.label("own mask", device)), size)
 
 
-def pair_mask(at: SumRound, private: X25519PrivateKey, device: str, other: Announcement, size: int) -> Numbers:
-    """What `device` adds for the pair of it and another one, [size] uint32: what the other one subtracts."""
-    first, second = sorted((device, other.device))
-    mask = _stream(agreed(private, other.mask, at.label("pair mask", first, second)), size)
+def pair_mask(at: SumRound, private: X25519PrivateKey, device: str, other: str, public: bytes, size: int) -> Numbers:
+    """What `device` adds for the pair of it and another one with that public key, [size] uint32: what the other one subtracts."""
+    first, second = sorted((device, other))
+    mask = _stream(agreed(private, public, at.label("pair mask", first, second)), size)
     return mask if device == first else np.zeros_like(mask) - mask
 
 
@@ -232,7 +214,7 @@ class Members:
     """
 
     at: SumRound
-    announced: Mapping[str, Announcement]
+    announced: Mapping[str, SumKeys]
 
     def __post_init__(self) -> None:
         if len(self.announced) < MIN_DEVICES:
@@ -253,12 +235,12 @@ class Members:
 
         Raises:
             SumError: a device that the roster does not have.
-            SignatureError, MalformedError: as of `Announcement.check`.
+            SignatureError, MalformedError: as of `check_keys`.
         """
         for name in self.names:
-            if name not in roster or self.announced[name].device != name:
+            if name not in roster:
                 raise SumError(f"{name} is not on this device's roster of the cohort")
-            self.announced[name].check(self.at, roster[name])
+            check_keys(self.at, name, self.announced[name], roster[name])
 
 
 def share_out(secrets: SumSecrets, members: Members) -> dict[str, bytes]:
@@ -301,8 +283,8 @@ def masked(secrets: SumSecrets, members: Members, peers: Iterable[str], numbers:
         [size] uint32, modulo 2^32.
     """
     at, private = members.at, private_key(members.at, secrets.mask)
-    size, others = len(numbers), [members.announced[name] for name in peers if name != secrets.device]
-    pairs = [pair_mask(at, private, secrets.device, other, size) for other in others]
+    size, announced = len(numbers), {name: members.announced[name] for name in peers if name != secrets.device}
+    pairs = [pair_mask(at, private, secrets.device, other, keys.mask, size) for other, keys in announced.items()]
     return added([numbers, own_mask(at, secrets.device, secrets.own, size), *pairs])
 
 
@@ -408,7 +390,7 @@ def unmask(
     for name in sorted(set(survivors.peers) - set(survivors.names)):
         private = private_key(at, seed_of(name, is_own=False))
         for other in survivors.names:
-            total = total + pair_mask(at, private, name, members.announced[other], size)
+            total = total + pair_mask(at, private, name, other, members.announced[other].mask, size)
     return total
 
 
@@ -440,39 +422,3 @@ def _fits(seed: bytes, name: str, members: Members, is_own: bool) -> bool:
     if is_own:
         return own_mark(members.at, name, seed) == announced.mark
     return public_of(private_key(members.at, seed)) == announced.mask
-
-
-def keys_of(announced: Announcement) -> SumKeys:
-    """An announcement as a message carries it."""
-    return SumKeys(
-        cipher=announced.cipher.hex(),
-        mask=announced.mask.hex(),
-        mark=announced.mark.hex(),
-        weight=announced.weight,
-        signature=announced.signature.hex(),
-    )
-
-
-def announcement_of(device: str, keys: SumKeys) -> Announcement:
-    """The announcement in a message; checks nothing."""
-    cipher, mask, mark, signature = map(bytes.fromhex, (keys.cipher, keys.mask, keys.mark, keys.signature))
-    return Announcement(device, cipher, mask, mark, keys.weight, signature)
-
-
-def members_of(at: SumRound, step: SumMembers) -> Members:
-    """The members in a message; checks no signature.
-
-    Raises:
-        SumError: fewer than four.
-    """
-    return Members(at, {device: announcement_of(device, keys) for device, keys in step.announced.items()})
-
-
-def in_hex(values: Mapping[str, bytes]) -> dict[str, str]:
-    """Bytes by device as a message carries them."""
-    return {name: value.hex() for name, value in values.items()}
-
-
-def from_hex(values: Mapping[str, str]) -> dict[str, bytes]:
-    """The bytes in a message, by device."""
-    return {name: bytes.fromhex(value) for name, value in values.items()}

@@ -5,12 +5,13 @@ All values are codes from closed sets, never free text of a device. Knows nothin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
 from fedcg.wire.parts import Share, is_absent
@@ -75,7 +76,7 @@ _PASSING = frozenset(
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex")
 
 
 class DoctorFinding(_Strict):
@@ -161,20 +162,39 @@ class DeviceCondition(_Strict):
 
 
 MAX_SUM_DEVICES = 32
-_SumShare = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-_Sealed = Annotated[str, Field(pattern=r"^[0-9a-f]{96}$")]
+
+
+def _from_hex(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch("([0-9a-f]{2})*", value):
+        raise ValueError("must be bytes in hex, of 0-9 and a-f")
+    return bytes.fromhex(value) if isinstance(value, str) else value
+
+
+Hex = Annotated[bytes, BeforeValidator(_from_hex)]
+"""Bytes that are hex in JSON, of lower case alone: a value has one form. Its model writes them with `ser_json_bytes="hex"`."""
+_SumKey = Annotated[Hex, Field(min_length=32, max_length=32)]
+_SumSignature = Annotated[Hex, Field(min_length=64, max_length=64)]
+_SumShare = Annotated[Hex, Field(min_length=16, max_length=16)]
+_Sealed = Annotated[Hex, Field(min_length=48, max_length=48)]
 _Few = Field(max_length=MAX_SUM_DEVICES)
 
 
 class SumKeys(_Strict):
-    """A device announces its keys for the sum of a round attempt, and the weight of its numbers; in hex."""
+    """What a device announces of its secrets before the sum of a round attempt.
+
+    Attributes:
+        cipher, mask: X25519 public keys.
+        mark: commits it to its own mask.
+        weight: that its numbers will have.
+        signature: by its message key.
+    """
 
     step: Literal["keys"] = "keys"
-    cipher: Sha256
-    mask: Sha256
-    mark: Sha256
+    cipher: _SumKey
+    mask: _SumKey
+    mark: _SumKey
     weight: Annotated[int, Field(ge=1, le=1 << 24)]
-    signature: Signature
+    signature: _SumSignature
 
 
 class SumShares(_Strict):
@@ -188,7 +208,7 @@ class SumSigned(_Strict):
     """A device signs the list of survivors."""
 
     step: Literal["signed"] = "signed"
-    signature: Signature
+    signature: _SumSignature
 
 
 class SumRevealed(_Strict):
@@ -224,7 +244,7 @@ class SumOpening(_Strict):
 
     step: Literal["opening"] = "opening"
     names: Annotated[tuple[Identifier, ...], _Few]
-    signatures: Annotated[dict[Identifier, Signature], _Few]
+    signatures: Annotated[dict[Identifier, _SumSignature], _Few]
 
 
 class SumOff(_Strict):

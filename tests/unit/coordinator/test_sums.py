@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -35,7 +34,7 @@ from fedcg.wire.messages.schemas import (
     ToDevice,
 )
 from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
-from fedcg.wire.sums import Numbers, SumRound, SumSecrets, added, keys_of, threshold_of
+from fedcg.wire.sums import Numbers, SumRound, SumSecrets, added, keys_label, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
@@ -294,8 +293,8 @@ def attempt(make_world: MakeWorld) -> Attempt:
 
 def bad_keys(attempt: Attempt, key: SigningKey, weight: int = 5, **changes: bytes) -> SumKeys:
     """Keys of box-00, with changes, signed by `key`."""
-    unsigned = replace(SumSecrets.draw("box-00").announce(attempt.at, weight, key), **changes)  # type: ignore[arg-type]
-    return keys_of(replace(unsigned, signature=key.sign(unsigned.signed(attempt.at))))
+    unsigned = SumSecrets.draw("box-00").announce(attempt.at, weight, key).model_copy(update=changes)
+    return unsigned.model_copy(update={"signature": key.sign(keys_label(attempt.at, "box-00", unsigned))})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_a_device_with_bad_keys_is_left_out_of_the_sum(attempt: Attempt, changes
 
 
 def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> None:
-    attempt.lies["signed"] = lambda step: SumSigned(signature="0" * 128)
+    attempt.lies["signed"] = lambda step: SumSigned(signature=bytes(64))
     opened = attempt.run()
     assert len(opened.weights) == 5
     assert attempt.exact(opened)
@@ -328,12 +327,12 @@ def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> N
 
 
 def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: Attempt) -> None:
-    attempt.lies["revealed"] = lambda step: SumRevealed(shares=dict.fromkeys(step.shares, "ab" * 16))
+    attempt.lies["revealed"] = lambda step: SumRevealed(shares=dict.fromkeys(step.shares, bytes(16)))
     assert attempt.exact(attempt.run())
 
 
 def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Attempt) -> None:
-    attempt.lies["shares"] = lambda step: SumShares(sealed=dict.fromkeys(step.sealed, "ab" * 48))
+    attempt.lies["shares"] = lambda step: SumShares(sealed=dict.fromkeys(step.sealed, bytes(48)))
     assert attempt.run() == OpenedSum()
     reason = "box-00: 0 of 4 shares of its masks came"
     assert attempt.sums.failure == SumFailure(3, reason, None)
