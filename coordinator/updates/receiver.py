@@ -331,9 +331,7 @@ class Receiver:
                 artifact=record.artifact,
                 size=record.size,
                 seconds=round(record.stored_at - record.manifest_at, 4),
-                resumed=received.resumed,
-                received=received.fresh,
-                repeated=received.repeated,
+                **received.counts,
             )
             self._receipt(device, manifest, record.outcome, "")
             self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))

@@ -5,7 +5,7 @@ MQTT only as many chunks are under way as that queue takes. Chunks that a killed
 (`fedcg.wire.transfer.partial_files`). Hashes and writes: used on the receiver's thread. It sends nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,18 +36,14 @@ class Received:
     Attributes:
         manifest_at: when its first manifest came; unix time.
         file: where it lies.
-        resumed: chunks found on disk, from before a restart.
-        fresh: chunks that came since.
-        repeated: chunks that came more than once.
+        counts: its chunks, as of `DurableReceiver.counts`.
     """
 
     device: str
     manifest: Manifest
     manifest_at: float
     file: Path
-    resumed: int = 0
-    fresh: int = 0
-    repeated: int = 0
+    counts: Mapping[str, int]
 
 
 @dataclass
@@ -182,10 +178,7 @@ class Uploads:
         receiver = upload.receiver
         if not receiver.complete:
             return self._grant(device, upload, now)
-        file = receiver.finish()
-        return Received(
-            device, upload.manifest, upload.manifest_at, file, receiver.resumed, receiver.fresh, receiver.repeated
-        )
+        return Received(device, upload.manifest, upload.manifest_at, receiver.finish(), receiver.counts)
 
     def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
         room = self._room(upload)

@@ -5,7 +5,7 @@ arrive, missing ones are asked for, and silence is noticed. Chunks that a killed
 (`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,19 +33,13 @@ class Downloaded:
 
     Attributes:
         file: where it lies until it is taken over.
-        resumed: chunks that were on disk when this agent started.
-        fresh: chunks that came since.
-        repeated: chunks that came more than once.
+        counts: its chunks, as of `DurableReceiver.counts`.
     """
 
-    what: str
-    artifact: str
-    size: int
+    wanted: Wanted
     file: Path
     seconds: float
-    resumed: int
-    fresh: int
-    repeated: int
+    counts: Mapping[str, int]
 
 
 @dataclass
@@ -135,7 +129,7 @@ class Downloads:
             IntegrityError: the chunks don't add up to the artifact, which is fetched again.
             OSError: the disk failed; tried again later.
         """
-        for artifact, download in self._active.items():
+        for download in self._active.values():
             receiver = download.receiver
             if receiver is None or not receiver.complete or now < download.not_before:
                 continue
@@ -147,9 +141,7 @@ class Downloads:
             except OSError:
                 download.not_before = now + DISK_PATIENCE_S
                 raise
-            wanted, seconds = download.wanted, now - download.started_at
-            counts = (receiver.resumed, receiver.fresh, receiver.repeated)
-            return Downloaded(wanted.what, artifact, wanted.ref.size, file, seconds, *counts)
+            return Downloaded(download.wanted, file, now - download.started_at, receiver.counts)
         return None
 
     def kept(self, artifact: str) -> None:
@@ -319,27 +311,26 @@ class ArtifactTransfer:
         return SessionLost() if is_silent else None
 
     def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event:
+        what, ref = download.wanted.what, download.wanted.ref
         try:
-            if download.what == "spec":
+            if what == "spec":
                 self._store.save_spec(download.file.read_bytes())
             else:
-                self._store.artifacts.adopt(download.file, download.artifact)
+                self._store.artifacts.adopt(download.file, ref.id)
         except ValueError as error:  # not a spec: the check that follows refuses it
             self._refusals.note("spec", error)
         except OSError:
-            self.downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
+            self.downloads.failed(ref.id, now)  # a full disk: tried again when there is room
             raise
-        self.downloads.kept(download.artifact)
+        self.downloads.kept(ref.id)
         self._events.write(
             "artifact_stored",
-            artifact=download.artifact,
-            what=download.what,
-            bytes=download.size,
-            resumed=download.resumed,
-            received=download.fresh,
-            repeated=download.repeated,
+            artifact=ref.id,
+            what=what,
+            bytes=ref.size,
+            **download.counts,
             seconds=round(download.seconds, 3),
             round=0 if state.offer is None else state.offer.round,
             final=state.finished is not None,
         )
-        return ArtifactStored(download.artifact)
+        return ArtifactStored(ref.id)

@@ -64,6 +64,11 @@ class DurableReceiver:
         self.fresh = self.repeated = 0
 
     @property
+    def counts(self) -> dict[str, int]:
+        """The chunks by how they came, as lines of the event log have them."""
+        return {"resumed": self.resumed, "received": self.fresh, "repeated": self.repeated}
+
+    @property
     def complete(self) -> bool:
         """Whether every chunk is here (their sum is checked by `finish`)."""
         return self._grants.complete
@@ -115,7 +120,6 @@ class DurableReceiver:
             if not damaged:
                 present = []
                 self._start_again()
-            self._grants.start_again()
             self._grants.restore(present)
             raise IntegrityError(
                 f"the chunks of artifact {self.ref.id} don't have its sha256; "

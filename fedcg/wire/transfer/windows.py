@@ -80,7 +80,11 @@ class ChunkRecord:
         return bool(self._have[index])
 
     def restore(self, indices: Iterable[int]) -> None:
-        """Count chunks that an earlier process received."""
+        """Begin again with these chunks received, and no others."""
+        self._have = bytearray(self.ref.chunks)
+        self._count = self._next = 0
+        self._granted.clear()
+        self._asked_at.clear()
         for index in indices:
             self._add(index)
 
@@ -89,13 +93,6 @@ class ChunkRecord:
         self._arrived(index, now)
         self._granted.discard(index)
         return self._add(index)
-
-    def start_again(self) -> None:
-        """Forget everything: the chunks do not add up to the artifact."""
-        self._have = bytearray(self.ref.chunks)
-        self._count = self._next = 0
-        self._granted.clear()
-        self._asked_at.clear()
 
     def next_need(self, now: float, room: int | None = None) -> Ranges | None:
         """Chunks to grant now as (first, count) pairs, or None when there is nothing to ask for at the moment.

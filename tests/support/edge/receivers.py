@@ -59,7 +59,7 @@ class Receiver:
         data = b"".join(self._have[index] for index in range(self.ref.chunks))
         if hashlib.sha256(data).hexdigest() != self.ref.id:
             self._have.clear()
-            self._grants.start_again()
+            self._grants.restore(())
             raise IntegrityError(
                 f"the chunks of artifact {self.ref.id} don't have its sha256; it must be fetched again"
             )
