@@ -1,6 +1,6 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `advance` gives the
+No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `_ADVANCES` give the
 commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
@@ -55,23 +55,6 @@ from edge_client.session.state import (
 from fedcg.wire.messages import schemas
 
 Step = tuple[SessionState, tuple[Command, ...]]
-
-
-def advance(state: SessionState, now: float) -> Step:
-    """Give every command that is due.
-
-    Args:
-        state: what is known.
-        now: monotonic seconds.
-
-    Returns:
-        The new state, and the commands to carry out in their order.
-    """
-    commands: tuple[Command, ...] = ()
-    for step in _ADVANCES:
-        state, more = step(state, now)
-        commands += more
-    return state, commands
 
 
 def _advance_hello(state: SessionState, now: float) -> Step:
@@ -215,10 +198,11 @@ def step(state: SessionState, event: signals.Input, now: float) -> Step:
     Returns:
         The new state, and the commands to carry out in their order.
     """
-    handler: Callable[[SessionState, Any, float], Step] = _HANDLERS[type(event)]
-    state, commands = handler(state, event, now)
-    state, more = advance(state, now)
-    return state, commands + more
+    state, commands = _HANDLERS[type(event)](state, event, now)
+    for advance in _ADVANCES:
+        state, more = advance(state, now)
+        commands += more
+    return state, commands
 
 
 # ------------------------------------------------------------------ events change the state
