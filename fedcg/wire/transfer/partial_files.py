@@ -19,7 +19,7 @@ from pathlib import Path
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import ArtifactRef
 from fedcg.wire.transfer.chunks import CHECK_BYTES, Chunk, check_chunk, chunk_check, chunk_length
-from fedcg.wire.transfer.windows import ChunkRecord, Ranges, Window
+from fedcg.wire.transfer.windows import ChunkRecord, Window
 
 MAGIC = b"FCGPART1"
 _HEAD = struct.Struct(">8s32sQI")
@@ -31,13 +31,12 @@ EXPIRE_S = 7 * 24 * 3600.0  # since a transfer was opened last; then `collect` d
 _NAME = re.compile(r"(?:[a-z0-9][a-z0-9-]{0,62}@)?[0-9a-f]{64}")
 
 
-class DurableReceiver:
-    """Puts one artifact together in a file and names the chunks to ask for. Opening it finds the chunks that are there already.
+class DurableReceiver(ChunkRecord):
+    """The record of an artifact's chunks together with the file that they are in. Opening it finds the chunks that are there already.
 
     Args:
         path: of the file; made when it is missing, one of another transfer is replaced.
-        ref: the announced artifact; the caller has checked that its size is acceptable.
-        window: how much is asked for at once; all of it when None.
+        ref, window, stall_s: as of `ChunkRecord`.
 
     Attributes:
         resumed: chunks that an earlier process left and whose hashes fit.
@@ -46,10 +45,9 @@ class DurableReceiver:
     """
 
     def __init__(self, path: Path, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
-        self.ref = ref
+        super().__init__(ref, window, stall_s)
         self._path = path
         self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
-        self._grants = ChunkRecord(ref, window, stall_s)
         self._end = ref.size  # of the journal
         self._digest = hashlib.sha256()
         self._hashed = 0  # chunks, from the first one on, that are in the digest
@@ -59,7 +57,7 @@ class DurableReceiver:
         except BaseException:
             self.close()
             raise
-        self._grants.restore(present)
+        self.restore(present)
         self.resumed = len(present)
         self.fresh = self.repeated = 0
 
@@ -67,16 +65,6 @@ class DurableReceiver:
     def counts(self) -> dict[str, int]:
         """The chunks by how they came, as lines of the event log have them."""
         return {"resumed": self.resumed, "received": self.fresh, "repeated": self.repeated}
-
-    @property
-    def complete(self) -> bool:
-        """Whether every chunk is here (their sum is checked by `finish`)."""
-        return self._grants.complete
-
-    @property
-    def under_way(self) -> int:
-        """Chunks granted and not received."""
-        return self._grants.under_way
 
     def feed(self, chunk: Chunk, now: float) -> bool:
         """Take a chunk, asked for or not; True when it brought something new.
@@ -87,9 +75,9 @@ class DurableReceiver:
         """
         if not check_chunk(self.ref, chunk):
             return False
-        if self._grants.has(chunk.index):
+        if self.has(chunk.index):
             self.repeated += 1
-            self._grants.received(chunk.index, now)
+            self.received(chunk.index, now)
             return False
         _write_all(self._file, chunk.data, chunk.index * self.ref.chunk_bytes)
         check = chunk.check or chunk_check(chunk.artifact, chunk.index, chunk.data)
@@ -97,11 +85,7 @@ class DurableReceiver:
         self._end += RECORD_BYTES
         self._hash(chunk.index, chunk.data)
         self.fresh += 1
-        return self._grants.received(chunk.index, now)
-
-    def next_need(self, now: float, room: int | None = None) -> Ranges | None:
-        """Chunks to grant now; see `ChunkRecord.next_need`."""
-        return self._grants.next_need(now, room)
+        return self.received(chunk.index, now)
 
     def finish(self) -> Path:
         """The file with the whole artifact, verified and closed: adopt it, and make it durable, or leave it to be discarded.
@@ -120,7 +104,7 @@ class DurableReceiver:
             if not damaged:
                 present = []
                 self._start_again()
-            self._grants.restore(present)
+            self.restore(present)
             raise IntegrityError(
                 f"the chunks of artifact {self.ref.id} don't have its sha256; "
                 f"{self.ref.chunks - len(present)} of {self.ref.chunks} are fetched again"
