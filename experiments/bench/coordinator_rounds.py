@@ -42,7 +42,7 @@ from experiments.bench.sessions import (
     running_broker,
 )
 from experiments.demo.event_follower import Follower, whole
-from experiments.demo.processes import POLL_S, Child, fedcg
+from experiments.demo.processes import POLL_S, Child
 from experiments.demo.run_folder import LOOPBACK
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
@@ -222,14 +222,14 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
     async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
         shares = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
-        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", home.root))
+        coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", home.root)
         await processes.line(coordinator, "coordinator of", READY_S)
         with ExitStack() as stack:
             crowd = stack.enter_context(process_of(_watchers(home)))
             stack.callback(crowd.send, None)
             devices = [stack.enter_context(process_of(share)) for share in shares]
             async for event, number in _moments(Follower(home.events_file), coordinator):
-                sample = _sample(coordinator.process.pid)
+                sample = _sample(coordinator.pid)
                 (run.opened if event == OPENED else run.closed)[number] = sample
                 if event == OPENED and setting.begins_turn(number):
                     _change(crowd, setting.watchers_in(number), run)

@@ -22,7 +22,7 @@ from coordinator.errors import BrokerError
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.storage.store import Store
-from experiments.demo.processes import Children, children, fedcg
+from experiments.demo.processes import Children, children
 from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
@@ -275,7 +275,7 @@ async def running_broker(home: Home) -> AsyncIterator[Children]:
     if find_mosquitto() is None:
         raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
     async with children(home.root / "logs") as processes:
-        broker = await processes.start("broker", fedcg("broker", "run", "--dir", home.root), outlives_others=True)
+        broker = processes.fork("broker", "broker", "run", "--dir", home.root, outlives_others=True)
         await processes.line(broker, "ready", READY_S)
         yield processes
 

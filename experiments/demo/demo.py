@@ -7,6 +7,7 @@ bundles) calls the functions behind the commands, in this process: each command 
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from experiments.data.deal import client_names
 from experiments.data.partition_folders import image_counts, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
-from experiments.demo.processes import POLL_S, Child, Children, children
+from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
 from experiments.demo.report import Progress, curves, process_began, seconds, summarise
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, write_secrets
 from experiments.errors import ProcessError
@@ -73,9 +74,9 @@ class Demo:
             ProcessError: a step failed, a process ended too early, or the federation stalled.
             SourceError: the data can't be used.
         """
+        os.environ.update(ONE_THREAD)  # before the fork server loads numpy, which would start threads
         with self._progress.shown():
-            async with children(self._run.root / "logs") as processes:
-                processes.load()
+            async with children(self._run.root / "logs", PRELOADED) as processes:
                 watching = asyncio.create_task(self._watch())
                 try:
                     agents = await self._start_all(processes)
@@ -186,7 +187,7 @@ class Demo:
             for client in self._clients
         ]
         for child in given:
-            if await child.process.wait():
+            if await child.wait():
                 raise child.ended_too_early()
 
     def _start_agent(self, processes: Children, client: str) -> Child:
@@ -242,7 +243,7 @@ class Demo:
         """Wait until every agent ended by itself; the end of another process, or a pause, ends the demo."""
         while any(agent.is_running for agent in agents):
             for agent in agents:
-                if not agent.is_running and agent.process.returncode != 0:
+                if not agent.is_running and agent.process.exitcode != 0:
                     raise agent.ended_too_early()
             for other in self._kept_up:
                 if not other.is_running:

@@ -1,22 +1,21 @@
-"""Starts the processes of a demo, keeps their output in log files, and leaves none behind.
+"""Starts the processes of a demo or a bench, keeps their output in log files, and leaves none behind.
 
 Every child leads a process group of its own, so that its own children go with it, and on Linux the kernel ends it when
-this process dies in whatever way (`setpriv --pdeathsig`, `prctl`). Children must be started from the main thread for that.
+this process dies in whatever way (`prctl`).
 
-Commands of this program are forked from a process that has loaded its packages: each saves half a second of a CPU. The fork server is
-that of multiprocessing: it imports the packages once, starts no thread, and ends when this process does. A child is a process like one
-that was started anew, with its own arguments, environment, log and process group.
+Children are forked from the fork server of multiprocessing, which starts no thread and ends when this process does. Packages that it has
+loaded save each child that needs them half a second of a CPU. A child is a process like one that was started anew, with its own
+arguments, environment, log and process group.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -24,56 +23,37 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.errors import ProcessError
-from fedcg.child_python import module_command
 
 PRELOADED = ("coordinator.cli.coordinator_commands", "edge_client.agent.run", "edge_client.cli.agent_commands")
 _PR_SET_PDEATHSIG = 1
+STOP_S = 8.0
+POLL_S = 0.03
+TAIL_LINES = 15
+# One torch thread per process: on few cores two threads in one process are slower than one thread in each of two.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def fork_server() -> ForkServerContext:
-    """The context of forked processes, whose server begins to load at once."""
+def fork_server(preloaded: Sequence[str]) -> ForkServerContext:
+    """The context of forked processes, whose server begins to load packages at once."""
     os.environ["PYTHONSAFEPATH"] = "1"
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(list(preloaded))
     from multiprocessing.forkserver import ensure_running
 
     ensure_running()
     return context
 
 
-class Forked:
-    """A forked process with the face of asyncio's."""
+def run_command(*arguments: str) -> None:
+    """Run one command of this program in this process."""
+    sys.argv = ["fedcg", *arguments]
+    from fedcg.cli import main
 
-    def __init__(self, process: BaseProcess) -> None:
-        process.start()
-        self._process = process
-        assert process.pid is not None
-        self.pid = process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code, negative where a signal ended it; None while it runs."""
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        os.kill(self.pid, signal.SIGTERM)
-
-    async def wait(self) -> int:
-        """Its exit code, once it has ended."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self._process.sentinel)
-        self._process.join()
-        assert self._process.exitcode is not None
-        return self._process.exitcode
+    main()
 
 
-def run_command(arguments: tuple[str, ...], environment: Mapping[str, str], log: Path) -> None:
-    """What a forked process does: one command of this program."""
+def _run(target: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], log: Path) -> None:
+    """What a forked process does."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -85,29 +65,7 @@ def run_command(arguments: tuple[str, ...], environment: Mapping[str, str], log:
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(at, mode, buffering=1, closefd=False) for at, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
-    sys.argv = ["fedcg", *arguments]
-    from fedcg.cli import main
-
-    main()
-
-
-STOP_S = 8.0
-POLL_S = 0.03
-TAIL_LINES = 15
-# One torch thread per process: on few cores two threads in one process are slower than one thread in each of two.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
-def fedcg(*arguments: str | Path) -> list[str]:
-    """The command line of a `fedcg` command in this very Python."""
-    return module_command("fedcg", *arguments)
-
-
-def _dying_with_us() -> list[str]:
-    setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
-    # The shell ends when this process was gone before the kernel had been asked.
-    if_we_live = ["sh", "-c", 'test "$PPID" = "$0" && exec "$@"', str(os.getpid())]
-    return [setpriv, "--pdeathsig", "TERM", *if_we_live] if setpriv else []
+    target(*arguments)
 
 
 @dataclass(frozen=True)
@@ -119,15 +77,32 @@ class Child:
     """
 
     name: str
-    process: asyncio.subprocess.Process | Forked
+    process: BaseProcess
     log: Path
     offset: int
     outlives_others: bool
 
     @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
-        return self.process.returncode is None
+        return self.process.exitcode is None
+
+    async def wait(self) -> int | None:
+        """Its exit code once it has ended, negative where a signal ended it."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self.process.sentinel)
+        self.process.join()
+        return self.process.exitcode
 
     def lines(self) -> list[str]:
         """Its lines of output so far."""
@@ -136,52 +111,22 @@ class Child:
     def ended_too_early(self) -> ProcessError:
         """The error with its exit code and last lines."""
         last = "\n".join(self.lines()[-TAIL_LINES:])
-        return ProcessError(f"{self.name} ended with exit code {self.process.returncode}; see {self.log}:\n{last}")
+        return ProcessError(f"{self.name} ended with exit code {self.process.exitcode}; see {self.log}:\n{last}")
 
 
 class Children:
-    """The processes of one demo.
+    """The processes of one demo or bench.
 
     Args:
         logs: folder for `NAME.log`.
+        preloaded: names of the modules that the fork server loads.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, preloaded: Sequence[str]) -> None:
         self._logs = logs
-        self._prefix = _dying_with_us()
         self._all: list[Child] = []
-        self._server: ForkServerContext | None = None
+        self._server = fork_server(preloaded)
         logs.mkdir(parents=True, exist_ok=True)
-
-    async def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        extra_environment: Mapping[str, str] | None = None,
-        *,
-        outlives_others: bool = False,
-    ) -> Child:
-        """Start a process that goes on by itself."""
-        log = self._logs / f"{name}.log"
-        with log.open("ab") as output:
-            offset = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *self._prefix,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", **(extra_environment or {})},
-                start_new_session=True,
-            )
-        child = Child(name, process, log, offset, outlives_others)
-        self._all.append(child)
-        return child
-
-    def load(self) -> None:
-        """Start the fork server, which loads the packages of `fork`."""
-        os.environ.update(ONE_THREAD)
-        self._server = fork_server()
 
     def fork(
         self,
@@ -189,15 +134,16 @@ class Children:
         *arguments: str | Path,
         environment: Mapping[str, str] | None = None,
         outlives_others: bool = False,
+        target: Callable[..., object] = run_command,
     ) -> Child:
-        """A command of this program that goes on by itself, forked from the server."""
-        assert self._server is not None
+        """A command of this program, or another function of its arguments, that goes on by itself."""
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
             offset = output.tell()
-        words = tuple(map(str, arguments))
-        process = self._server.Process(target=run_command, args=(words, dict(environment or {}), log), name=name)
-        child = Child(name, Forked(process), log, offset, outlives_others)
+        given = (target, tuple(map(str, arguments)), {**ONE_THREAD, **(environment or {})}, log)
+        process = self._server.Process(target=_run, args=given, name=name)
+        process.start()
+        child = Child(name, process, log, offset, outlives_others)
         self._all.append(child)
         return child
 
@@ -222,15 +168,13 @@ class Children:
         """Ask processes to end (SIGTERM; they end their own children), wait, then SIGKILL what is left of their groups."""
         for child in children:
             if child.is_running:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.terminate()
-        waits = [asyncio.create_task(child.process.wait()) for child in children]
+                child.process.terminate()
+        waits = [asyncio.create_task(child.wait()) for child in children]
         if waits:
             await asyncio.wait(waits, timeout=STOP_S)
         for child in children:
             _kill_group(child)
-        for child in children:
-            await child.process.wait()
+        await asyncio.gather(*waits)
 
     async def stop_all(self) -> None:
         """End everything that was started, those that outlive the others last."""
@@ -244,11 +188,10 @@ def _kill_group(child: Child) -> None:
     While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
     number is in use again, the group was empty and the number belongs to another process.
     """
-    pid = child.process.pid
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if not child.is_running and _exists(pid):
+        if not child.is_running and _exists(child.pid):
             return
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _exists(pid: int) -> bool:
@@ -262,12 +205,12 @@ def _exists(pid: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def children(logs: Path) -> AsyncIterator[Children]:
+async def children(logs: Path, preloaded: Sequence[str] = ()) -> AsyncIterator[Children]:
     """Processes that are all gone when the block is left, however it is left.
 
     SIGTERM and SIGHUP leave the block as Ctrl-C does.
     """
-    started = Children(logs)
+    started = Children(logs, preloaded)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is not None:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -28,11 +28,11 @@ def is_alive(pid: int) -> bool:
 def test_a_child_and_its_own_child_are_gone_when_the_block_is_left(tmp_path: Path) -> None:
     async def go() -> tuple[int, int]:
         async with children(tmp_path) as started:
-            child = await started.start("sleeper", [sys.executable, "-c", SLEEPER])
+            child = started.fork("sleeper", SLEEPER, target=exec)
             lines = await started.line(child, "up", 10)
             grandchild = int(lines[0].split()[1])
             assert is_alive(grandchild)
-            return child.process.pid, grandchild
+            return child.pid, grandchild
 
     child, grandchild = asyncio.run(go())
     wait_until(lambda: not is_alive(child) and not is_alive(grandchild), "both processes are gone")
@@ -43,10 +43,10 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
 
     async def go() -> int:
         async with children(tmp_path) as started:
-            child = await started.start("stubborn", [sys.executable, "-c", STUBBORN])
+            child = started.fork("stubborn", STUBBORN, target=exec)
             await started.line(child, "up", 10)
-        assert child.process.returncode == -signal.SIGKILL
-        return child.process.pid
+        assert child.process.exitcode == -signal.SIGKILL
+        return child.pid
 
     assert not is_alive(asyncio.run(go()))
 
@@ -56,9 +56,9 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with children(tmp_path) as started:
-            child = await started.start("sleeper", [sys.executable, "-c", SLEEPER])
-            pids.append(child.process.pid)
-            last = await started.start("failing", [sys.executable, "-c", "print('my last words'); raise SystemExit(3)"])
+            child = started.fork("sleeper", SLEEPER, target=exec)
+            pids.append(child.pid)
+            last = started.fork("failing", "print('my last words'); raise SystemExit(3)", target=exec)
             await started.line(last, "ready", 10)
 
     with pytest.raises(ProcessError, match=r"failing ended with exit code 3(.|\n)*my last words"):
@@ -69,7 +69,7 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
 def test_a_child_that_never_prints_its_line_is_an_error(tmp_path: Path) -> None:
     async def go() -> None:
         async with children(tmp_path) as started:
-            child = await started.start("silent", [sys.executable, "-c", "import time; time.sleep(600)"])
+            child = started.fork("silent", "import time; time.sleep(600)", target=exec)
             await started.line(child, "ready", 0.2)
 
     with pytest.raises(ProcessError, match="did not print 'ready'"):
@@ -79,21 +79,16 @@ def test_a_child_that_never_prints_its_line_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "SIGTERM", "SIGKILL"]
 )
-@pytest.mark.parametrize("way", ["started", "forked"])
-def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, way: str, tmp_path: Path) -> None:
+def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, tmp_path: Path) -> None:
     parent_code = f"""
 import asyncio, sys
 from pathlib import Path
 from experiments.demo.processes import children
 async def go():
     async with children(Path({str(tmp_path)!r})) as started:
-        if {way!r} == "started":
-            child = await started.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
-        else:
-            started.load()
-            observe = ("audit", "observe", "--federation", "f", "--out", {str(tmp_path / "seen")!r}, "--host", "127.0.0.1", "--port", "1")
-            child = started.fork("observer", *observe)
-        print(child.process.pid, flush=True)
+        observe = ("audit", "observe", "--federation", "f", "--out", {str(tmp_path / "seen")!r}, "--host", "127.0.0.1", "--port", "1")
+        child = started.fork("observer", *observe)
+        print(child.pid, flush=True)
         await asyncio.sleep(600)
 asyncio.run(go())
 """
