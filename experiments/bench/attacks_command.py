@@ -10,15 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fedcg.terminal import Result, prints
-
-if TYPE_CHECKING:
-    from fedcg.learning.simulation.party import Party
-
 
 HONEST, ABSENT = "all honest", "absent"
 
@@ -95,6 +91,8 @@ def _run_cases(
     from coordinator.config import RobustnessSettings
     from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, attacked_run
     from experiments.record import write_record
+    from experiments.simulation.batch import RunSetting
+    from experiments.simulation.party_builder import simulated_party
     from fedcg.learning.registry import get_method
     from fedcg.learning.simulation.tasks import SerialRunner
 
@@ -109,11 +107,11 @@ def _run_cases(
     wanted += [(name, defended) for name in chosen or attacks for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
-    runner, party = SerialRunner(), None
+    runner, training, party = SerialRunner(), RunSetting(**setting, quick=True), None
     for name, defended in wanted:
         if (name, defended) in done:
             continue
-        party = party or _party(setting)
+        party = party or simulated_party(training, training.source())
         settings = RobustnessSettings() if defended else None
         run = attacked_run(party, runner, attacks.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
         typer.echo(
@@ -123,19 +121,6 @@ def _run_cases(
         record["cases"].append({"attack": name, "defended": defended, **asdict(run)})
         if path is not None:
             write_record(record, path)
-
-
-def _party(setting: Mapping[str, Any]) -> Party:
-    from experiments.data.client_datasets import build_cohort
-    from experiments.simulation.batch import RunSetting
-    from experiments.simulation.party_builder import party_of
-    from fedcg.learning.networks.plans import complete_spec
-    from fedcg.learning.spec import plan_from_mapping
-
-    run = RunSetting(**setting, quick=True)
-    source = run.source()
-    spec = complete_spec(plan_from_mapping(dict(run.plan(source))))
-    return party_of(run, spec, build_cohort(source, spec.image, run.deal()))
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:

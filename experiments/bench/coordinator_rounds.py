@@ -127,24 +127,23 @@ def set_up(home: Home, sessions: int, rounds: int) -> list[Callable[..., None]]:
         make_bundles(home, store, names, devices, time.time(), FEDERATION)
         publish_access(home)
     spec = ArtifactStore(home.artifacts).get(record.spec)
-    replay = Replay(spec, *_recorded(run, FederationSpec.parse(spec)))
+    replay = Replay(spec, *_recorded(run))
     return device_processes(home, devices, names, limits_for(), replay.update)
 
 
-def _recorded(run: RunSetting, spec: FederationSpec) -> tuple[PartArrays, Report]:
+def _recorded(run: RunSetting) -> tuple[PartArrays, Report]:
     """What the first local round of a client shares and reports."""
     import torch
 
-    from experiments.data.client_datasets import build_cohort
-    from experiments.simulation.party_builder import party_of
+    from experiments.simulation.party_builder import simulated_party
     from fedcg.learning.networks.plans import initial_parts
     from fedcg.learning.registry import get_method
     from fedcg.learning.tensor_conversion import to_arrays
 
     torch.set_num_threads(1)
-    party, method = party_of(run, spec, build_cohort(run.source(), spec.image, run.deal())), get_method(spec.method)
-    initial, ((name, dataset),) = initial_parts(spec, party.roots.cohort), party.datasets.items()
-    aggregate, state = method.init_server(spec, initial).aggregate, method.init_client(spec, initial)
+    party, method = simulated_party(run, run.source()), get_method(run.method)
+    initial, ((name, dataset),) = initial_parts(party.spec, party.roots.cohort), party.datasets.items()
+    aggregate, state = method.init_server(party.spec, initial).aggregate, method.init_client(party.spec, initial)
     result = method.local_round(state, dataset.train, aggregate, party.client_context(name, 1))
     return to_arrays(result.shared.parts), result.report
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.data.client_datasets import Cohort
+from experiments.data.client_datasets import Cohort, build_cohort
+from experiments.data.source import Source
 from experiments.errors import SourceError
 from experiments.settings import FEDERATION, root_secret
 from experiments.simulation.batch import RunSetting
@@ -18,15 +19,26 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.networks.own_backbone import device_spec, with_features
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation.party import ClientData, Party, Roots
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, unpack
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, UpdateCodec
+
+
+def simulated_party(run: RunSetting, source: Source) -> Party:
+    """All participants of a run with the images of a source, which are undefended and no features.
+
+    Raises:
+        SourceError: as `party_of`, or the images can't be dealt out.
+    """
+    spec = complete_spec(plan_from_mapping(run.plan(source)))
+    return party_of(run, spec, build_cohort(source, spec.image, run.deal()))
 
 
 def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:

@@ -14,17 +14,14 @@ from audit.evidence import Case, Colluder, Truth, View, joined
 from audit.evidence.case import Knowledge
 from audit.measures import Control, Curve, Figure, Interval, Outcome, Pictures, png
 from audit.report import Finding, GateResult, Subject, finding_of
-from experiments.data.client_datasets import build_cohort
 from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
-from experiments.simulation.party_builder import party_of
+from experiments.simulation.party_builder import simulated_party
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
-from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
-from fedcg.learning.spec import plan_from_mapping
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, codecs_for, pack, unpack
 from fedcg.wire.messages.schemas import COORDINATOR
@@ -58,9 +55,8 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         "partition": "iid",
     }
     run = RunSetting.model_validate({**defaults, **setting})
-    source = run.source()
-    spec = complete_spec(plan_from_mapping(run.plan(source)))
-    party = party_of(run, spec, build_cohort(source, spec.image, run.deal()))
+    party = simulated_party(run, run.source())
+    spec = party.spec
     before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))
     method, data = get_method(spec.method), party.datasets[client]
     sent = {name: _some(state.parts, method.payload.up) for name, state in after.states.items()}

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from devices.detect import detect
-from experiments.data.client_datasets import build_cohort
 from experiments.data.open import digits_domains
 from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
 from experiments.simulation.batch import RunSetting
-from experiments.simulation.party_builder import party_of
+from experiments.simulation.party_builder import simulated_party
 from experiments.simulation.simulation_record import read_records
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.party import Party
@@ -45,9 +44,7 @@ def record_of(name: str) -> dict[str, Any]:
 
 def party_in(record: dict[str, Any], sources: dict[str, Source]) -> Party:
     setting = RunSetting.model_validate(record["setting"])
-    source = sources[setting.data]
-    spec = complete_spec(plan_from_mapping(setting.plan(source)))
-    return party_of(setting, spec, build_cohort(source, spec.image, setting.deal()))
+    return simulated_party(setting, sources[setting.data])
 
 
 def comparable_rounds(record: dict[str, Any]) -> int:
