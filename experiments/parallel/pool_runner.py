@@ -9,29 +9,16 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 import torch
 
 from experiments.errors import RunError
 from fedcg.child_python import spawning
-from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.tasks import (
-    LocalOutcome,
-    LocalTask,
-    MeasureTask,
-    RoundRecord,
-    local_task,
-    measure_task,
-    teacher_task,
-)
+from fedcg.learning.simulation.tasks import Answer, Shared, Task
 from fedcg.worker_process import abandon
 
 MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
-
-_Piece = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function, and its arguments after the party."""
 
 _party: Party  # of this worker, once it has begun
 
@@ -50,8 +37,8 @@ def _work(piece: bytes) -> bytes:
     Pickled here and not by the pool, which would put every tensor into shared memory.
     """
     try:
-        function, arguments = pickle.loads(piece)  # noqa: S301 - from the parent process alone
-        return pickle.dumps(function(_party, *arguments))
+        function, task, shared = pickle.loads(piece)  # noqa: S301 - from the parent process alone
+        return pickle.dumps(function(_party, task, shared))
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent raises it
         return _portable(error)
 
@@ -86,18 +73,6 @@ class PoolRunner:
         self._party = pickle.dumps(party)
         self._open()
 
-    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
-        """Local rounds, in the order in which they end."""
-        return self.answers([(local_task, (task, aggregate)) for task in tasks])
-
-    def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """Teacher passes, in the order in which they end."""
-        return self.answers([(teacher_task, (number, server, update)) for update in updates])
-
-    def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """Figures, in the order in which they end."""
-        return self.answers([(measure_task, (task, aggregate)) for task in tasks])
-
     def close(self) -> None:
         """Stop the workers."""
         if self._pool is not None:
@@ -109,18 +84,20 @@ class PoolRunner:
         self._pool = ProcessPoolExecutor(self._count, spawning(), initializer=_begin, initargs=given)
         return self._pool
 
-    def answers(self, pieces: Sequence[_Piece]) -> Iterator[Any]:
-        """The answer to every piece.
+    def answers(
+        self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
+    ) -> Iterator[Answer]:
+        """Answers in the order in which they come.
 
         Raises:
             RunError: workers died several times without an answer between.
         """
-        left, deaths, pool = dict(enumerate(pieces)), 0, self._pool or self._open()
+        left, deaths, pool = dict(enumerate(tasks)), 0, self._pool or self._open()
         while left:
             asked: dict[Future[bytes], int] = {}
             try:
-                for number, piece in left.items():
-                    asked[pool.submit(_work, pickle.dumps(piece))] = number
+                for number, task in left.items():
+                    asked[pool.submit(_work, pickle.dumps((function, task, shared)))] = number
                 for future in as_completed(asked):
                     answer = pickle.loads(future.result())  # noqa: S301 - from our own child
                     if isinstance(answer, Exception):

@@ -16,9 +16,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +41,23 @@ QUIET = {
 Announce = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Build:
-    """What must be the same on all nodes, or results could differ or nodes misunderstand each other.
+Build = Mapping[str, str]
+"""What must be the same on all nodes, or results could differ or nodes misunderstand each other: versions by package, and a digest."""
 
-    Attributes:
-        package: version of this package.
-        torch: version of torch.
-        numpy: version of numpy.
-        code: digest of the sources of `fedcg`; finds a changed file under an unchanged version.
-    """
 
-    package: str
-    torch: str
-    numpy: str
-    code: str
-
-    def differs_from(self, other: Build) -> list[str]:
-        """What is not the same, as `torch 2.13.0 instead of 2.12.0`."""
-        mine, theirs = asdict(self), asdict(other)
-        return [f"{name} {mine[name]} instead of {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+def differences(mine: Build, theirs: Build) -> list[str]:
+    """What is not the same, as `torch 2.13.0 instead of 2.12.0`."""
+    return [f"{name} {mine[name]} instead of {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
 @functools.cache  # what a process has imported does not change
 def own_build() -> Build:
-    """The build of this process."""
-    found, digest = versions(), hashlib.sha256()
-    root = Path(fedcg.__file__).parent
+    """The build of this process; `code` is the digest of the sources of `fedcg`, and finds a changed file under an unchanged version."""
+    digest, root = hashlib.sha256(), Path(fedcg.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return Build(found["fedcg-edge"], found["torch"], found["numpy"], digest.hexdigest()[:16])
+    shared = {name: version for name, version in versions().items() if name != "onnxruntime"}  # a node may lack it
+    return {**shared, "code": digest.hexdigest()[:16]}
 
 
 @functools.cache
@@ -90,10 +76,6 @@ class RayCluster:
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
         self._announced: set[str] = set()
-
-    def slots(self, threads: int) -> int:
-        """How many tasks of so many CPUs the cluster can run at once now."""
-        return slots(threads)
 
     def gpus(self) -> int:
         """How many GPUs Ray knows of."""
@@ -251,7 +233,7 @@ def check_nodes(cluster: RayCluster) -> None:
             problems.append(f"{name}: {str(error).strip().splitlines()[-1]}")
             continue
         cluster.met(processor)
-        problems += [f"{name}: {difference}" for difference in build.differs_from(own_build())]
+        problems += [f"{name}: {difference}" for difference in differences(build, own_build())]
     if problems:
         raise OptionError(
             f"nodes of the Ray cluster that can't be used: {'; '.join(problems)}. Install the same fedcg-edge[ray] on all of them"

@@ -7,7 +7,7 @@ and a run continues after its last reported round.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Event
@@ -16,20 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from experiments.errors import OptionError, RunError
-from experiments.parallel.ray_cluster import Build, RayCluster, own_build, own_processor, slots
+from experiments.parallel.ray_cluster import Build, RayCluster, differences, own_build, own_processor, slots
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, ServerState, Update, Weights
 from fedcg.learning.simulation.party import ClientData, Party, Roots
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
-from fedcg.learning.simulation.tasks import (
-    LocalOutcome,
-    LocalTask,
-    MeasureTask,
-    RoundRecord,
-    local_task,
-    measure_task,
-    teacher_task,
-)
+from fedcg.learning.simulation.tasks import Answer, Shared, Task, TeacherTask
 from fedcg.learning.split_names import ALLOW_VARIABLE, WEIGHTS_VARIABLE
 
 if TYPE_CHECKING:
@@ -38,8 +29,6 @@ if TYPE_CHECKING:
 
 MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
 GPU_SHARE = 0.25  # of a GPU per task: networks of this size leave most of it idle
-
-_Piece = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -69,9 +58,8 @@ class Demands:
         Raises:
             RunError: this node, perhaps one that joined later, has another build.
         """
-        differences = own_build().differs_from(self.build)
-        if differences:
-            raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(differences)}")
+        if found := differences(own_build(), self.build):
+            raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(found)}")
         os.environ[ALLOW_VARIABLE] = self.splits  # workers of a running cluster don't inherit these two
         os.environ[WEIGHTS_VARIABLE] = self.weights
         torch.set_num_threads(self.threads)
@@ -82,16 +70,12 @@ def resources(threads: int, device: str) -> dict[str, float]:
     return {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else GPU_SHARE}
 
 
-def _work(demands: Demands, function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+def _work(
+    demands: Demands, function: Callable[..., Any], party: Party, common: ImageSet | None, *given: Any
+) -> tuple[str, Any]:
     """On a worker: the CPU model, and what the function came to."""
     demands.meet()
-    return own_processor(), function(*arguments)
-
-
-def _measured(
-    party: Party, common: ImageSet | None, task: MeasureTask, aggregate: Aggregate
-) -> tuple[str, RoundRecord]:
-    return measure_task(replace(party, common=common), task, aggregate)
+    return own_processor(), function(replace(party, common=common), *given)
 
 
 class RayRunner:
@@ -123,33 +107,14 @@ class RayRunner:
         self._server = ray.put(replace(bare, public=party.public, roots=replace(party.roots, devices={})))
         self._common = ray.put(None if party.common is None else sendable(party.common))
 
-    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
-        """Local rounds, in the order in which they end."""
-        import ray
-
-        shared = ray.put(aggregate)
-        return self._all((local_task, (self._clients[task.client], task, shared)) for task in tasks)
-
-    def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """Teacher passes, in the order in which they end."""
-        import ray
-
-        state = ray.put(server)
-        return self._all((teacher_task, (self._server, number, state, update)) for update in updates)
-
-    def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """Figures, in the order in which they end."""
-        import ray
-
-        shared = ray.put(aggregate)
-        return self._all((_measured, (self._clients[task.client], self._common, task, shared)) for task in tasks)
-
     def close(self) -> None:
         """Let the data go."""
         self._clients, self._server, self._common = {}, None, None
 
-    def _all(self, pieces: Iterable[_Piece]) -> Iterator[Any]:
-        """The answer to every piece; only about as many as can run at once are handed out, so that memory stays bounded.
+    def answers(
+        self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
+    ) -> Iterator[Answer]:
+        """Answers in the order in which they come; about as many tasks as can run at once are handed out, so that memory stays bounded.
 
         Raises:
             RunError: a piece ended several workers.
@@ -158,12 +123,14 @@ class RayRunner:
 
         submit = ray.remote(_work).options(max_retries=MAX_RETRIES, scheduling_strategy="SPREAD", **self._resources)
         demands = Demands.of_this_process(self._threads)
-        left = iter(pieces)
+        put, left = ray.put(shared), iter(tasks)
         running: set[ObjectRef[Any]] = set()
         try:
             while True:
                 room = max(0, slots(self._threads) + 1 - len(running))
-                running |= {submit.remote(demands, function, *given) for function, given in islice(left, room)}
+                for task in islice(left, room):
+                    party = self._server if isinstance(task, TeacherTask) else self._clients[task.client]
+                    running.add(submit.remote(demands, function, party, self._common, task, put))
                 if not running:
                     return
                 (ended,), _ = ray.wait(list(running), num_returns=1)
@@ -329,5 +296,5 @@ class RaySimulator:
             ray.cancel(rounds)
 
     def _look_for_nodes(self) -> None:
-        if self._cluster.slots(self._threads) == 0:
+        if slots(self._threads) == 0:
             self._cluster.announce_once("no node of the Ray cluster can take a task; waiting for one")

@@ -86,7 +86,7 @@ def open_ray_workers(
         ModuleNotFoundError: Ray is not installed.
         OptionError: the cluster can't be used.
     """
-    from experiments.parallel.ray_cluster import open_cluster
+    from experiments.parallel.ray_cluster import open_cluster, slots
 
     with open_cluster(address, announce, cpus=cpus) as cluster:
         from experiments.parallel.ray_runner import RaySimulator, lanes_for
@@ -94,10 +94,10 @@ def open_ray_workers(
         threads = max(setting.threads for setting in settings)
         stopping = Event()
         gpus = cluster.gpus() if settings[0].device != "cpu" else None
-        slots = cluster.slots(threads)
-        if slots == 0:
+        tasks = slots(threads)
+        if tasks == 0:
             raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
-        count = lanes_for(len(settings), min(setting.clients for setting in settings), slots, gpus)
+        count = lanes_for(len(settings), min(setting.clients for setting in settings), tasks, gpus)
         yield Workers(RaySimulator(cluster, threads, stopping), count, stopping)
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -21,8 +20,9 @@ import torch
 
 from experiments.errors import OptionError, RunError
 from experiments.parallel import ray_cluster, ray_runner
-from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
+from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build, slots
 from experiments.parallel.ray_runner import RayRunner, RaySimulator
+from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation.simulation import Schedule, simulate
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
@@ -95,26 +95,30 @@ def one_thread() -> None:
 def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
     cluster: RayCluster, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cluster.slots(1) == 2
-    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.noted, tmp_path))
+    assert slots(1) == 2
     one = party_of(method)
-    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    expected = simulate(one, Schedule(rounds=2))
+    monkeypatch.setattr(simulation, "local_task", partial(ray_cases.noted, tmp_path))
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), expected)
     assert len(list(tmp_path.iterdir())) == 2  # a name per node
 
 
 def test_a_task_whose_worker_is_killed_is_repeated(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.killed_after_training, tmp_path))
     one = party_of("fedavg")
-    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    expected = simulate(one, Schedule(rounds=2))
+    monkeypatch.setattr(simulation, "local_task", partial(ray_cases.killed_after_training, tmp_path))
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), expected)
     assert {path.name for path in tmp_path.iterdir()} == {"killed-1", "killed-2"}
 
 
 def test_a_task_whose_node_is_lost_is_repeated_on_another(
     cluster: RayCluster, nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.hangs_on, nodes.second, tmp_path))
+    one = party_of("fedavg")
+    expected = simulate(one, Schedule(rounds=2))
+    monkeypatch.setattr(simulation, "local_task", partial(ray_cases.hangs_on, nodes.second, tmp_path))
 
     def lose_it() -> None:
         wait_for((tmp_path / "hanging").exists, "a task on the second node")
@@ -123,8 +127,7 @@ def test_a_task_whose_node_is_lost_is_repeated_on_another(
     accident = Thread(target=lose_it)
     accident.start()
     try:
-        one = party_of("fedavg")
-        assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+        assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), expected)
     finally:
         accident.join()
         nodes.replace_second()
@@ -160,7 +163,7 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other() -> ray_cluster.Build:
-        return replace(own_build(), torch="0.0.1")
+        return {**own_build(), "torch": "0.0.1"}
 
     monkeypatch.setattr(ray_cluster, "own_build", other)
     with pytest.raises(OptionError, match=r"torch [\d.]+\S* instead of 0\.0\.1.*; .*instead of 0\.0\.1"):

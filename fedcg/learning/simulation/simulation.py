@@ -35,6 +35,10 @@ from fedcg.learning.simulation.tasks import (
     RoundRecord,
     Runner,
     SerialRunner,
+    TeacherTask,
+    local_task,
+    measure_task,
+    teacher_task,
 )
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
@@ -276,7 +280,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     ]
     sent: dict[str, Sent] = {}
     keep = sent if number in schedule.kept_updates else None
-    outcomes, sizes = _coded(party, runner.local(tasks, now.aggregate), now.aggregate, keep)
+    outcomes, sizes = _coded(party, runner.answers(local_task, tasks, now.aggregate), now.aggregate, keep)
     results = {name: outcomes[name].result for name in sorted(outcomes)}
     present = {name: result for name, result in results.items() if result is not None}
     started = time.perf_counter()
@@ -365,7 +369,8 @@ def _aggregate(
             return server, NONE_MERGED
     spill = MemorySpill()
     try:
-        for client, rows in runner.teach(number, server, list(updates.values())):
+        tasks = [TeacherTask(number, update) for update in updates.values()]
+        for client, rows in runner.answers(teacher_task, tasks, server):
             spill.put(client, rows)
         merge = get_method(party.spec.method).aggregator(server, party.server_context(number), spill)
         return _decoded(party, merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]), None
@@ -384,7 +389,7 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
         )
         for name, state in now.states.items()
     ]
-    found = dict(runner.measure(tasks, now.aggregate))
+    found = dict(runner.answers(measure_task, tasks, now.aggregate))
     curves = dict(now.curves)
     for name, record in found.items():
         outcome = outcomes.get(name)

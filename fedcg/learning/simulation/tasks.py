@@ -5,9 +5,9 @@ never changes a result. Knows nothing of the order of rounds or of files.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -68,6 +68,14 @@ class LocalOutcome:
     seconds: float
     shadow_failure: str | None = None
     warning: str | None = None
+
+
+@dataclass(frozen=True)
+class TeacherTask:
+    """One update of a round, for the server's half."""
+
+    number: int
+    update: Update
 
 
 @dataclass(frozen=True)
@@ -214,11 +222,11 @@ def _attempt(answer: LocalResult | Exception, seconds: float) -> _Attempt:
     return _Attempt(None, str(answer), seconds) if isinstance(answer, Exception) else _Attempt(answer, None, seconds)
 
 
-def teacher_task(party: Party, number: int, server: ServerState, update: Update) -> tuple[str, Weights]:
+def teacher_task(party: Party, task: TeacherTask, server: ServerState) -> tuple[str, Weights]:
     """(client, the rows that `aggregator.add(update)` spills); no rows where the method's server half spills nothing."""
-    spill = MemorySpill()
-    get_method(party.spec.method).aggregator(server, party.server_context(number), spill).add(update)
-    return update.client, spill.get(update.client) if spill.has(update.client) else {}
+    client, spill = task.update.client, MemorySpill()
+    get_method(party.spec.method).aggregator(server, party.server_context(task.number), spill).add(task.update)
+    return client, spill.get(client) if spill.has(client) else {}
 
 
 def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple[str, RoundRecord]:
@@ -274,6 +282,11 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
     )
 
 
+Task = TypeVar("Task", LocalTask, TeacherTask, MeasureTask)
+Shared = TypeVar("Shared")
+Answer = TypeVar("Answer")
+
+
 class Runner(Protocol):
     """Who runs the pieces of a simulation: this process, a pool of processes, a cluster.
 
@@ -284,14 +297,10 @@ class Runner(Protocol):
     def start(self, party: Party) -> None:
         """Take the data of a federation; called once before its first round, again before the next federation's."""
 
-    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
-        """`local_task` of every task."""
-
-    def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """`teacher_task` of every update."""
-
-    def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """`measure_task` of every task."""
+    def answers(
+        self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
+    ) -> Iterator[Answer]:
+        """`function(party, task, shared)` of every task."""
 
     def close(self) -> None:
         """Give everything back; the runner can't be used afterwards."""
@@ -309,30 +318,21 @@ class SerialRunner:
         self._batched = batched
         self._party: Party | None = None
 
-    @property
-    def _started(self) -> Party:
-        if self._party is None:
-            raise RuntimeError("the runner was not started")
-        return self._party
-
     def start(self, party: Party) -> None:
         """Keep the party."""
         self._party = party
 
-    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
-        """Local rounds in the order given."""
-        on_cuda = torch.device(self._started.device).type == "cuda"
-        if on_cuda if self._batched is None else self._batched:
-            return iter(local_tasks(self._started, tasks, aggregate))
-        return (local_task(self._started, task, aggregate) for task in tasks)
-
-    def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """Teacher passes in the order given."""
-        return (teacher_task(self._started, number, server, update) for update in updates)
-
-    def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """Figures in the order given."""
-        return (measure_task(self._started, task, aggregate) for task in tasks)
+    def answers(
+        self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
+    ) -> Iterator[Answer]:
+        """Answers in the order given."""
+        party = self._party
+        if party is None:
+            raise RuntimeError("the runner was not started")
+        is_batched = torch.device(party.device).type == "cuda" if self._batched is None else self._batched
+        if is_batched and function is local_task:
+            return iter(local_tasks(party, tasks, shared))  # type: ignore[arg-type]  # what `local_task` takes and gives
+        return (function(party, task, shared) for task in tasks)
 
     def close(self) -> None:
         """Forget the party."""

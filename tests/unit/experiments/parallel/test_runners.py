@@ -19,7 +19,7 @@ import fedcg
 from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError, RunError
 from experiments.parallel.pool_runner import PoolRunner
-from experiments.parallel.ray_cluster import open_cluster, own_build
+from experiments.parallel.ray_cluster import differences, open_cluster, own_build
 from experiments.parallel.ray_runner import MOST_LANES, lanes_for, roots_for, sendable
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.batch_runner import default_workers
@@ -27,12 +27,12 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import WireCoding
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import ClientState
+from fedcg.learning.method import ClientState, Update
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party, Roots
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
-from fedcg.learning.simulation.tasks import LocalTask, SerialRunner
+from fedcg.learning.simulation.tasks import LocalTask, SerialRunner, TeacherTask, local_task
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same, same_parts
 from tests.support.simulations import QUIET, WORDS
 
@@ -60,7 +60,7 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
     aggregate = get_method("fedavg").init_server(one.spec, initial_parts(one.spec, one.roots.cohort)).aggregate
     tasks = [LocalTask(name, 1, ClientState(start.parts), None) for name in NAMES]
     pool.start(one)
-    outcomes = pool.local(tasks, aggregate)
+    outcomes = pool.answers(local_task, tasks, aggregate)
     found = [next(outcomes)]
     before = {worker.pid for worker in multiprocessing.active_children() if worker.pid}
     for process in before:  # one of them is at work on the second task or has just answered it, the third waits
@@ -69,7 +69,7 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
     assert before.isdisjoint(worker.pid for worker in multiprocessing.active_children())
     serial = SerialRunner()
     serial.start(one)
-    expected = {outcome.client: outcome for outcome in serial.local(tasks, aggregate)}
+    expected = {outcome.client: outcome for outcome in serial.answers(local_task, tasks, aggregate)}
     assert sorted(outcome.client for outcome in found) == list(NAMES)
     for outcome in found:
         wanted = expected[outcome.client].result
@@ -78,12 +78,15 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
         assert same_parts(outcome.result.private.parts, wanted.private.parts)
 
 
-def deadly(_party: Party) -> None:
+ANY = TeacherTask(1, Update("a", {}, 1))
+
+
+def deadly(_party: Party, _task: TeacherTask, _server: None) -> None:
     """A piece of work that ends whoever does it."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def faulty(_party: Party) -> None:
+def faulty(_party: Party, _task: TeacherTask, _server: None) -> None:
     """A piece of work with a mistake in it."""
     raise KeyError("what is not there")
 
@@ -95,7 +98,7 @@ class PickyError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def picky(_party: Party) -> None:
+def picky(_party: Party, _task: TeacherTask, _server: None) -> None:
     """A piece of work whose error can't be pickled."""
     raise PickyError("this", "that")
 
@@ -104,7 +107,7 @@ def picky(_party: Party) -> None:
 def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
     pool.start(party_of("fedavg"))
     with pytest.raises(RunError, match="worker processes died over one task"):
-        list(pool.answers([(deadly, ())]))
+        list(pool.answers(deadly, [ANY], None))
 
 
 @pytest.mark.slow
@@ -112,9 +115,9 @@ def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: Pool
     one = party_of("fedavg")
     pool.start(one)
     with pytest.raises(KeyError, match="what is not there"):
-        list(pool.answers([(faulty, ()), (faulty, ())]))
+        list(pool.answers(faulty, [ANY, ANY], None))
     with pytest.raises(RuntimeError, match="PickyError: this and that"):
-        list(pool.answers([(picky, ())]))
+        list(pool.answers(picky, [ANY], None))
     assert simulate(one, Schedule(rounds=1, shadow=False), runner=pool).rounds == 1
 
 
@@ -219,12 +222,12 @@ def test_every_difference_between_builds_is_told_and_a_changed_source_file_is_on
     (tmp_path / "one.py").write_text("a = 1")
     monkeypatch.setattr(fedcg, "__file__", str(tmp_path / "__init__.py"))
     mine = own_build.__wrapped__()
-    assert mine.differs_from(own_build.__wrapped__()) == []
+    assert differences(mine, own_build.__wrapped__()) == []
     (tmp_path / "one.py").write_text("a = 2")
-    other = replace(own_build.__wrapped__(), torch="2.12.0")
-    assert mine.differs_from(other) == [
-        f"torch {mine.torch} instead of 2.12.0",
-        f"code {mine.code} instead of {other.code}",
+    other = {**own_build.__wrapped__(), "torch": "2.12.0"}
+    assert differences(mine, other) == [
+        f"torch {mine['torch']} instead of 2.12.0",
+        f"code {mine['code']} instead of {other['code']}",
     ]
 
 
