@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.record import bench_record
+from experiments.record import bench_record, write_record
 from fedcg.cli import LazyGroup
 from fedcg.errors import BadInputError
 from fedcg.learning.errors import LearningError
@@ -43,6 +43,10 @@ def _bench() -> None:
     """Measure this machine: ratios of two things run in one go. Timings belong here, never in tests."""
 
 
+def _announce(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 @prints
 def round_command(
     clients: Annotated[int, typer.Option(min=1, help="Clients.")] = 4,
@@ -61,8 +65,6 @@ def round_command(
 
     Example: fedcg bench round --quick
     """
-    from dataclasses import asdict
-
     from experiments.bench.fedcg_round import RoundPlan, measure
 
     plan = RoundPlan(
@@ -77,7 +79,7 @@ def round_command(
         measured_iterations=min(5 if quick else measured_iterations, server_iterations),
         repeats=1 if quick else repeats,
     )
-    result = measure(plan, lambda line: typer.echo(line, err=True))
+    result = measure(plan, _announce)
     extrapolated = {
         "epochs": [plan.measured_epochs, plan.epochs],
         "server_iterations": [plan.measured_iterations, plan.server_iterations],
@@ -134,7 +136,7 @@ def train_command(
     rows, rounds = (2 * batch, 1) if quick else (images, epochs)
     plan = BoxRound(device, method, network, image_size, rows, batch, rounds, threads)
     try:
-        found = measure(plan, lambda line: typer.echo(line, err=True))
+        found = measure(plan, _announce)
     except (LearningError, ValueError) as error:
         raise BadInputError(str(error)) from error
     setting = {**vars(plan), "network": network.model_dump(mode="json")}
@@ -182,16 +184,12 @@ def coordinator_command(
         run_rounds,
     )
     from experiments.bench.sessions import new_home
-    from experiments.record import bench_record, write_record
 
     if watchers and rounds < 3:
         raise typer.BadParameter(
             "watchers come in the first round of a turn, and no offer follows the last one: give 3 or more with --watchers",
             param_hint="--rounds",
         )
-
-    def announce(text: str) -> None:
-        typer.echo(text, err=True)
 
     setting = Setting(sessions, rounds, watchers, turns if watchers else 1)
     record: dict[str, Any] = {
@@ -203,7 +201,7 @@ def coordinator_command(
     }
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
         home = new_home(Path(folder))
-        run = asyncio.run(run_rounds(home, setting, announce))
+        run = asyncio.run(run_rounds(home, setting, _announce))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run, setting)
     record |= {
@@ -221,7 +219,6 @@ def coordinator_command(
 
 def _sums(devices: list[int], lost: float, numbers: int) -> Result:
     from experiments.bench.masked_sums import measure_sum
-    from experiments.record import bench_record
 
     found = [measure_sum(count, round(lost * count), numbers) for count in devices]
     lines = [
@@ -270,23 +267,19 @@ def transport_command(
     Example: fedcg bench transport --size 65536
     """
     from experiments.bench.transport_rounds import LARGE, SMALL, filled, measure, round_of
-    from experiments.record import bench_record
     from fedcg.wire.transfer.windows import limits_for
 
     sizes = size or [SMALL, LARGE]
     record = bench_record("bench transport") | {"load": [round(value, 1) for value in os.getloadavg()]}
     record["versions"]["paho-mqtt"] = version("paho-mqtt")
 
-    def announce(text: str) -> None:
-        typer.echo(text, err=True)
-
     if sessions:
-        found = round_of(sessions, sizes[0], rounds, limits_for(), announce)
+        found = round_of(sessions, sizes[0], rounds, limits_for(), _announce)
         record |= {"sessions": sessions, "size": sizes[0], "round_s": found.seconds}
         lines = [f"{sessions} sessions x {sizes[0]} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
     else:
         cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
-        measured = [measure(case, repeats, announce) for case in cases]
+        measured = [measure(case, repeats, _announce) for case in cases]
         record |= {"repeats": repeats, "cases": [one.as_json() for one in measured]}
         lines = [
             f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: {one.mb_per_s:.1f} MB/s"
@@ -312,18 +305,14 @@ def infer_command(
 
     Example: fedcg bench infer --quick
     """
-    from dataclasses import asdict
-    from importlib.metadata import version
-
     from experiments.bench.inference_latency import BARS, Plan, measure
-    from experiments.record import bench_record
 
     plan = (
         Plan(images=10, repeats=1, requests=100, swaps=1, side=image_size)
         if quick
         else Plan(repeats=repeats, requests=requests, swaps=swaps, side=image_size)
     )
-    found = {name: measure(name, plan, lambda line: typer.echo(line, err=True)) for name in networks or ["lenet5"]}
+    found = {name: measure(name, plan, _announce) for name in networks or ["lenet5"]}
     record = bench_record("bench infer")
     record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
     lines = []

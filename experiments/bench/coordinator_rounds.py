@@ -21,13 +21,10 @@ from typing import Any
 
 import psutil
 
-from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
 from coordinator.members.api_tokens import ApiTokens, Role
-from coordinator.members.enrolment import make_bundles
 from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
-from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import PolicySection
 from edge_client.firewall import UpdateFacts, build_update
@@ -35,8 +32,10 @@ from experiments.bench.sessions import (
     FEDERATION,
     READY_S,
     SECONDS_MAX,
+    MakeUpdate,
     device_name,
     device_processes,
+    enrol,
     expect,
     process_of,
     running_broker,
@@ -102,12 +101,8 @@ def _base(spec: bytes, artifact: str, data: bytes) -> Base:
 SERVER_ITERATIONS = 20
 
 
-def set_up(home: Home, sessions: int, rounds: int) -> list[Callable[..., None]]:
-    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch.
-
-    Returns:
-        What each process of devices runs, as arguments of `process_of`.
-    """
+def set_up(home: Home, names: Sequence[str], rounds: int) -> MakeUpdate:
+    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch."""
     run = RunSetting(
         clients=1,
         partition="iid",
@@ -119,16 +114,10 @@ def set_up(home: Home, sessions: int, rounds: int) -> list[Callable[..., None]]:
         quick=True,
         params={"server_iterations": SERVER_ITERATIONS},
     )
-    quorum = {"min_clients": sessions, "min_cohort": 1, "deadline_s": SECONDS_MAX}
+    quorum = {"min_clients": len(names), "min_cohort": 1, "deadline_s": SECONDS_MAX}
     plan = plan_from_mapping({**run.plan(run.source()), "federation": FEDERATION, **quorum})
-    devices, names = home.root.parent / "devices", tuple(map(device_name, range(sessions)))
-    with contextlib.closing(Store.of(home)) as store, changing_members(home):
-        record = open_federation(home, store, plan)
-        make_bundles(home, store, names, devices, time.time(), FEDERATION)
-        publish_access(home)
-    spec = ArtifactStore(home.artifacts).get(record.spec)
-    replay = Replay(spec, *_recorded(run))
-    return device_processes(home, devices, names, limits_for(), replay.update)
+    record = enrol(home, names, lambda store: open_federation(home, store, plan))
+    return Replay(ArtifactStore(home.artifacts).get(record.spec), *_recorded(run)).update
 
 
 def _recorded(run: RunSetting) -> tuple[PartArrays, Report]:
@@ -217,16 +206,16 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
         BrokerError: no Mosquitto here, or the rounds do not end.
         ProcessError: the broker or the coordinator ended.
     """
-    run = Run()
+    run, names = Run(), tuple(map(device_name, range(setting.sessions)))
     async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
-        shares = await asyncio.to_thread(set_up, home, setting.sessions, setting.all_rounds)
+        make_update = await asyncio.to_thread(set_up, home, names, setting.all_rounds)
         coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", home.root)
         await processes.line(coordinator, "coordinator of", READY_S)
         with ExitStack() as stack:
             crowd = stack.enter_context(process_of(_watchers(home)))
             stack.callback(crowd.send, None)
-            devices = [stack.enter_context(process_of(share)) for share in shares]
+            devices = stack.enter_context(device_processes(home, names, limits_for(), make_update))
             async for event, number in _moments(Follower(home.events_file), coordinator):
                 sample = _sample(coordinator.pid)
                 (run.opened if event == OPENED else run.closed)[number] = sample

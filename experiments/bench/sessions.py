@@ -10,17 +10,20 @@ import queue
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from coordinator.broker.access_lists import publish_access
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
+from coordinator.members.enrolment import make_bundles
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from experiments.demo.processes import Children, children
 from experiments.demo.run_folder import LOOPBACK, free_ports
@@ -38,8 +41,14 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Delivery
 
+FEDERATION = "bench"
+SECONDS_MAX = 300.0
+READY_S = 60.0
+PROCESSES = 2
+"""Of devices."""
 HELLO_AGAIN_S = 0.5
 MANIFEST_AGAIN_S = 5.0
+Opened = TypeVar("Opened")
 MakeUpdate = Callable[[str, int, int, Path], bytes]
 
 
@@ -49,16 +58,12 @@ class Party:
 
     Attributes:
         mqtt: the broker, and the identity there.
-        federation: its id.
-        signing: file of its signing key.
-        folder: where it keeps artifacts.
+        bundle: folder with its keys, where it keeps its artifacts too.
         limits: how the link is used.
     """
 
     mqtt: MqttConfig
-    federation: str
-    signing: Path
-    folder: Path
+    bundle: Path
     limits: LinkLimits
 
 
@@ -86,12 +91,12 @@ class BenchDevice:
         self._party = party
         self._coordinator = coordinator
         self._make_update = make_update
-        self._key = SigningKey.load(party.signing)
-        self._topics = Topics(party.federation)
+        self._key = SigningKey.load(party.bundle / "signing.key")
+        self._topics = Topics(FEDERATION)
         self._transport = MqttTransport(party.mqtt)
         self._sender = ChunkSender(self._transport, f"chunks-{self.name}")
-        self._store = ArtifactStore(party.folder)
-        self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
+        self._store = ArtifactStore(party.bundle / "artifacts")
+        self._partials = Partials(party.bundle / "artifacts" / ".partial", 4, 1 << 40)
         self._session: Session | None = None
         self._nonce = ""
         self._hello_at = 0.0
@@ -206,7 +211,7 @@ class BenchDevice:
 
     def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {
-            "federation": self._party.federation,
+            "federation": FEDERATION,
             "sender": self.name,
             "recipient": schemas.COORDINATOR,
             "round": round_number,
@@ -245,13 +250,6 @@ def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeU
         device.close()
 
 
-FEDERATION = "bench"
-SECONDS_MAX = 300.0
-READY_S = 60.0
-PROCESSES = 2
-"""Of devices."""
-
-
 def device_name(number: int) -> str:
     """The id of a bench device."""
     return f"device-{number:04}"
@@ -280,30 +278,46 @@ async def running_broker(home: Home) -> AsyncIterator[Children]:
         yield processes
 
 
+def enrol(home: Home, names: Sequence[str], add_federation: Callable[[Store], Opened]) -> Opened:
+    """Add a federation and its devices while the broker runs; gives what `add_federation` does."""
+    with closing(Store.of(home)) as store, changing_members(home):
+        opened = add_federation(store)
+        make_bundles(home, store, names, _bundles(home), time.time(), FEDERATION)
+        publish_access(home)
+    return opened
+
+
+def _bundles(home: Home) -> Path:
+    return home.root.parent / "devices"
+
+
+@contextmanager
 def device_processes(
-    home: Home, bundles: Path, names: Sequence[str], limits: LinkLimits, make_update: MakeUpdate
-) -> list[Callable[..., None]]:
-    """What each process of devices runs, as arguments of `process_of`.
+    home: Home, names: Sequence[str], limits: LinkLimits, make_update: MakeUpdate
+) -> Iterator[list[Any]]:
+    """Run enrolled devices in processes of their own; gives our ends of their pipes, over which `run_devices` ends and answers.
 
     Args:
         home: of their coordinator.
-        bundles: folder with each device's bundle.
         names: of the devices.
         limits: how they use their links.
         make_update: makes their updates.
     """
-    with contextlib.closing(Store.of(home)) as store:
+    with closing(Store.of(home)) as store:
         coordinator = load_signing_identity(home, store).key.public.hex
-    parties = [_party(home, bundles / name, name, limits) for name in names]
-    shares = [tuple(parties[first::PROCESSES]) for first in range(min(PROCESSES, len(parties)))]
-    return [partial(run_devices, share, coordinator, make_update) for share in shares]
+    parties = [_party(home, name, limits) for name in names]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(process_of(partial(run_devices, tuple(share), coordinator, make_update)))
+            for share in (parties[first::PROCESSES] for first in range(min(PROCESSES, len(parties))))
+        ]
 
 
-def _party(home: Home, bundle: Path, name: str, limits: LinkLimits) -> Party:
-    broker = home.config().broker
+def _party(home: Home, name: str, limits: LinkLimits) -> Party:
+    broker, bundle = home.config().broker, _bundles(home) / name
     tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
     mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=limits.in_flight)
-    return Party(mqtt, FEDERATION, bundle / "signing.key", bundle / "artifacts", limits)
+    return Party(mqtt, bundle, limits)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import jobs
-from coordinator.broker.access_lists import publish_access
 from coordinator.errors import BrokerError
-from coordinator.members.enrolment import make_bundles
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.pki.signing_keys import load_signing_identity
@@ -31,7 +28,6 @@ from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
-from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances, Figures
 from experiments.bench.sessions import (
@@ -39,6 +35,7 @@ from experiments.bench.sessions import (
     SECONDS_MAX,
     device_name,
     device_processes,
+    enrol,
     expect,
     new_home,
     process_of,
@@ -177,32 +174,25 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce
 
 async def _rounds(home: Home, spec: FederationSpec, names: tuple[str, ...], limits: LinkLimits) -> Round:
     async with running_broker(home):
-        bundles = await asyncio.to_thread(_set_up, home, spec, names)
-        make_update = partial(_update, spec)
-        with ExitStack() as stack:
-            service = stack.enter_context(process_of(partial(_run_service, home, spec, limits)))
-            runs = device_processes(home, bundles, names, limits, make_update)
-            devices = [stack.enter_context(process_of(run)) for run in runs]
+        await asyncio.to_thread(_set_up, home, spec, names)
+        serving = process_of(partial(_run_service, home, spec, limits))
+        with serving as service, device_processes(home, names, limits, partial(_update, spec)) as devices:
             found: Round = await asyncio.to_thread(expect, service)
             for pipe in (*devices, service):
                 pipe.send("end")
     return found
 
 
-def _set_up(home: Home, spec: FederationSpec, names: tuple[str, ...]) -> Path:
-    """Open the federation and enrol the devices, while the broker runs; gives the folder of their bundles."""
-    artifacts, bundles = ArtifactStore(home.artifacts), home.root.parent / "devices"
+def _set_up(home: Home, spec: FederationSpec, names: tuple[str, ...]) -> None:
+    """Open the federation and enrol the devices, while the broker runs."""
+    artifacts = ArtifactStore(home.artifacts)
     base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
     policy = RoundPolicy(
         rounds=spec.rounds, min_clients=len(names), min_cohort=1, max_attempts=1, deadline_s=SECONDS_MAX
     )
     record = FederationRecord(FEDERATION, spec.method, artifacts.put(spec.canonical()), policy, 1.0)
     initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-    with closing(Store.of(home)) as store, changing_members(home):
-        store.add_federation(record, initial)
-        make_bundles(home, store, names, bundles, time.time(), FEDERATION)
-        publish_access(home)
-    return bundles
+    enrol(home, names, lambda store: store.add_federation(record, initial))
 
 
 def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
