@@ -55,10 +55,8 @@ class Transfer:
 def transfer_of(clients: Iterable[ClientRecord]) -> Transfer | None:
     """What came of some clients; None where no record has both models."""
     gains = [gain for client in clients if (gain := _gain(client)) is not None]
-    return _over(gains) if gains else None
-
-
-def _over(gains: Sequence[Gain]) -> Transfer:
+    if not gains:
+        return None
     below = [gain for gain in gains if gain.points < 0]
     return Transfer(
         worst=min(gains, key=lambda gain: gain.points),
@@ -219,7 +217,7 @@ def _winner(by_choice: Mapping[str, Mapping[int, RunRecord]], *, last: bool) -> 
     most = max(len(runs) for runs in by_choice.values())
 
     def validation(choice: str) -> float:
-        figures = [run.last_validation() if last else run.best_validation() for run in by_choice[choice].values()]
+        figures = [run.validation(last=last) for run in by_choice[choice].values()]
         known = [figure for figure in figures if figure is not None]
         return fmean(known) if known else float("-inf")
 

@@ -54,7 +54,6 @@ class Network(_Part):
 
     split: str
     generator: str
-    discriminator: str
     noise_dim: int
 
 
@@ -62,12 +61,11 @@ class Bytes(_Part):
     """Bytes of a round, for one client.
 
     Attributes:
-        up: of the tensors of an update as they are coded; `down` of an aggregate's.
+        up: of the tensors of an update as they are coded.
         up_artifact: of a whole update, compressed; None in records of runs whose updates were not coded.
     """
 
     up: int
-    down: int
     up_artifact: int | None = None
 
 
@@ -115,13 +113,10 @@ class RunRecord(_Part):
             share = fmean(told) if told else None
         return None if share is None else 100.0 * share
 
-    def best_validation(self) -> float | None:
-        """Mean over clients of the best validation accuracy, in percent."""
-        return self._validation([max(values) for values in self._measured()])
-
-    def last_validation(self) -> float | None:
-        """Mean over clients of the last validation accuracy, in percent."""
-        return self._validation([values[-1] for values in self._measured()])
+    def validation(self, *, last: bool) -> float | None:
+        """Mean over clients of the last or the best validation accuracy, in percent."""
+        columns = ([value for value in client.curve.validation if value is not None] for client in self.clients)
+        return _percent([values[-1] if last else max(values) for values in columns if values])
 
     def after_download(self, *, last: bool) -> float | None:
         """Mean over clients of the accuracy with the round's aggregate loaded, in percent.
@@ -132,15 +127,11 @@ class RunRecord(_Part):
         if not last:
             return self.figure("accuracy_after")
         ended = [client.curve.after[-1] for client in self.clients if client.curve.after]
-        return self._validation([value for value in ended if value is not None])
+        return _percent([value for value in ended if value is not None])
 
-    def _measured(self) -> list[list[float]]:
-        columns = [[value for value in client.curve.validation if value is not None] for client in self.clients]
-        return [values for values in columns if values]
 
-    @staticmethod
-    def _validation(values: Sequence[float]) -> float | None:
-        return 100.0 * sum(values) / len(values) if values else None
+def _percent(values: Sequence[float]) -> float | None:
+    return 100.0 * sum(values) / len(values) if values else None
 
 
 @dataclass(frozen=True)

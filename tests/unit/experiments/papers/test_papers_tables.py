@@ -140,8 +140,8 @@ def test_fedmd_cg_is_read_at_the_last_round_and_its_best_is_kept_beside() -> Non
         "global": pytest.approx(56.0),
     }
     assert line.best["local"].mean == pytest.approx(57.0)
-    assert RunRecord.model_validate(run).last_validation() == pytest.approx(50.0)
-    assert RunRecord.model_validate(run).best_validation() == pytest.approx(90.0)
+    assert RunRecord.model_validate(run).validation(last=True) == pytest.approx(50.0)
+    assert RunRecord.model_validate(run).validation(last=False) == pytest.approx(90.0)
 
 
 def test_a_reduced_budget_is_a_table_of_its_own_marked_and_without_flags() -> None:
