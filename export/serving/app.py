@@ -6,7 +6,7 @@ Errors are JSON and name the next step.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -24,7 +24,7 @@ from export.errors import QueueFullError, RefusedError
 from export.model.image_files import Classified
 from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict
-from export.serving.live_model import ServedModel
+from export.serving.live_model import Candidate, ServedModel
 from export.serving.request_bodies import Bodies, Limits, NamedImage, check_type, read_images
 from fedcg.text_output import wrong_value
 
@@ -67,26 +67,24 @@ class Metrics:
             "fedcg_serve_candidate_images", "Images a new version was compared on.", ["version"], registry=registry
         )
 
-    def text(
-        self, *, queue: int, is_ready: bool, identity: Mapping[str, str] | None, candidate: tuple[str, int] | None
-    ) -> bytes:
+    def text(self, served: Model | None, candidate: Candidate | None, *, queue: int, is_ready: bool) -> bytes:
         """The whole page.
 
         Args:
+            served: the model in service.
+            candidate: the version that is compared with it.
             queue: images that are accepted and not answered yet.
             is_ready: whether predictions are answered.
-            identity: `IDENTITY` of the model in service; None without one.
-            candidate: version of the candidate, and the images that it was compared on; None without one.
         """
         self._queue.set(queue)
         self._ready.set(is_ready)
         self._model.clear()
-        if identity is not None:
-            self._model.labels(**identity).set(1)
+        if served is not None:
+            file = served.served.file or served.manifest.model
+            self._model.labels(**served.identity(), sha256=file.sha256).set(1)
         self._candidate.clear()
         if candidate is not None:
-            version, images = candidate
-            self._candidate.labels(version).set(images)
+            self._candidate.labels(candidate.model.version).set(candidate.progress.images)
         return generate_latest(self._registry)
 
 
@@ -276,16 +274,9 @@ async def model(service: Running) -> dict[str, object]:
 @router.get("/metrics")
 async def metrics(service: Running) -> Response:
     """Counters in Prometheus' text format."""
-    served = service.models.current
-    identity = None
-    if served is not None:
-        file = served.served.file or served.manifest.model
-        labels = {**served.identity(), "sha256": file.sha256}
-        identity = {name: str(value) for name, value in labels.items()}
+    served, candidate = service.models.current, service.models.candidate
     is_ready = served is not None and not service.is_draining
-    candidate = service.models.candidate
-    compared = (candidate.model.version, candidate.progress.images) if candidate else None
-    text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity, candidate=compared)
+    text = service.metrics.text(served, candidate, queue=service.batcher.length, is_ready=is_ready)
     return Response(text, media_type=METRICS_TYPE)
 
 

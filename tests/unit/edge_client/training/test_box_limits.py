@@ -218,9 +218,7 @@ def server(metrics: Metrics) -> Iterator[str]:
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = (
-                metrics.text(queue=0, is_ready=True, identity=None, candidate=None) if self.path == "/metrics" else b""
-            )
+            body = metrics.text(None, None, queue=0, is_ready=True) if self.path == "/metrics" else b""
             self.send_response(200 if body else 404)
             self.end_headers()
             self.wfile.write(body)
