@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments.record import bench_record, write_record
 from fedcg.terminal import Result, prints
 
 HONEST, ABSENT = "all honest", "absent"
@@ -48,7 +49,6 @@ def attacks_command(
     """
     import torch
 
-    from experiments.record import bench_record
     from experiments.settings import parse_params
 
     torch.set_num_threads(threads)
@@ -90,7 +90,6 @@ def _run_cases(
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
     from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, attacked_run
-    from experiments.record import write_record
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.party_builder import simulated_party
     from fedcg.learning.registry import get_method

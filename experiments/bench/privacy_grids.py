@@ -254,17 +254,11 @@ def draw_frontier(records: Sequence[Record], path: Path) -> None:
     picture = Picture(figsize=(5 * len(shown), 4.2), layout="constrained")
     for axes, name in zip(picture.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         for number, (row, of_row) in enumerate(_by(records, lambda record: str(record["row"])).items()):
-            for column, of_cell in _by(of_row, lambda record: str(record["column"])).items():
+            for place, (column, of_cell) in enumerate(_by(of_row, lambda record: str(record["column"])).items()):
                 found = (strongest(record, name) for record in of_cell)
                 x = fmean(one["gain"]["value"] for one in found if one is not None)
                 y = 100 * fmean(record["accuracy"] for record in of_cell)
-                axes.plot(
-                    x,
-                    y,
-                    "os^D"[number % 4],
-                    color=f"C{number}",
-                    label=row if column == next(iter(_columns(of_row))) else None,
-                )
+                axes.plot(x, y, "os^D"[number % 4], color=f"C{number}", label=None if place else row)
                 axes.annotate(column, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
         axes.set(xlabel=f"{name}: gain over the best guess", ylabel="personal accuracy, %")
         axes.margins(0.2)
@@ -321,10 +315,6 @@ def strongest(record: Record, name: str) -> Mapping[str, Any] | None:
     possible = [one for one in _figures(record) if one["name"] == name and not one["is_ceiling"]]
     of_update = [one for one in possible if one["is_of_update"]]
     return max(of_update or possible, key=lambda one: one["gain"]["value"], default=None)
-
-
-def _columns(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(str(record["column"]) for record in records))
 
 
 def _figures(record: Record) -> Iterator[Mapping[str, Any]]:
