@@ -35,7 +35,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 def fork_server(preloaded: Sequence[str]) -> ForkServerContext:
     """The context of forked processes, whose server begins to load packages at once."""
-    os.environ.update(ONE_THREAD, PYTHONSAFEPATH="1")  # else numpy starts threads, which no fork has
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if preloaded:
+        os.environ.update(ONE_THREAD)  # else numpy starts threads, which no fork has
     context = get_context("forkserver")
     context.set_forkserver_preload(list(preloaded))
     from multiprocessing.forkserver import ensure_running
@@ -140,7 +142,7 @@ class Children:
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
             offset = output.tell()
-        given = (target, tuple(map(str, arguments)), dict(environment or {}), log)
+        given = (target, tuple(map(str, arguments)), {**ONE_THREAD, **(environment or {})}, log)
         process = self._server.Process(target=_run, args=given, name=name)
         process.start()
         child = Child(name, process, log, offset, outlives_others)
