@@ -99,7 +99,7 @@ class Client:
         if named is not None:
             return named
         there = self.all("/federations")
-        live = [known for known in there if known["phase"] != "finished" and known["status"] != "stopped"]
+        live = [known for known in there if known["status"] not in ("finished", "stopped")]
         names = [str(known["federation"]) for known in (live or there)]
         if len(names) != 1:
             there_are = (

@@ -205,8 +205,7 @@ def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for each in found:
         phase, where = each["phase"].replace("_", " "), f"{each['round']} of {each['rounds']}"
-        status = phase if phase == "finished" and each["status"] in ("running", "paused") else each["status"]
-        standing = each["federation"], status, phase, where, len(each["online"])
+        standing = each["federation"], each["status"], phase, where, len(each["online"])
         rows.append((*standing, moment(each["created_at"]), each["reason"]))
     following = "`fedcg federation list --all` shows archived ones too.\nNext: fedcg federation create"
     return table(columns, rows, f"No federations here; {following}")

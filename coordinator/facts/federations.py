@@ -23,7 +23,7 @@ class FederationFacts:
     """A federation and where it stands; `round` and `attempt` are those that are open, or open next.
 
     Attributes:
-        status: what the operator wants of it; `phase` is what it does.
+        status: what the operator wants of it, or finished; `phase` is what it does.
         online, participants: of the running service; empty where none runs.
         unapproved: participants that take part as soon as their owners approve the spec.
         summed: of `upload` what leaves devices behind masks only.
@@ -115,7 +115,7 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
         report=spec.report,
         codec=spec.codec,
         aggregate_codec=spec.aggregate_codec,
-        status=record.status.value,
+        status=_status(record, state),
         phase=state.label,
         round=state.round,
         attempt=state.attempt,
@@ -135,6 +135,11 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
         barred=dict(state.barred),
         refused={} if service is None else service.refusals,
     )
+
+
+def _status(record: records.FederationRecord, state: RoundState) -> str:
+    is_finished = state.phase is Phase.FINISHED and not record.status.is_ended
+    return Phase.FINISHED.value if is_finished else record.status.value
 
 
 def attempts_by_round(known: Known, federation: str) -> dict[int, list[records.AttemptRecord]]:
@@ -273,7 +278,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     goes_on = round_s is not None and not is_still and record.status is records.FederationStatus.RUNNING
     return CurrentRound(
         federation=federation,
-        status=record.status.value,
+        status=_status(record, state),
         phase=state.label,
         round=state.round,
         rounds=state.policy.rounds,

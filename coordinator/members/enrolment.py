@@ -24,6 +24,7 @@ from coordinator.errors import EnrolmentError, NotFoundError
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, LEAF_LIFE, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import CertificateRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.store import Store
 from fedcg.agent_config import CONFIG_NAME, render_agent_config
@@ -63,19 +64,24 @@ def make_bundles(
 
 
 def federation_to_join(store: Store, named: str | None) -> str:
-    """The federation that a new device's agent.toml names: the named one, or the only one.
+    """The federation that a new device's agent.toml names: the named one, or the only one, of several the only one that is not over.
 
     Raises:
         EnrolmentError: there is none, none of that name, or several and none was named.
     """
-    there = [record.id for record in store.shown_federations()]
+    shown = store.shown_federations()
+    there = [record.id for record in shown]
     if not there:
         raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
-    if named is None and len(there) > 1:
-        raise EnrolmentError(f"name the federation with --federation; there are {', '.join(there)}")
     if named is not None and named not in there:
         raise EnrolmentError(f"there is no federation {named!r}; there are {', '.join(there)}", exit_code=NOT_FOUND)
-    return named or there[0]
+    live = [
+        each.id for each in shown if not (each.status.is_ended or store.round_state(each.id).phase is Phase.FINISHED)
+    ]
+    meant = [named] if named else live or there
+    if len(meant) > 1:
+        raise EnrolmentError(f"name the federation with --federation; there are {', '.join(there)}")
+    return meant[0]
 
 
 def problem_with_new(store: Store, device: str) -> str:

@@ -122,6 +122,10 @@ def test_a_federation_that_is_finished_is_shown_so(home: Home) -> None:
     listed = run_fedcg("federation", "list", "--dir", home.root).stdout
     assert re.search(r"^over +finished +finished +1 of 1 ", listed, re.MULTILINE), listed
     assert re.search(rf"^{FEDERATION} +running +waiting ", listed, re.MULTILINE), listed
+    assert {each["federation"]: each["status"] for each in ask(home, "federation", "list")}["over"] == "finished"
+    bundle = run_fedcg("device", "add", "c", "--out", home.root / "bundles", "--dir", home.root)
+    assert bundle.exit_code == 0, bundle.output
+    assert f'federation = "{FEDERATION}"' in (home.root / "bundles" / "c" / "agent.toml").read_text()
 
 
 def test_over_the_network_a_token_allows_what_its_role_allows(coordinator: Home) -> None:
