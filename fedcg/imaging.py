@@ -1,6 +1,6 @@
 """An image file to pixels in the form that a network takes: the one decoder and resize of training, experiments and serving.
 
-`convert(mode)`, then a bilinear resize of the width and after it of the height; of an animation the first frame, EXIF orientation
+Grey of 16 bits to 8 by its top byte, `convert(mode)`, then a bilinear resize of the width and after it of the height; of an animation the first frame, EXIF orientation
 ignored. A model does the same inside (`export.build.preprocess_graph`). Needs numpy and Pillow, no torch.
 """
 
@@ -24,6 +24,8 @@ MAX_FILE_BYTES = 256 << 20  # an image at the limit of pixels has 200 MB where n
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+_DEEP_GREY = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of a TIFF
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -100,8 +102,27 @@ def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
     return _fit(Image.fromarray(np.ascontiguousarray(pixels)), form, resize=True)
 
 
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits by its top byte, as Pillow reads colour of 16 bits; other images as they are. `convert` would clip it at 255.
+
+    Raises:
+        ImageError: whole numbers of 32 bits or floats, whose black and white are unknown; a TIFF of 12 bits or with white as zero.
+    """
+    if image.mode not in _DEEP_GREY:
+        return image
+    # Pillow before 11 reads a PNG of 16 bits as "I"; it scales every PGM to 16 bits.
+    if image.mode in ("I", "F") and (image.mode == "F" or image.format not in ("PNG", "PPM")):
+        raise ImageError("grey of 32 bits or floats: its black and white are unknown; save it with 8 or 16 bits")
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(_BITS_PER_SAMPLE, (16,)) != (16,) or tags.get(_PHOTOMETRIC, 1) != 1:
+        raise ImageError(
+            "a grey TIFF of 12 bits, or of 16 with white as zero; save it with 8 or 16 bits and black as zero"
+        )
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
 def _fit(image: Image.Image, form: ImageForm, *, resize: bool) -> Pixels:
-    fitted = image.convert(form.mode)
+    fitted = in_8_bits(image).convert(form.mode)
     if resize:  # in two steps: which side Pillow takes first when it is left to it changes with its version, and pixels with that
         fitted = fitted.resize((form.width, fitted.height), Image.Resampling.BILINEAR)
         fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)

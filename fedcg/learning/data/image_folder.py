@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedcg.imaging import ImageError, in_8_bits
 from fedcg.learning.data import sources
 from fedcg.learning.data.array_files import ArrayData, LabelledImages, checked_shape
 from fedcg.learning.errors import DataError
@@ -70,6 +71,10 @@ def _read_dataset(name: str, dataset: Any, classes: Sequence[str]) -> LabelledIm
 
 def _dataset_pixels(image: object, where: str) -> NDArray[np.uint8]:
     if isinstance(image, Image.Image):
+        try:
+            image = in_8_bits(image)
+        except ImageError as error:
+            raise DataError(f"{where}: {error}") from error
         image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
     elif isinstance(image, torch.Tensor):
         image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()

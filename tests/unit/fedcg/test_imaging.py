@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from export.model.runtime import load_image
 from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
 from fedcg.learning.data import sources
 from fedcg.learning.errors import DataError
@@ -57,15 +58,38 @@ def test_an_image_is_converted_then_resized_bilinearly_and_not_resampled_at_the_
         (FILES["a large jpeg"][:3000], "damaged"),
         (FILES["a colour png"][:200], "damaged"),
         (encoded(picture(1), "TGA"), "not an image"),
+        (encoded(Image.fromarray(np.full((30, 50), 70_000, dtype=np.int32)), "TIFF"), "32 bits or floats"),
+        (encoded(Image.fromarray(np.full((30, 50), 0.5, dtype=np.float32)), "TIFF"), "32 bits or floats"),
+        (encoded(Image.fromarray(np.ones((30, 50), dtype=np.uint16)), "TIFF", tiffinfo={262: 0}), "white as zero"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "not an image"),
     ],
-    ids=["text", "nothing", "half a jpeg", "half a png", "a format that is not read", "a program in PostScript"],
+    ids=[
+        "text",
+        "nothing",
+        "half a jpeg",
+        "half a png",
+        "a format that is not read",
+        "32 bits",
+        "floats",
+        "white as zero",
+        "a program in PostScript",
+    ],
 )
 def test_a_file_that_is_no_sound_image_is_an_error_with_its_reason(content: bytes, reason: str) -> None:
     with pytest.raises(ImageError, match=reason):
         decode_image(content, image_form())
     with pytest.raises(DataError, match=rf"^cat/a\.png: .*{reason}"):
         sources.decode_image(content, image_form(), "cat/a.png")
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), mode=st.sampled_from(["L", "RGB"]), form=st.sampled_from(["PNG", "TIFF", "PPM"]))
+def test_grey_of_16_bits_is_the_same_image_in_8_bits_for_training_and_serving(seed: int, mode: str, form: str) -> None:
+    grey = np.random.default_rng(seed).integers(0, 256, (30, 50), dtype=np.uint8)
+    deep = encoded(Image.fromarray(grey.astype(np.uint16) * 257), form)
+    expected = decode_image(encoded(Image.fromarray(grey), "PNG"), image_form(mode))
+    np.testing.assert_array_equal(load_image(deep, image_form(mode)), expected)
+    np.testing.assert_array_equal(sources.decode_image(deep, image_form(mode), "one"), expected.transpose(2, 0, 1))
 
 
 def _png_header(width: int, height: int) -> bytes:

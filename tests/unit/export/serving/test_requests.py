@@ -160,11 +160,12 @@ def _bomb() -> bytes:
     [
         (encoded(picture(1), "PNG")[:300], 422, "bad_image", "damaged"),
         (b"no image", 422, "bad_image", "not an image"),
+        (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), 422, "bad_image", "32 bits or floats"),
         (encoded(Image.new("L", (100, 101)), "PNG"), 413, "image_too_large", "101.* over the limit of 10000"),
         (_bomb(), 422, "bad_image", "damaged"),
         (b"", 400, "empty_body", "is empty"),
     ],
-    ids=["truncated", "text", "too many pixels", "a comment that unpacks to 300 MB", "nothing"],
+    ids=["truncated", "text", "floats", "too many pixels", "a comment that unpacks to 300 MB", "nothing"],
 )
 def test_one_bad_file_refuses_the_request_and_is_named(content: bytes, status: int, code: str, told: str) -> None:
     error = _refusal(*_multipart({"good.png": encoded(picture(1), "PNG"), "bad.png": content}))

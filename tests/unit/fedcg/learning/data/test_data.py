@@ -306,6 +306,8 @@ def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypat
     assert read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY).entries[4].path == "test/dataset:mine#0"
     with pytest.raises(DataError, match="no class 'dog'"):
         read_images(Path("dataset:mine"), ("cat", "cow"), SMALL_GREY)
+    given.append([(Image.fromarray(np.full((4, 4), 257 * level, dtype=np.uint16)), level % 2) for level in range(4)])
+    assert torch.equal(read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY).images.images, found.images.images)
     given.append([(torch.zeros(1, 4, 4), 0)])
     with pytest.raises(DataError, match="no floats"):
         read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY)
