@@ -35,12 +35,14 @@ ENDS_OF_TRAINING = frozenset(
 _SHOWN = {  # one field of these events is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
-    "welcomed": ("last_welcomed", "epoch"),
+    "welcomed": ("last_welcomed", "t"),
     "refused": ("last_refused", "detail"),
     "agent_error": ("last_agent_error", "detail"),
     "cohort": ("last_cohort", "others"),
     "finished": ("finished", "summary"),
 }
+# A round after the end: the federation was extended.
+_ENDS = {"link": "link_problem", "welcomed": "link_problem", "invited": "finished"}
 
 
 def read_status(config: AgentConfig) -> Status:
@@ -109,6 +111,8 @@ def _in_words(name: str, value: EventValue) -> str:
     if isinstance(value, list):
         return "; ".join(value)
     if isinstance(value, float):
+        if name == "last_welcomed":
+            return moment(value)
         return f"{value:.1%}" if name.endswith("accuracy") else f"{value:g}"
     return "" if value is None else str(value)
 
@@ -256,10 +260,10 @@ def _latest(path: Path) -> Status:
             found["last_audit"] = f"{about}: {verdict}; {event.get('report')}"
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
-        elif name in ("link", "welcomed"):
-            found["link_problem"] = None
         if name in ENDS_OF_TRAINING:
             found["training"] = None
+        if name in _ENDS:
+            found[_ENDS[name]] = None
         if name in _SHOWN:
             key, field = _SHOWN[name]
             found[key] = event.get(field)

@@ -1,6 +1,8 @@
 """Agent, state machine and store together, over the in-process broker, against a coordinator scripted step by step; and what the log and the status say."""
 
 import logging
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from edge_client.agent import reports
 from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.agent.reports import LinkProblems
-from edge_client.cli.status import Status, read_status
+from edge_client.cli.status import Status, read_status, status_table
 from edge_client.config import PolicySection
 from edge_client.session.signals import Noted, RoundFailed, TrainRound
 from edge_client.store.private_store import open_store
@@ -68,6 +70,11 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
     for told in ("1: the update is being sent (", "1: the update is accepted", "2: the update is accepted"):
         assert f"round {told}" in log.text
     assert status(world)["finished"] == "finished; no exported model"
+    assert re.search(r"last welcomed +20..-.* UTC\n", status_table(status(world)))
+    EventLog(world.config.store / "events.jsonl", time.time).write(
+        "invited", round=3, attempt=1, rounds=3
+    )  # it was extended
+    assert status(world)["finished"] is None
 
 
 def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_when_it_runs_until_the_end(
