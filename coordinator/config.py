@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from coordinator.errors import ConfigError
 from fedcg.config_file import Settings, read_toml
-from fedcg.wire.messages.enrolment_messages import PresetName
+from fedcg.wire.messages.enrolment_messages import Host, PresetName
 from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.worker_process import STALL_S
@@ -51,7 +51,7 @@ class BrokerSettings(Settings):
         chunk_bytes, window_chunks, window_bytes: single limits in place of the preset's.
     """
 
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port = 8883
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
     preset: PresetName = DEFAULT_PRESET
@@ -121,7 +121,7 @@ class ListenerSettings(Settings):
 
     port: Port | None = None
     listen: Annotated[str, Field(min_length=1)] | None = None
-    host: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$", description="a name or an address")] = None
+    host: Host | None = None
 
     def address(self, host: str) -> str:
         """The address that it listens on, when devices reach it under `host`."""

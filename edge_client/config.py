@@ -20,7 +20,7 @@ from fedcg.config_file import Settings, from_text, nearest, read_toml, section_o
 from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
-from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
+from fedcg.wire.messages.enrolment_messages import URL_PATTERN, Host, PresetName
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
@@ -33,7 +33,7 @@ ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
 class BrokerSection(Settings):
     """The address of the MQTT broker; without TLS only on this machine and only with `insecure`."""
 
-    host: Annotated[str, Field(min_length=1, description="host name or address of the broker")]
+    host: Annotated[Host, Field(description="host name or address of the broker")]
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
     protocol: Annotated[Literal["auto", "5", "3.1.1"], Field(description="MQTT version")] = "auto"
     keepalive_s: Annotated[int, Field(ge=5, le=3600)] = 30

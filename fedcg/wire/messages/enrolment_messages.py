@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
+import ipaddress
 import json
+import re
 from typing import Annotated, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError, problem_in
 from fedcg.wire.messages.schemas import Identifier, Nonce, Sha256, Signature
@@ -39,7 +42,21 @@ Pem = Annotated[str, Field(min_length=1, max_length=6000)]
 PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
 URL_PATTERN = rf"^https://(\[[0-9A-Fa-f:.]{{2,45}}\]|[A-Za-z0-9._-]{{1,253}})(:({PORT}))?/?$"
 Url = Annotated[str, Field(pattern=URL_PATTERN)]
-Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")]
+_LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_DNS_NAME = re.compile(rf"(?=.{{1,253}}\Z)(?![0-9.]+\Z){_LABEL}(\.{_LABEL})*")
+
+
+def _host(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        if "%" not in text:  # a zone has a meaning on one machine alone
+            return str(ipaddress.ip_address(text))
+    if _DNS_NAME.fullmatch(text) is None:
+        raise ValueError("must be a DNS name or an IP address, without scheme and port")
+    return text
+
+
+Host = Annotated[str, AfterValidator(_host)]
+"""A DNS name, or an IP address in its shortest form."""
 
 
 class _Strict(BaseModel):

@@ -19,6 +19,7 @@ from coordinator.config import (
 )
 from coordinator.errors import ConfigError
 from coordinator.paths import Home
+from tests.support.commands import run_fedcg
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,45 @@ def test_a_setting_that_is_none_is_named_with_its_line_and_the_nearest_one(tmp_p
         load_config(path)
     assert f"line {number}: enrolment.certificate_dais" in str(refused.value)
     assert "did you mean `certificate_days`?" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "http://x:80",
+        "x:80",
+        "a b/c",
+        "-x",
+        "*",
+        "a\x1bb",
+        "a\n",
+        "x." + "a" * 64,
+        "a" * 3000,
+        "300.1.2.3",
+        "[::1]",
+        "a..b",
+    ],
+)
+def test_a_host_that_is_neither_name_nor_address_is_refused_and_nothing_is_made(tmp_path: Path, host: str) -> None:
+    refused = run_fedcg("coordinator", "init", "--dir", str(tmp_path / "home"), f"--host={host}")
+    assert (refused.exit_code, "must be a DNS name or an IP address" in refused.output) == (2, True)
+    assert not (tmp_path / "home").exists()
+    with pytest.raises(ValidationError, match="DNS name"):
+        EnrolmentSettings(host=host)
+
+
+def test_names_and_addresses_are_hosts() -> None:
+    for host in (
+        "localhost",
+        "Broker.Example",
+        "10.0.0.2",
+        "fe80::1",
+        "my_broker",
+        "xn--bcher-kva.example",
+        "3com.example",
+    ):
+        assert BrokerSettings(host=host).host == host
+    assert BrokerSettings(host="0:0::1").host == "::1"
 
 
 def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path) -> None:

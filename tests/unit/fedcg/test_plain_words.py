@@ -115,7 +115,7 @@ SAID = {
     SERVE_MQTT: "name them (ca, cert and key); only a broker at a loopback address does without, with `insecure`",
     f"{SERVE_MQTT} --ca {{box}}/odd --cert {{box}}/odd --key {{box}}/odd": "is damaged, or the key is not the certificate's. Restore",
     "coordinator init --dir {box}/noise/home": "Error: Not a directory: '",
-    "coordinator init --dir {box}/home --host=": "Error: broker.host: must ",
+    "coordinator init --dir {box}/home --host=": "Error: broker.host: must be a DNS name or an IP address",
     "simulate --clients 0 --out {box}/runs": ": must ",
     "simulate --mechanism update_clip=-1 --out {box}/runs": ": must ",
     "demo --rounds -1 --out {box}/demo": ": must ",
