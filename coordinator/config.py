@@ -10,7 +10,7 @@ from pydantic import Field, IPvAnyAddress, PlainSerializer, model_validator
 from typing_extensions import Self
 
 from coordinator.errors import ConfigError
-from fedcg.config_file import Settings, read_toml
+from fedcg.config_file import Settings, listed, read_toml
 from fedcg.wire.messages.enrolment_messages import Host, PresetName
 from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
@@ -303,9 +303,13 @@ def load_config(path: Path) -> CoordinatorConfig:
     """Read coordinator.toml.
 
     Raises:
-        ConfigError: not TOML, or values out of their bounds; names every error.
+        ConfigError: not TOML, or values out of their bounds; names every error. Or nothing is set, as after a write that was cut off.
     """
-    return read_toml(path, CoordinatorConfig, ConfigError)
+    config = read_toml(path, CoordinatorConfig, ConfigError)
+    if not config.model_fields_set:
+        advice = "restore it from a backup, or take that of a new `fedcg coordinator init` in another directory"
+        raise ConfigError(listed(str(path), [f"line 1: nothing is set, as after a write that was cut off: {advice}"]))
+    return config
 
 
 def check_api_host(api: ApiSettings) -> None:

@@ -70,6 +70,16 @@ def test_a_setting_that_is_none_is_named_with_its_line_and_the_nearest_one(tmp_p
     assert "did you mean `certificate_days`?" in str(refused.value)
 
 
+def test_an_empty_file_is_a_write_that_was_cut_off_and_one_section_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    for text in ("", "\n# coordinator.toml\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"line 1: nothing is set.*cut off.*fedcg coordinator init"):
+            load_config(path)
+    path.write_text("[broker]\n")
+    assert load_config(path) == CoordinatorConfig()
+
+
 @pytest.mark.parametrize(
     "host",
     [
