@@ -1,5 +1,6 @@
 """Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads no torch."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -131,10 +132,14 @@ def leave_command(
         confirm(_leaving(settings.device, settings.federation, settings.store if erase else None))
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     values = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
-    values["kept"] = [str(path) for path in left.kept]
+    values |= {"kept": [str(path) for path in left.kept], "aside": [str(path) for path in left.aside]}
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
     gone += "".join(f"\n  left {path}: this program did not make it" for path in left.kept)
+    gone += "".join(
+        f"\n  left {path}, a store that was moved aside, with its secrets and models: rm -r {shlex.quote(str(path))}"
+        for path in left.aside
+    )
     following = "Next: a new token brings it back: on the coordinator, fedcg token create"
     return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"
 

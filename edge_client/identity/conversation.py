@@ -131,11 +131,13 @@ class Departure:
         confirmed: whether the coordinator confirmed that the device is no member any more.
         erased: the paths that were removed from this device.
         kept: what lies in the store's folder, was not made by this program, and stays.
+        aside: private stores that were moved aside, as `store.before`, and stay.
     """
 
     confirmed: bool
     erased: tuple[Path, ...] = ()
     kept: tuple[Path, ...] = ()
+    aside: tuple[Path, ...] = ()
 
 
 def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -> Departure:
@@ -165,7 +167,12 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
         with used.alone():
             if notify:
                 _leave_coordinator(config, used, timeout_s)
-            return Departure(notify, *(_erase(config, store) if erase else ()))
+            return Departure(notify, *((*_erase(config, store), _moved_aside(config.store)) if erase else ()))
+
+
+def _moved_aside(store: Path) -> tuple[Path, ...]:
+    beside = (path for path in store.parent.glob("*") if path.name.startswith(f"{store.name}."))
+    return tuple(sorted(path for path in beside if PrivateStore(path).is_made))
 
 
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:

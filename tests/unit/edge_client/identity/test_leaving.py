@@ -142,6 +142,21 @@ def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: Agent
         assert f"left {enrolled.store / name}: this program did not make it" in done.stdout
 
 
+def test_a_store_that_was_moved_aside_is_named_with_the_command_that_removes_it(
+    enrolled: AgentConfig, tmp_path: Path
+) -> None:
+    before = enrolled.store.with_name("store.before")
+    enrolled.store.rename(before)
+    (tmp_path / "box" / "store.txt").write_text("the owner's")
+    PrivateStore.open(enrolled.store, enrolled.federation, enrolled.device)
+    leaving = ["leave", "--config", str(tmp_path / "box" / "agent.toml"), "--erase", "--without-coordinator", "--yes"]
+    done = run_fedcg("agent", *leaving)
+    assert done.exit_code == 0, done.output
+    assert f"rm -r {before}\n" in done.stdout
+    assert "store.txt" not in done.stdout
+    assert (before / "models" / "0001" / "model.onnx").exists()
+
+
 def test_the_certificates_of_the_system_stay(enrolled: AgentConfig, tmp_path: Path) -> None:
     assert enrolled.tls is not None
     bundle = enrolled.tls.ca.rename(tmp_path / "ca-certificates.crt")
