@@ -275,11 +275,11 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     if not ahead:
         return
     epoch, trained = max(ahead.values())
-    follow = "nothing has to be done: they train the rounds again that this coordinator has not"
+    follow = "nothing has to be done: the rounds are trained again that this coordinator has not"
     if refuses := epoch > service.epoch:
-        follow = "they follow after one start with `fedcg coordinator run --accept-loss`"
+        follow = "devices follow after one start with `fedcg coordinator run --accept-loss`"
     what = (
-        f"{_named(list(ahead))} know epoch {epoch} and round {trained}; "
+        f"{_named(list(ahead))} know{'s' if len(ahead) == 1 else ''} epoch {epoch} and round {trained}; "
         f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"
     )
     remedy = (

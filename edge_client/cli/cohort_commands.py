@@ -65,7 +65,7 @@ def join_command(
     store, federation = _store_of(config)
     joined = join(store, code)
     mark = mark_in(store, federation)
-    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card"
+    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card --config {config}"
     return {"joined": joined, "mark": mark}, text
 
 
@@ -84,9 +84,10 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     mark = mark_in(store, federation)
     values = {"mark": mark, "roster": sorted(store.roster())}
     if mark is None:
-        following = "Next: fedcg cohort create on the first device, fedcg cohort join on the others"
+        following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
-    return values, f"mark {mark}; {len(store.roster()) or 'no'} devices on the roster of masked sums"
+    many = len(store.roster())
+    return values, f"mark {mark}; {many or 'no'} device{'s' if many != 1 else ''} on the roster of masked sums"
 
 
 @app.command("card")

@@ -1,6 +1,7 @@
 """The coordinator's page and the audit's page in a real Chromium: tabs, contrast, charts for everybody, light and dark, wide and narrow."""
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -187,12 +188,17 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
         for plot in tab.locator(".plot").all():
             expect(plot.locator("> *").first).to_be_visible()
         assert ("uplot" in tab.evaluate(LOADED)) == (tab.locator(".u-wrap").count() > 0), path
+        for at in tab.locator("time[data-at]").all():  # with its zone, on one line
+            looked["moments"] += 1
+            assert re.search(r"UTC|GMT", at.text_content() or "")
+            assert at.evaluate("(at) => at.getClientRects().length") <= 1
         scripts += tab.evaluate(SCRIPT_BYTES)
         keep(tab, f"{path.strip('/').replace('/', '-')}-{theme}-{width}")
     assert (faint, errors) == ({}, [])
     assert 10_000 < scripts < 70_000  # all screens together: each file crosses the network once
     assert looked["text"] > 500
     assert looked["graphics"] > 50
+    assert looked["moments"] > 0
 
 
 def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: ServedPage, logged_in: LogIn) -> None:

@@ -45,7 +45,7 @@ function tick() {
   const now = Date.now() / 1000;
   for (const each of document.querySelectorAll("time[data-until]")) each.textContent = countdown(each.dataset.until - now);
   for (const each of document.querySelectorAll("time[data-ago]")) each.textContent = `${span(Math.max(0, now - each.dataset.ago))} ago`;
-  for (const each of document.querySelectorAll("time[data-at]")) each.textContent = new Date(each.dataset.at * 1000).toLocaleString();
+  for (const each of document.querySelectorAll("time[data-at]")) each.textContent = new Date(each.dataset.at * 1000).toLocaleString([], {dateStyle: "medium", timeStyle: "long"});
   const since = Date.now() - KEPT_MS, isBehind = lastEvent < since && lastRefresh < lastEvent + KEPT_MS;
   if (isBehind || Date.now() - lastRefresh > IDLE_MS) refreshSoon();
 }

@@ -192,7 +192,7 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         epoch = running.service.epoch
         assert "devices are ahead" not in remember(epoch, running.service.state.round)
         problem = remember(epoch, 20)["devices are ahead"]
-        assert "a know epoch 1 and round 20; this coordinator is at epoch 1 and round 1" in problem.what
+        assert "a knows epoch 1 and round 20; this coordinator is at epoch 1 and round 1" in problem.what
         assert "fedcg coordinator restore FILE --dir NEW" in problem.remedy
         assert not problem.is_severe
         problem = remember(epoch + 3, 1)["devices are ahead"]

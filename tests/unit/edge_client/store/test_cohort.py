@@ -120,13 +120,16 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
 ) -> None:
     first, second = (write_device(tmp_path / name, name) for name in ("first", "second"))
     assert run("status", "--config", str(first)) == NOT_FOUND
-    assert "No cohort secret" in capsys.readouterr().out
+    assert (
+        f"No cohort secret.\nNext: on the first device fedcg cohort create --config {first}, on"
+        in capsys.readouterr().out
+    )
     assert run("create", "--config", str(first), "--json") == 0
     made = data_of(capsys.readouterr().out)
     code = tmp_path / "code"
     code.write_text(made["code"] + "\n")
     assert run("join", "--config", str(second), "--code-file", str(code)) == 0
-    assert f"Joined; mark {made['mark']}" in capsys.readouterr().out
+    assert f"Joined; mark {made['mark']}\nNext: fedcg cohort card --config {second}\n" in capsys.readouterr().out
     assert run("status", "--config", str(second), "--json") == 0
     assert data_of(capsys.readouterr().out) == {"mark": made["mark"], "roster": []}
     assert run("create", "--config", str(first)) == EXISTS
