@@ -224,10 +224,14 @@ def _certificate_renewed(event: Event) -> Line:
 
 
 def _cohort(event: Event) -> Line | None:
-    if event.get("others") != "different":
+    unlike = {
+        "lacking": "another device has no cohort secret",
+        "different": "other devices have another cohort secret, or this one has none",
+    }
+    if (found := unlike.get(str(event.get("others")))) is None:
         return None
     advice = "private networks start apart and merge badly; compare `fedcg cohort status` on all devices"
-    return WARNING, f"other devices have another cohort secret: {advice}. {COHORT_ADVICE}"
+    return WARNING, f"{found}: {advice}. {COHORT_ADVICE}"
 
 
 def _trainer_died(event: Event) -> Line:

@@ -121,7 +121,10 @@ class Cohorts:
         others = {mark for name, mark in self._marks.items() if name != device}
         if not others:
             return schemas.CohortVerdict.ALONE
-        return schemas.CohortVerdict.SAME if others == {mine} else schemas.CohortVerdict.DIFFERENT
+        if others == {mine}:
+            return schemas.CohortVerdict.SAME
+        is_like_the_rest = mine is not None and others <= {mine, None}
+        return schemas.CohortVerdict.LACKING if is_like_the_rest else schemas.CohortVerdict.DIFFERENT
 
     def without(self) -> list[str]:
         """The devices without a secret."""

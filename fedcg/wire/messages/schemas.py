@@ -329,10 +329,11 @@ class Outcome(str, Enum):
 
 
 class CohortVerdict(str, Enum):
-    """Whether a device's cohort secret equals those of the other devices, by their marks."""
+    """Whether a device's cohort secret equals those of the other devices, by their marks; lacking: only some have none."""
 
     ALONE = "alone"
     SAME = "same"
+    LACKING = "lacking"
     DIFFERENT = "different"
 
 

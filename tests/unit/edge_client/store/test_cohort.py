@@ -16,6 +16,7 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, rost
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.sentences import sentence_of
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import CohortVerdict, Hello, RoundAttempt
 from tests.support.commands import data_of
@@ -106,6 +107,12 @@ def test_devices_without_a_secret_are_alike_and_unlike_one_that_has_it() -> None
     assert cohorts.note("site-2", None) == ()
     assert cohorts.verdict("site-1") is CohortVerdict.SAME
     assert cohorts.note("mine", "m") == ("site-1", "site-2")
+    assert cohorts.verdict("mine") is CohortVerdict.LACKING
+    assert cohorts.verdict("site-1") is CohortVerdict.DIFFERENT
+    cohorts.note("like mine", "m")
+    assert cohorts.verdict("mine") is CohortVerdict.LACKING
+    assert "another device has no cohort secret" in str(sentence_of({"event": "cohort", "others": "lacking"}))
+    cohorts.note("site-2", "another")
     assert cohorts.verdict("mine") is CohortVerdict.DIFFERENT
 
 
