@@ -78,6 +78,7 @@ def join_command(
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
     return {"device": settings.device, "federation": federation, "config": str(written)}, (
         f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
+        f"Whether the coordinator has {federation}, with a place for this device, fedcg doctor asks it.\n"
         f"{_next_steps(written)}"
     )
 

@@ -45,7 +45,9 @@ def joined(first: Path) -> AgentConfig:
     """The configuration of the second federation, once the device has joined it."""
     root = first.parent.parent
     named = ("--config", first, "--federation", "second", "--data", root / "images")
-    assert run_fedcg("agent", "join", *named, "--out", root / "second").exit_code == 0
+    done = run_fedcg("agent", "join", *named, "--out", root / "second")
+    assert done.exit_code == 0
+    assert "with a place for this device, fedcg doctor asks it." in done.stdout
     return load_config(root / "second" / "agent.toml", {})
 
 
