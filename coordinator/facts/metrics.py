@@ -28,8 +28,11 @@ METRICS: dict[str, tuple[str, list[str]]] = {
     "fedcg_broker_connected": ("1 while the link to the broker stands", ["federation"]),
     "fedcg_round_seconds": ("Median duration of the last closed rounds in seconds", ["federation"]),
     "fedcg_phase": ("1 for the phase of the federation", ["federation", "phase"]),
-    "fedcg_accuracy_mean": ("Mean personal accuracy reported in the last round", ["federation"]),
-    "fedcg_negative_transfer": ("Share of the clients that are worse off than alone", ["federation"]),
+    "fedcg_accuracy_mean": ("Mean personal accuracy reported in the last closed round", ["federation"]),
+    "fedcg_negative_transfer": (
+        "Share of the enrolled devices with a baseline that are worse off than alone",
+        ["federation"],
+    ),
     "fedcg_updates_total": ("Updates of attempts that are over, by outcome", ["federation", "outcome"]),
     "fedcg_update_bytes_total": ("Bytes of these updates", ["federation"]),
     "fedcg_attempts_total": ("Attempts that are over, closed or failed", ["federation", "state"]),

@@ -133,8 +133,8 @@ class Worth:
     """What the federation brings its clients.
 
     Attributes:
-        clients: worst gain first; those without a baseline last.
-        mean: (round, mean personal accuracy, mean accuracy alone) over the clients that reported in the round.
+        clients: the devices that are enrolled now, worst gain first; those without a baseline last.
+        mean: (round, mean personal accuracy, mean accuracy alone) of closed rounds, over the updates that were accepted in each.
         compared: clients that reported both.
         negative: those of them that are worse off than alone.
         rate: share of the compared clients that are worse off; None when none is compared.
@@ -159,8 +159,9 @@ def worth(known: Known, federation: str) -> Worth:
     Raises:
         NotFoundError: there is no such federation.
     """
-    overview = known.store.overview
-    last = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
+    overview, members = known.store.overview, {device.id for device in known.store.members()}
+    every = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
+    last = {client: delivery for client, delivery in every.items() if client in members}
     found = sorted(map(_client, last.values()), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
     compared = [each for each in found if each.gain is not None]
     losing = [each for each in compared if each.gain is not None and each.gain < 0]

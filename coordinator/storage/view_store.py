@@ -90,17 +90,14 @@ class Overview(schema.Queries):
         return {each.client: each for each in self._all(_delivery, query)}
 
     def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
-        """By round, the mean of the accuracies that clients reported with accepted updates: personal, and alone.
-
-        A failed attempt of a round has no part in it.
-        """
+        """By closed round, the mean of the accuracies that clients reported with accepted updates: personal, and alone."""
         table, attempts = schema.updates, schema.attempts
         is_text = self._engine.dialect.name == "sqlite"
         report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
         personal, alone = (report[name].as_float() for name in ("accuracy", "shadow"))
         query = (
             select(table.c.round, func.avg(personal), func.avg(alone))
-            .join(attempts, _same_attempt(table, attempts) & (attempts.c.state != _FAILED))
+            .join(attempts, _same_attempt(table, attempts) & (attempts.c.state == _CLOSED))
             .where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
             .group_by(table.c.round)
             .order_by(table.c.round)
@@ -134,7 +131,7 @@ class Overview(schema.Queries):
         An open attempt's may still change, and these are counters, which never fall.
         """
         updates, attempts = schema.updates, schema.attempts
-        is_over = attempts.c.state.in_((AttemptState.CLOSED.value, _FAILED)) & (attempts.c.federation == federation)
+        is_over = attempts.c.state.in_((_CLOSED, _FAILED)) & (attempts.c.federation == federation)
         ended = select(updates.c.outcome, func.count(), func.sum(updates.c.size)).group_by(updates.c.outcome)
         tried = select(attempts.c.state, func.count()).group_by(attempts.c.state)
         outcomes = self._rows(ended.join(attempts, _same_attempt(updates, attempts)).where(is_over))
@@ -147,7 +144,7 @@ def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:
     return and_(*(one.c[name] == other.c[name] for name in ("federation", "round", "attempt")))
 
 
-_FAILED = AttemptState.FAILED.value
+_CLOSED, _FAILED = AttemptState.CLOSED.value, AttemptState.FAILED.value
 _DELIVERY = tuple(schema.updates.c[each.name] for each in fields(Delivery))
 
 

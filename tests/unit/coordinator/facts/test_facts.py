@@ -9,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.facts.federations import current_round
 from coordinator.facts.metrics import metrics_text
+from coordinator.facts.models import model_versions, worth
 from coordinator.facts.problems import REMEDIES, open_problems
 from coordinator.facts.sent import sent
-from coordinator.rounds.records import FederationStatus, ParticipantState, UpdateRecord
+from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState, UpdateRecord
 from fedcg.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 from fedcg.wire.parts import ReportField
@@ -115,6 +116,30 @@ def test_figures_are_those_of_the_database(make_world: MakeWorld) -> None:
         'fedcg_negative_transfer{federation="tiny"} 0.1',
     ):
         assert line in text, line
+
+
+def test_a_revoked_device_and_one_that_left_do_not_count_among_those_that_are_worse_off(make_world: MakeWorld) -> None:
+    store = (world := make_world(rounds=9, clients=())).store
+    add_crowd(store, "tiny", 20, 2, time.time())
+    losing = [each for each in worth(known_of(world), "tiny").clients if (each.gain or 0) < 0]
+    assert [each.client for each in losing] == ["line-0005", "line-0013"]
+    for each, ended in zip(losing, (DeviceState.REVOKED, DeviceState.LEFT), strict=True):
+        store.register.end_membership(each.client, ended, "", 1.0)
+    found = worth(known_of(world), "tiny")
+    assert (found.compared, found.negative, found.rate, found.worst) == (18, 0, 0.0, None)
+    assert not {each.client for each in losing} & {each.client for each in found.clients}
+    assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(known_of(world)).decode()
+
+
+def test_updates_to_the_open_round_do_not_move_the_mean_accuracy(make_world: MakeWorld) -> None:
+    store = (world := make_world(rounds=9, clients=())).store
+    add_crowd(store, "tiny", 20, 2, time.time())
+    before = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
+    told = '{"accuracy": 0.1, "shadow": 0.1}'
+    store.end_update(UpdateRecord("tiny", 3, 1, "line-0000", "1" * 64, 1, Outcome.ACCEPTED, "", told, 1.0, time.time()))
+    after = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
+    assert after == before
+    assert [number for number, *_ in after[0]] == [1, 2]
 
 
 def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: MakeWorld) -> None:
