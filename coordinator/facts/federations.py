@@ -221,6 +221,7 @@ class CurrentRound:
         wanted: updates that close the attempt at once; `delivered` counts those in quarantine too.
         round_s: median duration of the last closed rounds; None before the first one.
         round_ends_at, ends_at: when the open round, and the federation, end at that rate; None where it is not known that they do.
+            A round that is late ends now as far as `ends_at` is concerned, and the others follow.
         merge: the merge that runs, or the last one since the coordinator was started.
         enrolled: devices that may take part.
         unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
@@ -272,6 +273,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     enrolled = len(known.store.members())
     left = state.policy.rounds - state.round + 1
     begun = known.now if attempt is None else attempt.opened_at
+    this_one_ends_at = max(known.now, begun + (round_s or 0.0))
     is_over = state.phase is Phase.FINISHED or record.status.is_ended
     stands = (Phase.PAUSED.value, Phase.STALLED.value, WAITS_FOR_OWNERS)
     is_still = is_over or service is None or state.label in stands
@@ -293,7 +295,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         deadline_at=state.deadline_at if state.label == Phase.COLLECTING.value else None,
         round_s=round_s,
         round_ends_at=begun + round_s if round_s and not is_still and attempt is not None else None,
-        ends_at=max(known.now, begun + round_s * left) if round_s and goes_on else None,
+        ends_at=this_one_ends_at + round_s * (left - 1) if round_s and goes_on else None,
         online=len(state.online),
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),

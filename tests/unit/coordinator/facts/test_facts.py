@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from fedcg.sentences import DECLINE_ADVICE
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.world import MakeWorld
+from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.page.pages import add_crowd, known_of
 from tests.support.waiting import wait_until
 
@@ -140,6 +141,14 @@ def test_updates_to_the_open_round_do_not_move_the_mean_accuracy(make_world: Mak
     after = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
     assert after == before
     assert [number for number, *_ in after[0]] == [1, 2]
+
+
+def test_rounds_after_one_that_is_late_count_from_now(make_world: MakeWorld) -> None:
+    world, now = make_world(rounds=9, clients=()), time.time()
+    add_crowd(world.store, "tiny", 4, 2, now)
+    with RunningService(world) as running:
+        known = replace(known_of(world, services={"tiny": running.service}), now=now + 86_400.0)
+        assert current_round(known, "tiny").ends_at == known.now + 6 * 480.0  # rounds 4 to 9
 
 
 def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: MakeWorld) -> None:
