@@ -194,9 +194,16 @@ def federation_set(
     named = None if "=" in changes[0] else changes.pop(0)
     wanted = _assigned(changes)
     federation = client.federation(named)
+    before = client.get(f"/federations/{federation}/now")
     policy = client.change("PATCH", f"/federations/{federation}/policy", wanted)
-    text = "\n".join(f"{name} = {_toml(policy[name])}" for name in wanted)
-    return {"federation": federation, "policy": policy}, text
+    lines = [f"{name} = {_toml(policy[name])}" for name in wanted]
+    needed, invited = max(policy["min_clients"], policy["min_cohort"]), len(before["clients"])
+    if 0 < invited < needed and before["phase"] != "distilling":
+        lines.append(
+            f"Round {before['round']} is open and invited only {invited} of {needed} clients: this attempt ends, and does not "
+            f"count against max_attempts. The next one opens when {needed} devices are online."
+        )
+    return {"federation": federation, "policy": policy}, "\n".join(lines)
 
 
 def federations_table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -2,9 +2,9 @@
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation stalls. An attempt that
-ran out of time because clients had not answered or were offline does not count. A client whose owner has not approved the spec
-keeps its place: the attempt is not held up by it, and waits for the approval only where it can't close without. `Opening` decides
-when the next attempt opens and whom it invites. Time is unix time and passed in.
+ran out of time because clients had not answered or were offline does not count, nor one that ends because the quorum was raised
+above the clients that it invited. A client whose owner has not approved the spec keeps its place: the attempt is not held up by it,
+and waits for the approval only where it can't close without. `Opening` decides when the next attempt opens and whom it invites. Time is unix time and passed in.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
@@ -449,10 +449,13 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
 
 
 def _judge(state: RoundState, now: float) -> Step:
-    possible = len(state.participants - state.declined)
+    possible, invited = len(state.participants - state.declined), len(state.participants)
+    if invited < state.policy.quorum:
+        needed = f"{state.policy.quorum} clients that are needed since min_clients or min_cohort was raised"
+        return _fail(state, f"it invited only {invited} of the {needed}", now, counts=False)
     if possible < state.policy.quorum:
         names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
-        ended = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        ended = f"{len(state.declined)} of {invited} clients declined, were rejected or are gone"
         return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are needed", now)
     enough = len(state.updates) >= state.policy.quorum
     is_late = now >= state.deadline_at and state.opening.down_since is None

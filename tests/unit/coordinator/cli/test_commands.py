@@ -170,6 +170,17 @@ def test_an_archived_federation_leaves_the_lists_and_the_ids_that_may_be_left_ou
     assert (code, "fedcg federation list --all" in error["message"]) == (NOT_FOUND, True)
 
 
+def test_raising_min_clients_above_the_clients_of_the_open_attempt_is_answered_with_what_happens(home: Home) -> None:
+    with store_of(home.root) as (_, store):
+        store.add_device("c", "0" * 64, 1.0)
+        invited = frozenset({"c", *(device.id for device in store.members())})
+        store.open_attempt(FEDERATION, RoundAttempt(1, 1), "0" * 64, invited, 1.0, 2.0)
+    done = [run_fedcg("federation", "set", f"min_clients={n}", "--dir", home.root).stdout for n in (3, 4)]
+    assert "Round 1" not in done[0]
+    assert "Round 1 is open and invited only 3 of 4 clients: this attempt ends, and does not count" in done[1]
+    assert "The next one opens when 4 devices are online." in done[1]
+
+
 def test_a_federation_with_masked_parts_is_shown_with_what_the_coordinator_can_not_check(home: Home) -> None:
     summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
     add_federation(home, "masked", spec=summed, method="fedprobe", policy=policy_of(3, 5))

@@ -527,6 +527,15 @@ def test_a_lower_quorum_can_close_the_open_attempt() -> None:
     assert commands[-1] == Distil(1, 1, ("a", "b"))
 
 
+def test_a_quorum_above_the_invited_clients_ends_the_attempt_with_the_reason_and_without_counting() -> None:
+    state, commands = play(started("abc"), PolicyChanged(ONE_TRY.model_copy(update={"min_clients": 4})), now=50.0)
+    reason = "it invited only 3 of the 4 clients that are needed since min_clients or min_cohort was raised"
+    assert commands[-1] == FailAttempt(1, 1, reason, 2)
+    assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, 2, 2)
+    _, commands = play(state, CameOnline("d"), now=50.0)
+    assert commands[0] == OpenAttempt(1, 2, frozenset("abcd"), 150.0)
+
+
 def test_barred_clients_are_not_invited_even_when_the_quorum_needs_them() -> None:
     state, commands = play(RoundState(ONE_TRY), Barred({"b": "disabled"}), CameOnline("a"), CameOnline("b"))
     assert commands == []
