@@ -15,7 +15,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState, PresenceRecord
 from coordinator.service.reports import DeviceProgress
 from coordinator.storage.view_store import Delivery
-from fedcg.wire.messages.schemas import DeviceCondition, DoctorFinding, Readings
+from fedcg.wire.messages.schemas import DeviceCondition, Readings
 
 ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."
 LOOK = "On the device: `fedcg doctor` names what is wrong and what to do."
@@ -77,28 +77,34 @@ AUDIT_TITLES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What a device's own doctor found: "warning" or "failed", the fact, and the remedy; `at` is when the report with it came, unix time."""
+    """What a device's own doctor found: "warning" or "failed", the fact, and the remedy; `at` is when the last report with it came, unix time.
+
+    Attributes:
+        federations: those whose agents on the device reported it; each has its own folder, images and cohort secret.
+    """
 
     state: str
     what: str
     remedy: str
     at: float
+    federations: tuple[str, ...]
 
 
 def doctor_findings(known: Known, device: str) -> list[Finding] | None:
     """What a device's own doctor found, as its agents reported it, what failed first; None where it reports none."""
-    found: dict[DoctorFinding | str, Finding] = {}
+    found: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
     is_reported = False
     for federation in known.store.federations():
         for record in known.store.presence.conditions(federation.id, device):
             condition = DeviceCondition.model_validate_json(record.content)
             is_reported |= condition.findings is not None or condition.paused is not None
             if condition.paused:
-                found[federation.id] = Finding("warning", *PAUSED, record.at)
+                found[("warning", *PAUSED)].append((record.at, federation.id))
             for one in condition.findings or ():
                 fallback = (f"its check of {one.check}: {one.state}", LOOK)
-                found[one] = Finding(one.state, *FINDINGS.get((one.check, one.state), fallback), record.at)
-    return sorted(found.values(), key=lambda one: one.state) if is_reported else None
+                found[(one.state, *FINDINGS.get((one.check, one.state), fallback))].append((record.at, federation.id))
+    merged = [Finding(*one, max(told)[0], tuple(sorted(name for _, name in told))) for one, told in found.items()]
+    return sorted(merged, key=lambda one: one.state) if is_reported else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from coordinator.http.access import COOKIE
 from coordinator.members.api_tokens import Role
 from coordinator.rounds.records import FederationStatus, PresenceRecord
 from coordinator.storage import schema
-from fedcg.wire.messages.schemas import DeclineReason, Heartbeat, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, DoctorFinding, Heartbeat, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.world import REASON, TOO_LONG, OddC, World
@@ -123,6 +123,17 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
     assert "a takes part" not in reader.get("/events")[1]
     assert "a takes part" in reader.get("/events?level=debug")[1]
+
+
+def test_what_a_device_found_names_the_federations_that_it_is_about(page: ServedPage) -> None:
+    secret, disk = (DoctorFinding(check=check, state="warning") for check in ("cohort secret", "disk"))
+    for federation, findings in (("tiny", (secret, disk)), ("second", (disk,))):
+        content = DeviceCondition(findings=findings).model_dump_json()
+        page.made.world.store.presence.keep_condition(federation, "b", time.time(), content)
+    doctor = page.reader().get("/devices/b")[1].partition('id="doctor"')[2].partition("</section>")[0]
+    rows = dict(re.findall(r'data-label="What">(.*?)</td>.*?data-label="Federation">(.*?)</td>', doctor))
+    assert sorted(rows.values()) == ["second, tiny", "tiny"]
+    assert next(where for what, where in rows.items() if "cohort secret" in what) == "tiny"
 
 
 class StillMerging(OddC):
