@@ -22,7 +22,7 @@ FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 CERTIFICATE_SHARE = 0.25
 """A certificate with less than this share of its life left should have been renewed: agents renew in the last third."""
 DOUBLED_S = 600.0
-"""A doubled identity is named for so long after its last sign."""
+"""A doubled identity is named for so long after its last sign: two reports, which agents send every five minutes."""
 CLOCK_S = 60.0
 """A device's clock may differ so much from the coordinator's."""
 GONE_S = 3600.0
@@ -117,7 +117,8 @@ def _of_devices(known: Known) -> Iterator[Problem]:
                 "two devices with one identity",
                 device.id,
                 "two agents report under this identity in turns: a copy of its folder runs on another machine",
-                f"Stop the copy. If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
+                f"Stop the copy: the problem closes {DOUBLED_S / 60:.0f} minutes after the last time that both reported. "
+                f"If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
                 device=device.id,
             )
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -163,6 +164,10 @@ def test_a_wrong_clock_and_two_agents_under_one_identity_are_problems(make_world
         note("b", report("b", boot=BOOTS[0]))
         found = world.problems(running.service)["two devices with one identity"]
         assert (found.device, "fedcg device revoke b" in found.remedy) == ("b", True)
+        assert "the problem closes 10 minutes after the last time that both reported" in found.remedy
+        for later_s, is_open in ((599, True), (601, False)):
+            then = replace(world.known(running.service), now=now + later_s)
+            assert any(each.kind == found.kind for each in open_problems(then)) is is_open
 
 
 def test_a_report_that_waited_behind_an_update_is_no_evidence_of_a_wrong_clock(make_world: MakeWorld) -> None:
