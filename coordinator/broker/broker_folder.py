@@ -22,6 +22,7 @@ from coordinator.config import LOOPBACK_HOSTS, Port
 from coordinator.errors import BrokerError
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue, server_credential
+from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.errors import problem_in
 from fedcg.wire.messages.topics import LISTS_READER, Topics, lists_acl
@@ -152,14 +153,15 @@ def read_address(folder: Path) -> Address:
     """The address of a folder's broker.
 
     Raises:
-        BrokerError: it is no such folder, or one of another version.
+        BrokerError: there is no such folder (code 7), or it is one of another version.
     """
     path = folder / ADDRESS_NAME
     try:
         address = Address.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise BrokerError(
-            f"{folder} is neither a coordinator's directory nor a broker's folder; `fedcg deploy mosquitto` writes one"
+            f"{folder} is neither a coordinator's directory nor a broker's folder; `fedcg deploy mosquitto` writes one",
+            exit_code=NOT_FOUND,
         ) from error
     except (OSError, ValidationError) as error:
         raise BrokerError(f"{path} is damaged, or can't be read; run `fedcg deploy mosquitto` again") from error

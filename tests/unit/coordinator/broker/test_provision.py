@@ -29,7 +29,7 @@ from coordinator.rounds.records import FederationStatus
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
-from fedcg.errors import BAD_INPUT, EXISTS
+from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from tests.support.broker.brokers import QueueLimits
@@ -306,19 +306,21 @@ def test_the_configuration_follows_the_folder_to_another_place(deployed: Path, t
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("name", "content", "code", "why"),
     [
-        (None, "deploy mosquitto` writes one"),
-        ("{", "deploy mosquitto` again"),
-        ('{"version":2,"host":"h","port":1}', "update it"),
+        ("missing", None, NOT_FOUND, "deploy mosquitto` writes one"),
+        ("", None, NOT_FOUND, "deploy mosquitto` writes one"),
+        ("", "{", BAD_INPUT, "deploy mosquitto` again"),
+        ("", '{"version":2,"host":"h","port":1}', BAD_INPUT, "update it"),
     ],
 )
-def test_a_broker_is_run_in_a_folder_that_is_one(tmp_path: Path, content: str | None, why: str) -> None:
+def test_a_broker_is_run_in_a_folder_that_is_one(
+    tmp_path: Path, name: str, content: str | None, code: int, why: str
+) -> None:
     if content is not None:
         (tmp_path / "broker.json").write_text(content)
-    code, output = call("broker", "run", "--dir", tmp_path)
-    assert code == 2
-    assert why in output
+    ended, output = call("broker", "run", "--dir", tmp_path / name)
+    assert (ended, why in output) == (code, True), output
 
 
 def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: P
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == NOT_FOUND, done.stderr
     assert "deploy mosquitto` writes one" in done.stderr
 
 
