@@ -24,12 +24,15 @@ NEXT_STEPS = {
 }
 """What to do after an error that names no step of its own, by exit code."""
 _IN_CODE = re.compile(r"\[(Errno -?\d+|SSL|[A-Z0-9]+: [A-Z0-9_]+)\] | ?\(_ssl\.c:\d+\)")
+_OF_DATABASE = re.compile(
+    r"\((?:sqlite3|psycopg[\w.]*)\.\w+\) |\s*(?:\[SQL: .*)?\(Background on this error at: .*", re.DOTALL
+)
 _NO_TEXT = re.compile(r"'[\w-]+' codec can't .*")
 
 
 def in_words(cause: object) -> str:
-    """What the system, OpenSSL or Python wrote of an error, without its numbers and places in code."""
-    return _NO_TEXT.sub("it is not plain text", _IN_CODE.sub("", str(cause)))
+    """What the system, OpenSSL, a database or Python wrote of an error, without its numbers, statements and places in code."""
+    return _NO_TEXT.sub("it is not plain text", _IN_CODE.sub("", _OF_DATABASE.sub("", str(cause))))
 
 
 class FedcgError(Exception):

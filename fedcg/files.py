@@ -13,6 +13,8 @@ PRIVATE = 0o600
 READABLE = 0o644
 SECRET_BYTES = 32
 _PIECE_BYTES = 1 << 20
+DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Numbers of the errors that a write to a file ends with; such an error names no file."""
 
 
 def fsync_path(path: Path) -> None:

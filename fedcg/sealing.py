@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from fedcg.errors import FedcgError
-from fedcg.files import PRIVATE, fsync_path
+from fedcg.files import DISK_FAILS, PRIVATE, fsync_path
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -155,6 +155,10 @@ def sealed_archive(target: Path, seal: Seal) -> Iterator[tarfile.TarFile]:
         fsync_path(temporary)
         temporary.rename(target)
         fsync_path(target.parent)
+    except OSError as error:
+        if error.filename is None and error.errno in DISK_FAILS:  # of a write, which knows no path
+            error.filename = str(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -27,6 +27,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.artifacts import artifacts_of
+from coordinator.storage.database import explained
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
@@ -188,7 +189,7 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
         api = home.config().api
         yield Client(api.url, _own_token(home), home=home, verify=_trusting(home))
         return
-    with closing(Store.of(home)) as store:
+    with explained(home), closing(Store.of(home)) as store:
         token = local_token(home, ApiTokens(store.api))
         yield Client("http://127.0.0.1", token, _application(home, store), home)
 
@@ -199,7 +200,7 @@ def _given(query: Mapping[str, object]) -> dict[str, str]:
 
 
 def _own_token(home: Home) -> str:
-    with closing(Store.of(home)) as store:
+    with explained(home), closing(Store.of(home)) as store:
         return local_token(home, ApiTokens(store.api))
 
 

@@ -36,7 +36,7 @@ from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.service.tensorboard import RoundCurves
 from coordinator.storage.artifacts import artifacts_of
-from coordinator.storage.database import check_whole
+from coordinator.storage.database import check_whole, explained
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.locks import sole_writer
 from coordinator.storage.store import Store
@@ -70,7 +70,7 @@ def run_coordinator(
     Raises:
         HomeError: another coordinator runs there.
         ConfigError: the configuration is not usable.
-        StoreError: the database is damaged or has lost commits; names them.
+        StoreError: the database is damaged or has lost commits, names them; or it, or the directory, can't be written.
     """
     config = home.require().config()
     home.make_folders()
@@ -80,6 +80,7 @@ def run_coordinator(
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
+        explained(home),
         sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,17 +49,15 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
 
     Raises:
         HomeError: there is no coordinator in it.
-        StoreError: the database is of another version.
+        StoreError: the database is of another version, or can't be written.
     """
     from coordinator.paths import Home
+    from coordinator.storage.database import explained
     from coordinator.storage.store import Store
 
     home = Home(directory).require()
-    store = Store.of(home)
-    try:
+    with explained(home), closing(Store.of(home)) as store:
         yield home, store
-    finally:
-        store.close()
 
 
 def line_printer(*, as_json: bool) -> Callable[[str], None]:

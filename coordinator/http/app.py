@@ -10,8 +10,10 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI
+from sqlalchemy.exc import DBAPIError
 from starlette.middleware.gzip import GZipMiddleware
 
+from coordinator.errors import StoreError
 from coordinator.http import event_stream, operator_api
 from coordinator.http.access import Access, Guard
 from coordinator.http.changes import AuditLog, Changes
@@ -21,6 +23,7 @@ from coordinator.operations.operations import Operations
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
+from coordinator.storage.database import database_of, explained, unusable
 from fedcg.errors import FAILED, FedcgError
 from fedcg.files import advice_for
 
@@ -55,6 +58,7 @@ def create_app(
         beside: runs beside the federations, for as long as they work.
         proxy: the address of the reverse proxy in front.
     """
+    database = database_of(home)
 
     @asynccontextmanager
     async def life(application: FastAPI) -> AsyncIterator[None]:
@@ -62,12 +66,14 @@ def create_app(
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
 
         def failed(error: BaseException) -> None:
-            loop.call_soon_threadsafe(_failed, request_exit, home.artifacts, error)
+            shown = unusable(database, error) if isinstance(error, DBAPIError) else error
+            loop.call_soon_threadsafe(_failed, request_exit, home.artifacts, shown)
 
         async with AsyncExitStack() as running:
             running.push_async_callback(asyncio.to_thread, coordinator.close)
             try:
-                await asyncio.to_thread(coordinator.start, failed)
+                with explained(home):
+                    await asyncio.to_thread(coordinator.start, failed)
                 if until_finished:
                     running.callback(asyncio.create_task(_leave(coordinator, request_exit)).cancel)
                 await running.enter_async_context(beside(coordinator))
@@ -129,6 +135,7 @@ async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:
 
 def _failed(request_exit: RequestExit, directory: Path, error: BaseException) -> None:
     advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
+    advice = f" {error}" if isinstance(error, StoreError) else advice
     log.critical(
         "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
         advice,

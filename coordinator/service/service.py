@@ -4,12 +4,15 @@ Updates come in on the receiver's thread, and torch runs in the aggregation work
 holds all that matters, and a restarted coordinator goes on with the same attempt.
 """
 
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.aggregation.jobs import Reply
 from coordinator.messaging.incoming import Cohorts, EventQueue, FloodLimits, FromDevice, MessageChecks, Sessions
@@ -25,6 +28,7 @@ from coordinator.sums import MaskedSums
 from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
+from fedcg.errors import in_words
 from fedcg.wire.errors import CapacityError, Refusals, VersionError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.schemas import (
@@ -53,6 +57,8 @@ CLOSE_TIMEOUT_S = 2.0
 STEER_TIMEOUT_S = 30.0
 
 _Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | Callable[[], None]
+
+log = logging.getLogger(__name__)
 
 
 class Service:
@@ -205,7 +211,7 @@ class Service:
         """Publish that this coordinator is offline, and end worker and transport, which may hang; after `run` returned."""
         self._publisher.status(online=False)
         closing = [
-            threading.Thread(target=work, name="closing", daemon=True)
+            threading.Thread(target=_close, args=(work,), name="closing", daemon=True)
             for work in (
                 self._presence.end,
                 self._publisher.close,
@@ -395,3 +401,11 @@ class Service:
                 self._queue.put(Broken(error))
 
         pool.submit(work).add_done_callback(ended)
+
+
+def _close(work: Callable[[], object]) -> None:
+    """Do a part of the end; what a full disk does not take is one line in the log."""
+    try:
+        work()
+    except (OSError, SQLAlchemyError) as error:
+        log.warning("not stored while the coordinator ends: %s", in_words(error))

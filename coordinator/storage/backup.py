@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.database import (
     HighWater,
     database_of,
+    explained,
     make_engine,
     name_of,
     open_database,
@@ -66,19 +68,18 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
         passphrase: encrypts it.
 
     Raises:
-        StoreError: the file exists, or rounds were closed and pruned faster than their artifacts could be read.
+        StoreError: the file exists, the database can't be used, or rounds were closed and pruned faster than their artifacts
+            could be read.
         OSError: the disk of the file is full.
     """
     if target.exists():
         raise StoreError(f"{target} exists already; name another file", exit_code=EXISTS)
-    engine = open_database(database_of(home))
-    try:
+    with explained(home), ExitStack() as opened:
+        engine = open_database(database_of(home))
+        opened.callback(engine.dispose)
         HighWater(home, engine).check()
         with sealed_archive(target, _seal(passphrase)) as archive:
-            facts = _write_all(archive, home, engine)
-    finally:
-        engine.dispose()
-    return facts
+            return _write_all(archive, home, engine)
 
 
 def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[Home], None]) -> int:

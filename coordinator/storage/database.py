@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from coordinator.errors import ConfigError, StoreError
 from coordinator.paths import Home
 from coordinator.storage import schema
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
-from fedcg.files import PRIVATE, replace_durably
+from fedcg.files import DISK_FAILS, PRIVATE, advice_for, replace_durably
 
 BUSY_TIMEOUT_MS = 10_000
 CHECKPOINT_TIMEOUT_MS = 1_000
@@ -106,13 +107,34 @@ def make_engine(database: Path | URL) -> Engine:
 
 
 def unusable(database: Path | URL, error: DBAPIError) -> StoreError:
-    """The error of a database that can't be opened, for the operator."""
+    """The error of a database that can't be read or written, for the operator."""
     lines = str(error.orig).strip().splitlines() or ["no reason given"]
     if isinstance(database, Path) and not isinstance(error, OperationalError):
         return _damaged(str(database), lines[0])
-    return StoreError(
-        f"{name_of(database)} can't be used: {lines[0]}. Check [storage] in coordinator.toml and the server"
-    )
+    remedy = "Check [storage] in coordinator.toml and the server"
+    if isinstance(database, Path):
+        user = os.geteuid()
+        remedy = f"Its disk may be full or read-only, or the user with id {user} may not write it and its folder"
+        if "is full" in lines[0] or "locked" in lines[0]:
+            remedy = f"Free space on {database.parent}" if "full" in lines[0] else "Another program holds it: try again"
+    return StoreError(f"{name_of(database)} can't be used: {lines[0]}. {remedy}")
+
+
+@contextmanager
+def explained(home: Home) -> Iterator[None]:
+    """Name the database, or the folder, in what is raised when either can't be written.
+
+    Raises:
+        StoreError: in place of an error of the database, and of one of the disk that names no file.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        raise unusable(database_of(home), error) from error
+    except OSError as error:
+        if error.filename is not None or error.errno not in DISK_FAILS:
+            raise
+        raise StoreError(f"{error.strerror}. {advice_for(error, home.root)}") from error
 
 
 def check_whole(home: Home) -> None:

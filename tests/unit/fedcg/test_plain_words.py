@@ -142,9 +142,13 @@ def test_what_the_system_openssl_or_a_schema_refuses_is_told_with_its_place_and_
         (ssl.SSLError(1, "[X509: KEY_VALUES_MISMATCH] key values mismatch (_ssl.c:4063)"), "key values mismatch"),
         (OSError(28, "No space left on device", "/data"), "No space left on device: '/data'"),
         (UnicodeDecodeError("utf-8", b"\x80", 0, 1, "invalid start byte"), "it is not plain text"),
+        (
+            "(sqlite3.OperationalError) disk is full\n[SQL: INSERT]\n(Background on this error at: https://sqlalche.me/e)",
+            "disk is full",
+        ),
         (ValueError("[tls] is missing"), "[tls] is missing"),
     ],
 )
-def test_an_error_that_is_made_of_another_has_no_number_and_no_place_in_code(error: Exception, words: str) -> None:
+def test_an_error_that_is_made_of_another_has_no_number_and_no_place_in_code(error: object, words: str) -> None:
     assert str(FedcgError(f"it failed: {error}")) == f"it failed: {words}"
     assert str(FedcgError(error)) == words

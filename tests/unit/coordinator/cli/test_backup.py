@@ -1,13 +1,16 @@
 """`fedcg coordinator backup` and `restore`: everything comes back, elsewhere too, and a file that is not whole or not ours writes nothing."""
 
+import errno
 import hashlib
+import sqlite3
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
 
 from coordinator.broker.access_lists import refresh_access
 from coordinator.cli.opening import create_home
@@ -58,6 +61,31 @@ def home(tmp_path: Path) -> Home:
         store.end_update(UpdateRecord("f", 1, 1, "a", update, len(UPDATE), Outcome.ACCEPTED, "", "{}", 11.0, 12.0))
     refresh_access(made)
     return made
+
+
+FULL = "database or disk is full"
+
+
+def test_what_a_full_or_read_only_disk_refuses_names_the_file(
+    home: Home, words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(error: Exception) -> Callable[..., None]:
+        return lambda *_, **__: (_ for _ in ()).throw(error)
+
+    making = ("coordinator", "backup", "--out", tmp_path / "out.backup", *words)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "disable", full(OperationalError("UPDATE devices", {}, sqlite3.OperationalError(FULL))))
+        patched.setattr(sealing.SealingWriter, "write", full(OSError(errno.ENOSPC, "No space left on device")))
+        code, output = call("device", "disable", "a", "--dir", home.root)
+        assert (code, output) == (1, f"Error: {home.database} can't be used: {FULL}. Free space on {home.root}\n")
+        code, output = call(*making, "--dir", home.root)
+        assert (code, output) == (1, f"Error: No space left on device: '{tmp_path / 'out.backup'}'\n")
+    home.database.rename(tmp_path / "moved")
+    home.database.mkdir()  # as unusable as on a read-only disk, for root too
+    for command in (("federation", "list"), ("device", "list"), making):
+        code, output = call(*command, "--dir", home.root)
+        assert f"{home.database} can't be used: unable to open database file. Its disk may be full or read" in output
+        assert (code, "[storage]" in output) == (1, False)
 
 
 def content(home: Home) -> dict[str, object]:

@@ -4,10 +4,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
+from coordinator.storage.view_store import Presence
 from fedcg.wire.messages.envelopes import seal
 from fedcg.wire.messages.schemas import (
     SPOKEN,
@@ -83,6 +85,18 @@ def test_a_late_update_a_failed_attempt_and_an_unknown_one_have_receipts_of_thei
         wait_until(lambda: [offer.attempt for offer in a.of(Offer)] == [2], "the second attempt is offered")
         assert end_of(a, 1, 1, a.make_update(1, 1, world.base_id)).outcome is Outcome.CLOSED
         assert end_of(a, 2, 7, a.make_update(2, 7, world.base_id)).outcome is Outcome.REJECTED
+
+
+def test_a_service_that_ends_on_a_full_disk_says_so_in_one_line(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+    with RunningService(make_world()):
+        monkeypatch.setattr(Presence, "note", full)
+    assert "not stored while the coordinator ends: " in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_repeated_hello_keeps_the_session_and_a_new_one_replaces_it(make_world: MakeWorld) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from coordinator.http.app import _failed
 from coordinator.rounds.signals import UpdateStored
 from coordinator.storage import schema
-from coordinator.storage.database import make_engine, recovered_epoch
+from coordinator.storage.database import make_engine, recovered_epoch, unusable
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import OPEN_FILES, ArtifactRequests, PublishedArtifacts
@@ -331,6 +331,9 @@ def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCapt
     assert codes == [1]
     assert "goes on with the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
     assert "no space left on device" in caplog.text
+    error = OperationalError("INSERT", {}, Exception("database or disk is full"))
+    _failed(codes.append, Path("/srv/home/artifacts"), unusable(Path("/srv/home/database.sqlite"), error))
+    assert "attempt. /srv/home/database.sqlite can't be used: database or disk is full. Free space on" in caplog.text
     assert "Traceback" not in caplog.text
 
 
