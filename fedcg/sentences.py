@@ -20,7 +20,7 @@ COHORT_ADVICE = (
 DECLINE_ADVICE = {
     "upload_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the part under [policy] allow_upload in agent.toml",
     "report_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the field under [policy] allow_report in agent.toml",
-    "not_eligible": "nothing, if it has trained this round already; otherwise `fedcg doctor --hardware` on the device names the reason: disk, temperature, power, memory or the hours of its schedule",
+    "not_eligible": "nothing, if it has trained this round or a later one already; otherwise `fedcg doctor --hardware` on the device names the reason: disk, temperature, power, memory or the hours of its schedule",
     "no_data": "put images where [data] root in the device's agent.toml names them; `fedcg doctor` there shows what it finds",
     "unknown_method": "update the agent on the device, or install the method's package there",
     "spec_refused": "the log of the device names what it refuses in the spec; `fedcg doctor` there shows its own bounds ([policy])",

@@ -5,6 +5,7 @@ Whatever must be true together is one transaction here; a method returns only af
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from operator import attrgetter
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Connection, Insert, Table, Update, delete, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, case, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -116,10 +117,15 @@ class Store(schema.Queries):
         self._engine.dispose()
 
     def next_epoch(self) -> int:
-        """Take the lease: a number above every earlier one."""
+        """Take the lease: a number above every earlier one, and at least the time in unix milliseconds.
+
+        So of two copies of one database, the one that is started later has the higher number.
+        """
+        now, held = int(1000 * time.time()), schema.leases.c.epoch
         with self._counted() as connection:
-            if connection.execute(update(schema.leases).values(epoch=schema.leases.c.epoch + 1)).rowcount == 0:
-                connection.execute(insert(schema.leases).values(id=1, epoch=1))
+            later = case((held < now, now), else_=held + 1)
+            if connection.execute(update(schema.leases).values(epoch=later)).rowcount == 0:
+                connection.execute(insert(schema.leases).values(id=1, epoch=now))
             return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
 
     def epoch(self) -> int:

@@ -50,7 +50,7 @@ def test_a_coordinator_serves_its_federation_over_http_alone_and_ends_on_sigterm
     process = started(home, processes)
     assert get(home, "/readyz")[0] == 503
     _, federation = get(home, "/api/v1/federations/tiny")
-    assert (federation["federation"], federation["phase"], federation["epoch"]) == (FEDERATION, "waiting", 1)
+    assert (federation["federation"], federation["phase"]) == (FEDERATION, "waiting")
     assert federation["upload"] == ["classifier", "generator"]
     assert get(home, "/api/v1/federations/tiny/rounds") == (200, [])
     assert get(home, "/api/v1/federations/tiny/rounds/1")[0] == 404
@@ -81,11 +81,12 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
         return int(ready[-1]["pid"]) if ready else 0
 
     wait_until(lambda: worker_pid() > 0, "the worker is ready")
+    epoch = get(home, "/api/v1/federations/tiny")[1]["epoch"]
     first.kill()
     first.wait()
     wait_until(lambda: not Path(f"/proc/{worker_pid()}").exists(), "the worker is gone")
     started(home, processes, name="again")
-    assert get(home, "/api/v1/federations/tiny")[1]["epoch"] == 2
+    assert get(home, "/api/v1/federations/tiny")[1]["epoch"] > epoch
 
 
 @pytest.mark.slow
