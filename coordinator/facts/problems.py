@@ -271,14 +271,16 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     ahead = {
         device: (epoch, trained)
         for device, (epoch, trained, _) in remembered
-        if device not in refusing and (epoch > service.epoch or trained > state.round)
+        if device not in refusing
+        and (epoch > service.epoch or (trained > state.round and state.phase is not Phase.FINISHED))
     }
     if not ahead:
         return
     epoch, trained = max(ahead.values())
-    follow = "nothing has to be done: the rounds are trained again that this coordinator has not"
+    once = "one start with `fedcg coordinator run --accept-loss`"
+    follow = f"they train the rounds again that this coordinator has not. If they decline as `not eligible`: {once}, and `fedcg federation resume {record.id}`"
     if refuses := epoch > service.epoch:
-        follow = "devices follow after one start with `fedcg coordinator run --accept-loss`"
+        follow = f"stop any other coordinator of these devices, set this machine's clock, and they follow after {once}"
     what = (
         f"{_named(list(ahead))} know{'s' if len(ahead) == 1 else ''} epoch {epoch} and round {trained}; "
         f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"

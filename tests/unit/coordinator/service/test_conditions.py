@@ -197,8 +197,9 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         epoch = running.service.epoch
         assert "devices are ahead" not in remember(epoch, running.service.state.round)
         problem = remember(epoch, 20)["devices are ahead"]
-        assert "a knows epoch 1 and round 20; this coordinator is at epoch 1 and round 1" in problem.what
+        assert f"a knows epoch {epoch} and round 20; this coordinator is at epoch {epoch} and round 1" in problem.what
         assert "fedcg coordinator restore FILE --dir NEW" in problem.remedy
+        assert "If they decline as `not eligible`: one start with" in problem.remedy
         assert not problem.is_severe
         problem = remember(epoch + 3, 1)["devices are ahead"]
         assert problem.is_severe
@@ -210,7 +211,9 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         problem = will_follow_nothing["older message key"]
         assert problem.is_severe, "of one device among many it would not be: it may also tell an untruth"
         assert "signing-N.key" in problem.remedy
-        assert "nothing has to be done" not in problem.remedy
+        assert "devices are ahead" in remember(epoch, 20)
+        world.wait_finished()
+        assert "devices are ahead" not in world.problems(running.service), "no round is left that it could lack"
 
 
 def test_a_device_outside_the_cohort_is_a_problem_with_a_remedy(make_world: MakeWorld) -> None:
