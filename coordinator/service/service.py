@@ -313,9 +313,12 @@ class Service:
         if hello.check:
             self._publisher.welcome(device, hello.nonce, secrets.token_hex(16), self.context.clock(), version)
             return
+        self.conditions.remembered[device] = hello.epoch, hello.round, self._publisher.has_key(hello.key)
+        if hello.epoch > self.epoch:  # it refuses whatever this coordinator sends
+            self._liveness.mark_offline(device, "it knows a later epoch", time.monotonic())
+            return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
-        self.conditions.remembered[device] = hello.epoch, hello.round, self._publisher.has_key(hello.key)
         now = self.context.clock()
         self.context.store.saw_device(device, now, hello.agent)
         if unlike := self.cohorts.note(device, hello.cohort):

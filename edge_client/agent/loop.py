@@ -79,6 +79,7 @@ def _weight(item: Item) -> int:
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
+OLDER_EVERY_S = 60.0  # between two sessions that the status of an older coordinator ends: it may be a replay
 _log = logging.getLogger(__name__)
 
 
@@ -122,6 +123,7 @@ class Agent:
         self._clock = clock
         self._inbox = Inbox()
         self._dropped = 0
+        self._older_at = float("-inf")
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._trust = CoordinatorTrust(store, config.federation, keys.coordinator)
@@ -275,6 +277,10 @@ class Agent:
             if self._transport.is_refused and self._link.has_session:
                 self._link.end_session()
                 self._handle(signals.SessionLost(refused=True))
+            if self._link.older_epoch is not None and self._link.has_session and self._clock() >= self._older_at:
+                self._older_at = self._clock() + OLDER_EVERY_S
+                self._link.end_session()
+                self._handle(signals.SessionLost())  # the hello that follows names the epoch that this device knows
             self._download(lambda: self._transfer.keep_completed(self._state, self._clock()))
             self._handle(signals.Sending() if self._transfer.carrier.is_sending else signals.Tick())
             if self._link.has_session:
@@ -376,7 +382,7 @@ class Agent:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, SendHello):
-            self._reporter.hello()
+            self._reporter.hello(self._link.why_refused)
         try:
             follows = self._executor.carry_out(command, self._state)
         except Exception as error:  # noqa: BLE001 - it must not take the commands after this one along: nobody gives them again

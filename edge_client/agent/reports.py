@@ -138,11 +138,11 @@ class EventReporter:
         self._events.write("link", up=up, down_s=down_s)
         self._hellos, self._down_at = 0, None if up else now
 
-    def hello(self) -> None:
-        """Count a hello; after several without an answer, report it, because a person should look for the reason."""
+    def hello(self, why: str = "") -> None:
+        """Count a hello; after several without an answer, report it with the reason or with the likely ones: a person should look."""
         self._hellos += 1
         if self._hellos == UNANSWERED_HELLOS:
-            detail = (
+            detail = why or (
                 "the broker is reached, but the coordinator does not answer: it does not run, this federation is not started, or this "
                 "device was revoked or is missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
             )

@@ -101,7 +101,7 @@ def converse(
     finally:
         transport.close()
         sent.close()
-    raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
+    raise NoAnswerError(getattr(transport, "last_error", None) or link.why_refused or UNANSWERED[is_online])
 
 
 def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: CoordinatorLink) -> signals.Input:

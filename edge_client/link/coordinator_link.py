@@ -232,6 +232,9 @@ class CoordinatorLink:
         trust: the coordinator's key, and the highest broadcast; the caller makes it durable.
         handshake: the open session.
         on_sent: called with the kind and the bytes of each message that was handed to the transport.
+
+    Attributes:
+        older_epoch: of the coordinator that runs, by its refused status; None where it is not behind what this device knows.
     """
 
     federation: str
@@ -241,6 +244,7 @@ class CoordinatorLink:
     trust: CoordinatorTrust
     handshake: Handshake
     on_sent: Callable[[str, int], None] = lambda kind, size: None
+    older_epoch: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._order = self.trust.order
@@ -268,8 +272,18 @@ class CoordinatorLink:
         """Whether a session stands."""
         return self.handshake.is_open
 
+    @property
+    def why_refused(self) -> str:
+        """Why this device refuses the coordinator that runs, for people; empty where it does not."""
+        if self.older_epoch is None:
+            return ""
+        return (
+            f"the coordinator that runs is at epoch {self.older_epoch}, behind epoch {self._order.highest[0]} that this device knows, and is "
+            "refused; ask the operator: `fedcg coordinator status` has the remedy under `devices are ahead`"
+        )
+
     def end_session(self) -> None:
-        """Forget the session: the connection was lost."""
+        """Forget the session: the connection was lost, or the coordinator is another one."""
         self.handshake.close()
 
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
@@ -342,6 +356,8 @@ class CoordinatorLink:
     def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
+        if isinstance(message, CoordinatorStatus):
+            self.older_epoch = message.epoch if message.online and message.epoch < self._order.highest[0] else None
         self._order.admit(message)
         if isinstance(message, CoordinatorStatus):
             return signals.CoordinatorSeen(message.epoch, message.online)
@@ -362,6 +378,7 @@ class CoordinatorLink:
             if isinstance(message, Refusal):
                 return signals.HelloRefused(self.handshake.refusal(message))
             self.handshake.welcome(message)
+            self.older_epoch = None
             return signals.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self.handshake.admit(message)
         if isinstance(message, Invite):

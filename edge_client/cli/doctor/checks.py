@@ -293,8 +293,12 @@ def _running(config: AgentConfig) -> Result:
     """The state of the running agent's session; a second session under the same name would end it."""
     status = read_status(config)
     problem = status.get("link_problem")
-    if problem or not status.get("last_link") or not status.get("last_welcomed"):
-        detail = f"the agent runs, without an answer: {problem or 'it is not connected'}"
+    if not status.get("last_link") or not status.get("last_welcomed"):
+        problem = problem or "it is not connected"
+    elif status.get("agent_in_session") is False:
+        problem = problem or "it is in no session"
+    if problem:
+        detail = f"the agent runs, without an answer: {problem}"
         return "failed", detail, "stop the agent and run this again: the check then opens a session itself"
     return "ok", "the agent runs, and the coordinator answered it", ""
 

@@ -204,6 +204,7 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         problem = remember(epoch + 3, 1)["devices are ahead"]
         assert problem.is_severe
         assert "fedcg coordinator run --accept-loss" in problem.remedy
+        wait_until(lambda: "a" not in running.service.state.online, "it refuses the welcome, and is not invited")
         accepts_the_key = remember(epoch, 20, world.key.public.hex)
         assert "devices are ahead" in accepts_the_key
         will_follow_nothing = remember(epoch, 20, "f" * 64)

@@ -198,6 +198,35 @@ def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_unt
     assert is_in_session()
 
 
+def test_a_device_leaves_its_session_and_names_its_epoch_when_an_older_copy_of_the_coordinator_comes_online(
+    make_world: MakeWorld,
+) -> None:
+    world = connected(make_world, clock_speed=20.0)  # hellos every 0.1 s
+    coordinator = world.coordinator
+
+    def come_online(epoch: int, *, answers: bool = True) -> None:
+        coordinator.epoch, coordinator.session, coordinator.answers_hello = epoch, None, answers
+        coordinator.come_online()
+
+    come_online(7)
+    coordinator.work_until(lambda: len(world.events("welcomed")) == 2, "a session of the later epoch")
+    come_online(5)
+    coordinator.heard.clear()
+    assert coordinator.wait(Hello).epoch == 7
+    coordinator.work_until(lambda: bool(world.events("link_problem")), "a person is told")
+    seen = read_status(world.config)
+    assert not seen["agent_in_session"]
+    assert "is at epoch 5, behind epoch 7 that this device knows" in str(seen["link_problem"])
+    come_online(8)
+    coordinator.work_until(lambda: len(world.events("welcomed")) == 3, "the later one is followed")
+    assert read_status(world.config)["link_problem"] is None
+    world.agent._older_at = float("inf")  # not yet a minute later
+    refused = len(world.events("refused"))
+    come_online(5)
+    wait_until(lambda: len(world.events("refused")) > refused, "a replay of the older status")
+    assert read_status(world.config)["agent_in_session"], "it ends one session in a minute"
+
+
 def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     command = world.trainer.commands[0]

@@ -60,6 +60,10 @@ def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: Wo
         talk(service_world, tmp_path, own, 0.5)
     with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
         talk(service_world, tmp_path, SigningKey.generate(), 1.0)
+    config = box_config(tmp_path / "ahead")
+    PrivateStore.open(config.store, config.federation, "a").save_seen((10**15, 1, 1))
+    with RunningService(service_world), pytest.raises(NoAnswerError, match=f"behind epoch {10**15} that this device"):
+        talk(service_world, tmp_path / "ahead", own, 1.0)
     with pytest.raises(NoAnswerError, match="the coordinator does not run"):
         talk(service_world, tmp_path, own, 0.5)
 
@@ -250,7 +254,9 @@ def checks_of(config: Path) -> list[str]:
     return [one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))]
 
 
-def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(tmp_path: Path) -> None:
+def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = box_config(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
@@ -266,6 +272,9 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(tmp_path: Pa
     events.write("link", up=True)
     events.write("welcomed", epoch=1)
     assert coordinator() == Finding("coordinator", "ok", "the agent runs, and the coordinator answered it")
+    with monkeypatch.context() as answer:
+        answer.setattr("edge_client.cli.status.ask_agent", lambda *_: {"in_session": False})
+        assert coordinator().detail == "the agent runs, without an answer: it is in no session"
     events.write("link_problem", detail="not authorized")
     assert coordinator().detail == "the agent runs, without an answer: not authorized"
     events.write("agent_started")
