@@ -13,19 +13,7 @@ from typing import Any, cast
 
 from typing_extensions import Self
 
-from coordinator.aggregation.jobs import (
-    AVERAGE,
-    AddUpdate,
-    AssessJob,
-    FinishJob,
-    Job,
-    JobDone,
-    PhaseStarted,
-    UpdateAdded,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.aggregation.worker_handle import AggregationWorker
 from edge_client.config import AgentConfig
 from edge_client.session.signals import RoundCommitted, TrainerReady, Working
@@ -35,15 +23,15 @@ from fedcg.worker_process import requests_of
 DEADLINE_S = 60.0
 
 
-def worker_settings(folder: Path) -> WorkerSettings:
-    return WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill")
+def worker_settings(folder: Path) -> jobs.WorkerSettings:
+    return jobs.WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill")
 
 
 class DrivenWorker:
     """Collects what the worker's replies mean."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.events: list[WorkerEvent] = []
+    def __init__(self, settings: jobs.WorkerSettings) -> None:
+        self.events: list[jobs.WorkerEvent] = []
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worker = AggregationWorker(settings, self._replies.put)
 
@@ -54,7 +42,7 @@ class DrivenWorker:
     def __exit__(self, *_: object) -> None:
         self.worker.stop()
 
-    def until(self, *kinds: type[WorkerEvent]) -> Any:
+    def until(self, *kinds: type[jobs.WorkerEvent]) -> Any:
         """Go on until an event of one of these kinds came, and return it."""
         end = time.monotonic() + DEADLINE_S
         while not any(isinstance(event, kinds) for event in self.events):
@@ -88,31 +76,31 @@ def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: Lo
         connection.send(RoundCommitted(command.round_attempt))
 
 
-def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:
+def serve(connection: Connection, settings: jobs.WorkerSettings, first_time: Callable[[Connection], None]) -> None:
     """As the real worker without torch; what is asked first in its first life does `first_time`."""
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     marker = settings.artifacts / "was here"
     for request in requests_of(connection):
-        if isinstance(request, Job):
+        if isinstance(request, jobs.Job):
             continue
         if not marker.exists():
             marker.touch()
             first_time(connection)
-        if isinstance(request, AddUpdate):
-            connection.send(UpdateAdded(1, 1, request.client))
-        elif isinstance(request, FinishJob):
-            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+        if isinstance(request, jobs.AddUpdate):
+            connection.send(jobs.UpdateAdded(1, 1, request.client))
+        elif isinstance(request, jobs.FinishJob):
+            connection.send(jobs.JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
 
 
 def _stop(_connection: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hang_once(connection: Connection, settings: WorkerSettings) -> None:
+def hang_once(connection: Connection, settings: jobs.WorkerSettings) -> None:
     serve(connection, settings, _stop)
 
 
-def break_the_card_once(connection: Connection, settings: WorkerSettings) -> None:
+def break_the_card_once(connection: Connection, settings: jobs.WorkerSettings) -> None:
     """The real worker, whose job runner meets an error of the card the first time that it opens a job."""
     import coordinator.aggregation.worker as real
 
@@ -123,38 +111,38 @@ def break_the_card_once(connection: Connection, settings: WorkerSettings) -> Non
             if not marker.exists():
                 marker.touch()
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            self._send(JobDone(1, 1, "9" * 64, 1, "8" * 64))
+            self._send(jobs.JobDone(1, 1, "9" * 64, 1, "8" * 64))
 
-        def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
+        def serve(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
             """Nothing more: the job is done."""
 
     real.JobRunner = Runner  # type: ignore[misc]
     real.worker_main(connection, settings)
 
 
-def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+def die_over_b(connection: Connection, _settings: jobs.WorkerSettings) -> None:
+    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     for request in requests_of(connection):
-        if isinstance(request, AddUpdate):
-            connection.send(PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
+        if isinstance(request, jobs.AddUpdate):
+            connection.send(jobs.PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
             if request.client == "b":
                 os.kill(os.getpid(), signal.SIGKILL)
-            connection.send(UpdateAdded(1, 1, request.client))
-        elif isinstance(request, FinishJob):
-            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+            connection.send(jobs.UpdateAdded(1, 1, request.client))
+        elif isinstance(request, jobs.FinishJob):
+            connection.send(jobs.JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
 
 
-def die_over_the_merge_until_it_averages(connection: Connection, _settings: WorkerSettings) -> None:
+def die_over_the_merge_until_it_averages(connection: Connection, _settings: jobs.WorkerSettings) -> None:
     """Killed by SIGKILL over every merge with a distillation, as by a kernel that is out of memory."""
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    job: Job | None = None
+    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
+    job: jobs.Job | None = None
     for request in requests_of(connection):
-        if isinstance(request, Job):
+        if isinstance(request, jobs.Job):
             job = request
-        elif isinstance(request, FinishJob) and job is not None:
-            if job.ease < AVERAGE:
+        elif isinstance(request, jobs.FinishJob) and job is not None:
+            if job.ease < jobs.AVERAGE:
                 os.kill(os.getpid(), signal.SIGKILL)
-            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))
+            connection.send(jobs.JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64, job.ease))
 
 
 THREADS_FILE = "threads.txt"
@@ -176,12 +164,12 @@ class NotingConnection:
         self._connection.send(report)
 
 
-def count_and_note_threads(connection: Connection, settings: WorkerSettings) -> None:
+def count_and_note_threads(connection: Connection, settings: jobs.WorkerSettings) -> None:
     """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     noting = NotingConnection(connection)
     for request in requests_of(cast(Connection, noting)):
-        if isinstance(request, AddUpdate):
+        if isinstance(request, jobs.AddUpdate):
             names = [noting.receiver, threading.current_thread().name]
             (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
-            connection.send(UpdateAdded(1, 1, request.client))
+            connection.send(jobs.UpdateAdded(1, 1, request.client))

@@ -9,26 +9,8 @@ from typing_extensions import Self
 
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, SigningKey, open_envelope, seal, session_id
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    SPOKEN,
-    Accept,
-    AnyMessage,
-    ArtifactRef,
-    Carrier,
-    Decline,
-    DeclineReason,
-    DeviceStatus,
-    Finished,
-    Hello,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Receipt,
-    Welcome,
-)
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.transport import Delivery, Will
@@ -50,12 +32,12 @@ class FakeDevice:
     coordinator: SigningKey
     key: SigningKey = field(default_factory=SigningKey.generate)
     silent: bool = False
-    carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
-    decline: DeclineReason | None = None
+    carrier: schemas.Carrier = schemas.Carrier.MQTT  # over HTTPS the test puts what is granted
+    decline: schemas.DeclineReason | None = None
     full_round_s: float | None = None  # what it tells of the time that all steps of a round take
     heartbeat_s: int | None = None
     remembers: dict[str, Any] = field(default_factory=dict)  # epoch, round and message key that its hello names
-    received: list[AnyMessage] = field(default_factory=list)
+    received: list[schemas.AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
     received_on: set[str] = field(default_factory=set)
@@ -64,9 +46,9 @@ class FakeDevice:
         self.topics = Topics(self.spec.federation)
         self.session: Session | None = None
         self.nonces = 0
-        self.offer: Offer | Finished | None = None
+        self.offer: schemas.Offer | schemas.Finished | None = None
         self.receivers: dict[str, Receiver] = {}
-        self.pending: tuple[Manifest, bytes] | None = None
+        self.pending: tuple[schemas.Manifest, bytes] | None = None
         self.sent_at = 0.0
         self.lock = threading.RLock()
         self.stopped = threading.Event()
@@ -107,8 +89,8 @@ class FakeDevice:
                     self.sent_at = time.monotonic()
                     self.tell(self.pending[0])
 
-    def receipts(self) -> list[Receipt]:
-        return [message for message in list(self.received) if isinstance(message, Receipt)]
+    def receipts(self) -> list[schemas.Receipt]:
+        return [message for message in list(self.received) if isinstance(message, schemas.Receipt)]
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in list(self.received) if isinstance(message, kind)]
@@ -119,16 +101,16 @@ class FakeDevice:
             self.nonce = f"{self.nonces:032x}"
             self.session = None
             fields = {**self.addressed(), "nonce": self.nonce, "carrier": self.carrier, "heartbeat_s": self.heartbeat_s}
-            hello = Hello(**{**fields, **self.remembers}, versions=SPOKEN, agent="fake-1")
+            hello = schemas.Hello(**{**fields, **self.remembers}, versions=schemas.SPOKEN, agent="fake-1")
             self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
-    def tell(self, message: AnyMessage) -> None:
+    def tell(self, message: schemas.AnyMessage) -> None:
         with self.lock:  # the device's own thread may send at the same time
             assert self.session is not None
             self.transport.publish(self.topics.up_control(self.name), seal(self.session.stamp(message), self.key))
 
-    def send_update(self, round_number: int, attempt: int, data: bytes) -> Manifest:
-        self.pending = (Manifest(**self.addressed(round_number, attempt), artifact=make_ref(data, 1024)), data)
+    def send_update(self, round_number: int, attempt: int, data: bytes) -> schemas.Manifest:
+        self.pending = (schemas.Manifest(**self.addressed(round_number, attempt), artifact=make_ref(data, 1024)), data)
         self.sent_at = time.monotonic()
         self.tell(self.pending[0])
         return self.pending[0]
@@ -148,10 +130,10 @@ class FakeDevice:
 
     def addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         at = {"round": round_number, "attempt": attempt}
-        return {"federation": self.spec.federation, "sender": self.name, "recipient": COORDINATOR, **at}
+        return {"federation": self.spec.federation, "sender": self.name, "recipient": schemas.COORDINATOR, **at}
 
-    def _status(self, *, online: bool) -> DeviceStatus:
-        return DeviceStatus(**self.addressed(), online=online)
+    def _status(self, *, online: bool) -> schemas.DeviceStatus:
+        return schemas.DeviceStatus(**self.addressed(), online=online)
 
     def _link(self, up: bool) -> None:
         if up:
@@ -168,38 +150,40 @@ class FakeDevice:
         if delivery.topic in (self.topics.aggregate, self.topics.down_chunk(self.name)):
             self._chunk(delivery.payload)
             return
-        message = open_envelope(delivery.payload, {COORDINATOR: self.coordinator.public}.get)
+        message = open_envelope(delivery.payload, {schemas.COORDINATOR: self.coordinator.public}.get)
         self.received.append(message)
-        if isinstance(message, Welcome):
+        if isinstance(message, schemas.Welcome):
             if self.session is None and message.device_nonce == self.nonce:
                 self.session = Session(session_id(self.nonce, message.nonce))
                 if self.pending is not None:
                     self.tell(self.pending[0])
-        elif isinstance(message, Offer | Finished):
+        elif isinstance(message, schemas.Offer | schemas.Finished):
             self.offer = message
             self._want(message.aggregate)
-        elif isinstance(message, Invite | Need | Receipt) and self.session is not None:  # else of an earlier session
+        elif (
+            isinstance(message, schemas.Invite | schemas.Need | schemas.Receipt) and self.session is not None
+        ):  # else of an earlier session
             self.session.admit(message)
             self.in_session(message)
 
-    def in_session(self, message: Invite | Need | Receipt) -> None:
-        if isinstance(message, Invite):
+    def in_session(self, message: schemas.Invite | schemas.Need | schemas.Receipt) -> None:
+        if isinstance(message, schemas.Invite):
             position = self.addressed(message.round, message.attempt)
             if self.decline is not None:
-                self.tell(Decline(**position, reason=self.decline))
+                self.tell(schemas.Decline(**position, reason=self.decline))
             else:
                 told = None if self.full_round_s is None else self.full_round_s * message.share
-                self.tell(Accept(**position, predicted_s=told))
+                self.tell(schemas.Accept(**position, predicted_s=told))
                 self._train()
-        elif isinstance(message, Need) and self.pending is not None:
+        elif isinstance(message, schemas.Need) and self.pending is not None:
             self.asked_for += message.ranges
-            if self.carrier is not Carrier.HTTPS:
+            if self.carrier is not schemas.Carrier.HTTPS:
                 for frame in frames_for(self.pending[1], self.pending[0].artifact, message.ranges):
                     self.transport.publish(self.topics.up_chunk(self.name), frame)
-        elif isinstance(message, Receipt) and self.pending and message.artifact == self.pending[0].artifact.id:
+        elif isinstance(message, schemas.Receipt) and self.pending and message.artifact == self.pending[0].artifact.id:
             self.pending = None  # a late answer to an earlier update ends nothing
 
-    def _want(self, ref: ArtifactRef) -> None:
+    def _want(self, ref: schemas.ArtifactRef) -> None:
         if ref.id not in self.artifacts:
             self.receivers.setdefault(ref.id, Receiver(ref))
             self._ask(ref.id)
@@ -207,7 +191,7 @@ class FakeDevice:
     def _ask(self, artifact: str) -> None:
         ranges = self.receivers[artifact].next_need(time.monotonic())
         if ranges is not None and self.session is not None:
-            self.tell(Need(**self.addressed(), artifact=artifact, ranges=ranges))
+            self.tell(schemas.Need(**self.addressed(), artifact=artifact, ranges=ranges))
 
     def _chunk(self, payload: bytes) -> None:
         chunk = parse_chunk(payload)
@@ -225,10 +209,10 @@ class FakeDevice:
     def _train(self) -> None:
         """Answer the open offer once invited and once its aggregate is here; a stand-in for training."""
         offer = self.offer
-        if not isinstance(offer, Offer) or self.session is None or self.silent or self.decline is not None:
+        if not isinstance(offer, schemas.Offer) or self.session is None or self.silent or self.decline is not None:
             return
         position = (offer.round, offer.attempt)
-        invited = any((invite.round, invite.attempt) == position for invite in self.of(Invite))
+        invited = any((invite.round, invite.attempt) == position for invite in self.of(schemas.Invite))
         if position in self.trained or not invited or offer.aggregate.id not in self.artifacts:
             return
         unpack(self.artifacts[offer.aggregate.id], shared_layouts(self.spec))

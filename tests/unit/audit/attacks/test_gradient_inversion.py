@@ -11,24 +11,7 @@ from audit.attacks.gradient_inversion import pixel_rank
 from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.networks import whole_model
 from audit.measures import Outcome, Reconstructions, trivial_images, unit_pixels
-from audit.techniques.gradients import (
-    BatchGradient,
-    Found,
-    Objective,
-    Search,
-    Start,
-    attacker_model,
-    batch_gradient,
-    channel_statistics,
-    cosine_distance,
-    gradient_distance,
-    linear_inputs,
-    revealed_features,
-    revealed_labels,
-    search,
-    standardised,
-    total_variation,
-)
+from audit.techniques import gradients
 from fedcg.wire.parts import Part
 from tests.support.audit import carried_out, outcome_of, simulated_case
 
@@ -40,10 +23,12 @@ def run(case: Case) -> Outcome:
 def in_the_blink_of_an_eye(monkeypatch: pytest.MonkeyPatch, pixels: float) -> None:
     """Every search ends at once with one constant image."""
 
-    def constant(objective: Objective, labels: torch.Tensor, form: tuple[int, int, int], *_: object) -> Found:
+    def constant(
+        objective: gradients.Objective, labels: torch.Tensor, form: tuple[int, int, int], *_: object
+    ) -> gradients.Found:
         found = torch.full((len(labels), *form), pixels)
         assert objective(found, labels).isfinite()
-        return Found(found, 0.0, 0.0)
+        return gradients.Found(found, 0.0, 0.0)
 
     monkeypatch.setattr(gradient_inversion, "search", constant)
 
@@ -139,18 +124,18 @@ def test_a_batch_is_put_into_the_order_that_fits_best() -> None:
     assert torch.equal(gradient_inversion.in_best_order(truth[[2, 0, 3, 1]], truth), truth)
 
 
-def of_bias(values: list[float], rows: int) -> BatchGradient:
-    return BatchGradient((Part.CLASSIFIER,), (torch.tensor(values),), rows)
+def of_bias(values: list[float], rows: int) -> gradients.BatchGradient:
+    return gradients.BatchGradient((Part.CLASSIFIER,), (torch.tensor(values),), rows)
 
 
 def test_the_label_of_one_image_is_the_negative_number_of_the_bias_gradient() -> None:
     # softmax (0.2, 0.3, 0.5) - onehot of class 1
-    assert revealed_labels(of_bias([0.2, -0.7, 0.5], 1)).tolist() == [1]
+    assert gradients.revealed_labels(of_bias([0.2, -0.7, 0.5], 1)).tolist() == [1]
 
 
 def test_the_labels_of_a_batch_are_taken_off_one_by_one() -> None:
     # Mean softmax 1/3 each; labels 0, 0, 2, 2 of 4: 1/3 - 1/2, 1/3 - 0, 1/3 - 1/2.
-    assert sorted(revealed_labels(of_bias([-1 / 6, 1 / 3, -1 / 6], 4)).tolist()) == [0, 0, 2, 2]
+    assert sorted(gradients.revealed_labels(of_bias([-1 / 6, 1 / 3, -1 / 6], 4)).tolist()) == [0, 0, 2, 2]
 
 
 def test_the_classifiers_gradient_of_one_image_holds_its_features_exactly() -> None:
@@ -158,14 +143,14 @@ def test_the_classifiers_gradient_of_one_image_holds_its_features_exactly() -> N
     true, train = case.model(), case.truth.train
     assert true is not None
     pixels = unit_pixels(train.images[:1])
-    seen = batch_gradient(case.view.spec, true, pixels, train.labels[:1], (Part.CLASSIFIER,))
-    given = attacker_model(case.view.with_private(case.truth.before or {}), Extractor.TRUE, case.streams, 1)
-    wrong = attacker_model(case.view, Extractor.RANDOM, case.streams, 1)
-    features = linear_inputs(given, pixels)[0]
-    assert revealed_labels(seen).tolist() == train.labels[:1].tolist()
+    seen = gradients.batch_gradient(case.view.spec, true, pixels, train.labels[:1], (Part.CLASSIFIER,))
+    given = gradients.attacker_model(case.view.with_private(case.truth.before or {}), Extractor.TRUE, case.streams, 1)
+    wrong = gradients.attacker_model(case.view, Extractor.RANDOM, case.streams, 1)
+    features = gradients.linear_inputs(given, pixels)[0]
+    assert gradients.revealed_labels(seen).tolist() == train.labels[:1].tolist()
     # The attacker's own model only says where in the gradient the layer is.
-    torch.testing.assert_close(revealed_features(wrong, seen), features, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(linear_inputs(wrong, pixels)[0], features, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(gradients.revealed_features(wrong, seen), features, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(gradients.linear_inputs(wrong, pixels)[0], features, rtol=1e-2, atol=1e-2)
 
 
 def test_standardised_maps_forget_level_and_spread_of_each_map() -> None:
@@ -173,8 +158,10 @@ def test_standardised_maps_forget_level_and_spread_of_each_map() -> None:
     features = torch.rand(2, 400)
     levels, spreads = torch.rand(16, 1), 1 + torch.rand(16, 1)
     moved = (features.view(2, 16, 25) * spreads + levels).flatten(1)
-    torch.testing.assert_close(standardised(moved, spec), standardised(features, spec), rtol=1e-3, atol=1e-3)
-    assert standardised(features, spec).view(2, 16, 25).mean(2).abs().max() < 1e-5
+    torch.testing.assert_close(
+        gradients.standardised(moved, spec), gradients.standardised(features, spec), rtol=1e-3, atol=1e-3
+    )
+    assert gradients.standardised(features, spec).view(2, 16, 25).mean(2).abs().max() < 1e-5
 
 
 FORM, LABELS = (1, 4, 4), torch.tensor([0])
@@ -188,8 +175,8 @@ def stream() -> torch.Generator:
 @pytest.mark.parametrize("prior", [0.0, 1e-6])
 def test_a_search_reaches_the_minimum_of_a_loss_of_1e_minus_9(prior: float, signed_adam: bool) -> None:
     wanted = torch.rand(1, *FORM, generator=stream())
-    how = Search(200, Start.GREY, prior, signed_adam=signed_adam)
-    found = search(lambda pixels, _: 1e-9 * (pixels - wanted).square().sum(), LABELS, FORM, 2, how, stream())
+    how = gradients.Search(200, gradients.Start.GREY, prior, signed_adam=signed_adam)
+    found = gradients.search(lambda pixels, _: 1e-9 * (pixels - wanted).square().sum(), LABELS, FORM, 2, how, stream())
     assert (found.pixels - wanted).abs().max() < 0.02
     assert found.diverged == 0
 
@@ -203,7 +190,9 @@ def test_searched_labels_reach_the_right_class() -> None:
             return pixels.square().sum() + 1
         return pixels.square().sum() + (1 - labels[0, 1])
 
-    search(wants_class_one, LABELS, FORM, 3, Search(100, Start.NOISE, soft_labels=True), stream())
+    gradients.search(
+        wants_class_one, LABELS, FORM, 3, gradients.Search(100, gradients.Start.NOISE, soft_labels=True), stream()
+    )
     assert asked[-1][0, 1] > 0.99
 
 
@@ -214,20 +203,22 @@ def test_the_best_restart_is_the_one_of_the_smallest_loss_and_lost_ones_are_coun
         is_first = (pixels.detach() - lost).abs().max() < 0.1
         return pixels.square().sum() * (float("nan") if is_first else 1.0)
 
-    found = search(only_the_second_is_finite, LABELS, FORM, 2, Search(20, Start.NOISE, restarts=2), stream())
+    found = gradients.search(
+        only_the_second_is_finite, LABELS, FORM, 2, gradients.Search(20, gradients.Start.NOISE, restarts=2), stream()
+    )
     assert found.diverged == 0.5
     assert found.loss < 1e-3
 
 
 def test_total_variation_by_hand() -> None:
     # Across: |1-0| and |0-1|, mean 1; down: |0-0|... of [[0, 1], [1, 0]]: |1-0|, |0-1|, mean 1.
-    assert float(total_variation(torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]]))) == pytest.approx(2.0)
-    assert float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))) == pytest.approx(1.0)
+    assert float(gradients.total_variation(torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]]))) == pytest.approx(2.0)
+    assert float(gradients.total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))) == pytest.approx(1.0)
 
 
 def test_channel_statistics_by_hand() -> None:
     # Channel 0 holds 0, 2: mean 1, deviation 1; channel 1 holds 3, 3: mean 3, deviation 0.
-    found = channel_statistics(torch.tensor([[[0.0, 2.0], [3.0, 3.0]]]))
+    found = gradients.channel_statistics(torch.tensor([[[0.0, 2.0], [3.0, 3.0]]]))
     torch.testing.assert_close(found, torch.tensor([[1.0, 3.0], [1.0, 0.0]]), atol=2e-4, rtol=0)
 
 
@@ -236,14 +227,18 @@ def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     model, train, parts = case.model(), case.truth.train, (Part.EXTRACTOR, Part.CLASSIFIER)
     assert model is not None
     pixels, other = train.images[:1] / 255.0, train.images[1:2] / 255.0
-    seen = batch_gradient(case.view.spec, model, pixels, train.labels[:1], parts)
-    longer = BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
+    seen = gradients.batch_gradient(case.view.spec, model, pixels, train.labels[:1], parts)
+    longer = gradients.BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
     whole = whole_model(case.view.spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
-    assert float(gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
-    assert float(gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
+    assert float(gradients.gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
+    assert float(gradients.gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
     # |g - 3g|^2 / |3g|^2 = 4/9
-    assert float(gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(4 / 9, rel=1e-3)
-    assert float(cosine_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(0, abs=1e-5)
+    assert float(gradients.gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
+        4 / 9, rel=1e-3
+    )
+    assert float(gradients.cosine_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
+        0, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("numbers", [10, 200], ids=["fewer numbers than pixels", "more"])

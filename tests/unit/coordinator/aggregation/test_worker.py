@@ -9,20 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregation.jobs import (
-    AddUpdate,
-    Assessed,
-    AssessJob,
-    FinishJob,
-    Job,
-    JobDone,
-    JobEased,
-    JobFailed,
-    Reply,
-    UpdateFailed,
-    WorkerDied,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS
 from coordinator.operations.create_federation import InitialArtifacts
@@ -44,7 +31,7 @@ from tests.support.waiting import wait_until
 from tests.unit.coordinator.aggregation.test_aggregation import founded, real_world
 
 Parts = dict[Part, dict[str, Array]]
-JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
+JOB = jobs.Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 
 
 @dataclass
@@ -118,7 +105,7 @@ class RejectingWorker(PlainWorker):
         assert self.job is not None
         if any(client == "b" for client, *_ in updates):
             self.asked.append(("finish", updates))
-            self._reply(UpdateFailed(self.job.round, self.job.attempt, "b", "its logits are not finite"))
+            self._reply(jobs.UpdateFailed(self.job.round, self.job.attempt, "b", "its logits are not finite"))
         else:
             super().finish(updates, limits)
 
@@ -177,12 +164,14 @@ def test_an_update_that_kills_every_worker_is_rejected_alone(tmp_path: Path, mon
         driven.worker.open(JOB)
         for client in "abc":
             driven.worker.add(client, "3" * 64)
-        assert driven.until(UpdateFailed).client == "b"
+        assert driven.until(jobs.UpdateFailed).client == "b"
         driven.worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)), {})
-        driven.until(JobDone, JobFailed)
-    assert [event.client for event in driven.events if isinstance(event, UpdateFailed)] == ["b"]
-    assert [event.deaths for event in driven.events if isinstance(event, WorkerDied)] == list(range(1, MAX_DEATHS + 1))
-    assert not any(isinstance(event, JobFailed) for event in driven.events)
+        driven.until(jobs.JobDone, jobs.JobFailed)
+    assert [event.client for event in driven.events if isinstance(event, jobs.UpdateFailed)] == ["b"]
+    assert [event.deaths for event in driven.events if isinstance(event, jobs.WorkerDied)] == list(
+        range(1, MAX_DEATHS + 1)
+    )
+    assert not any(isinstance(event, jobs.JobFailed) for event in driven.events)
 
 
 # ------------------------------------------------------------------ the worker at work
@@ -196,10 +185,10 @@ class Benches:
         self.spec = FederationSpec.parse(artifacts.get(ids.spec))
         self.base = ids.aggregate
 
-    def open(self, name: str, **job: Any) -> tuple[JobRunner, list[Reply]]:
-        ids, said = self._ids, list[Reply]()
-        settings = WorkerSettings(1, "cpu", b"s" * 32, self.artifacts.root, self._folder / name)
-        asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
+    def open(self, name: str, **job: Any) -> tuple[JobRunner, list[jobs.Reply]]:
+        ids, said = self._ids, list[jobs.Reply]()
+        settings = jobs.WorkerSettings(1, "cpu", b"s" * 32, self.artifacts.root, self._folder / name)
+        asked = jobs.Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
         return JobRunner(asked, settings, "cpu", said.append, public_images(None, 1)), said
 
     def update(self, client: str, spoil: Callable[[Parts], None] = lambda parts: None, examples: int = 10) -> str:
@@ -218,11 +207,13 @@ def benches(tmp_path: Path, first: tuple[InitialArtifacts, ArtifactStore]) -> Be
     return Benches(tmp_path, *first)
 
 
-def merged(bench: JobRunner, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:
+def merged(
+    bench: JobRunner, said: list[jobs.Reply], *updates: tuple[str, str, int], limits: Distances | None = None
+) -> str:
     """The id of the aggregate."""
-    bench.serve(FinishJob(updates, limits or {}))
+    bench.serve(jobs.FinishJob(updates, limits or {}))
     done = said[-1]
-    assert isinstance(done, JobDone), done
+    assert isinstance(done, jobs.JobDone), done
     return done.aggregate
 
 
@@ -231,11 +222,13 @@ def test_an_update_whose_teacher_pass_fails_is_reported_and_leaves_no_trace_in_t
     bad = benches.update("b", negative_variance)
     bench, said = benches.open("with")
     for client, artifact in (("a", good["a"]), ("b", bad), ("c", good["c"])):
-        bench.serve(AddUpdate(client, artifact))
-    (failed,) = (reply for reply in said if isinstance(reply, UpdateFailed))
+        bench.serve(jobs.AddUpdate(client, artifact))
+    (failed,) = (reply for reply in said if isinstance(reply, jobs.UpdateFailed))
     assert failed.client == "b"
     assert "not finite" in failed.reason
-    bench.serve(FinishJob((("a", good["a"], 10), ("b", bad, 10), ("c", good["c"], 10))))  # asked before that was known
+    bench.serve(
+        jobs.FinishJob((("a", good["a"], 10), ("b", bad, 10), ("c", good["c"], 10)))
+    )  # asked before that was known
     assert said[-1] == failed
     chosen = [(client, artifact, 10) for client, artifact in good.items()]
     assert merged(bench, said, *chosen) == merged(*benches.open("without"), *chosen)
@@ -246,9 +239,9 @@ def test_a_merge_that_diverges_is_tried_again_without_the_farthest_update_and_on
 
     bad = ("b", benches.update("b", scaled(1e7)), 10)
     bench, said = benches.open("with")
-    bench.serve(FinishJob((chosen[0], bad, chosen[1])))
+    bench.serve(jobs.FinishJob((chosen[0], bad, chosen[1])))
     failed = said[-1]
-    assert isinstance(failed, UpdateFailed)
+    assert isinstance(failed, jobs.UpdateFailed)
     assert failed.client == "b"
     assert "the merge diverged, and this update is the farthest from the base" in failed.reason
     assert merged(bench, said, *chosen) == merged(*benches.open("without"), *chosen)
@@ -259,7 +252,7 @@ def test_a_weight_that_was_capped_counts_as_if_it_had_been_reported(benches: Ben
     boast, modest = benches.update("b", examples=10**9), benches.update("b", examples=30)
     bench, said = benches.open("capped")
     for client, artifact in (("a", honest[1]), ("b", boast)):
-        bench.serve(AddUpdate(client, artifact))
+        bench.serve(jobs.AddUpdate(client, artifact))
     capped = merged(bench, said, honest, ("b", boast, 30))
     assert capped == merged(*benches.open("reported"), honest, ("b", modest, 30))
     assert capped != merged(*benches.open("uncapped"), honest, ("b", boast, 10**9))
@@ -271,7 +264,7 @@ def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival(benches:
     def aggregate(name: str, on_arrival: Distances, at_last: Distances) -> str:
         bench, said = benches.open(name, limits=on_arrival)
         for client, artifact, _ in updates:
-            bench.serve(AddUpdate(client, artifact))
+            bench.serve(jobs.AddUpdate(client, artifact))
         return merged(bench, said, *updates, limits=at_last)
 
     wide, narrow = {Part.CLASSIFIER: 1e6}, {Part.CLASSIFIER: 1e-3}
@@ -285,12 +278,12 @@ def test_figures_are_the_same_in_a_worker_that_starts_anew_and_in_any_order(benc
     updates = [(client, benches.update(client, scaled(20.0 if client == "d" else 1.0))) for client in "abcd"]
     runner, said = benches.open("first")
     for client, artifact in reversed(updates):
-        runner.serve(AddUpdate(client, artifact))
+        runner.serve(jobs.AddUpdate(client, artifact))
     again, said_again = benches.open("second")  # after SIGKILL: nothing but the stored updates is left
     for bench in (runner, again):
-        bench.serve(AssessJob(tuple(updates)))
+        bench.serve(jobs.AssessJob(tuple(updates)))
     assessed = said[-1]
-    assert isinstance(assessed, Assessed)
+    assert isinstance(assessed, jobs.Assessed)
     assert assessed == said_again[-1]
     assert (assessed.figures["d"].norm or 0.0) > 3.0
     assert None not in {each.direction for each in assessed.figures.values()}
@@ -308,12 +301,12 @@ def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, m
 
     monkeypatch.setattr(distillation, "teacher_logits", hungry)
     runner, said = benches.open("hungry")
-    runner.serve(AddUpdate(*chosen[0][:2]))
+    runner.serve(jobs.AddUpdate(*chosen[0][:2]))
     assert merged(runner, said, *chosen) == small
-    eased = [reply for reply in said if isinstance(reply, JobEased)]
+    eased = [reply for reply in said if isinstance(reply, jobs.JobEased)]
     assert [reply.ease for reply in eased] == [1]
     assert "can't allocate memory" in eased[0].reason
-    assert isinstance(said[-1], JobDone)
+    assert isinstance(said[-1], jobs.JobDone)
     assert said[-1].ease == 1
 
 
@@ -324,10 +317,10 @@ def test_a_distillation_without_memory_becomes_an_average(benches: Benches, monk
     monkeypatch.setattr(distillation, "train_student", hungry)
     artifacts = {client: benches.update(client) for client in "ab"}
     runner, said = benches.open("average")
-    runner.serve(FinishJob((("a", artifacts["a"], 10), ("b", artifacts["b"], 30))))
+    runner.serve(jobs.FinishJob((("a", artifacts["a"], 10), ("b", artifacts["b"], 30))))
     done = said[-1]
-    assert isinstance(done, JobDone)
-    assert [reply.ease for reply in said if isinstance(reply, JobEased)] == [1, 2]
+    assert isinstance(done, jobs.JobDone)
+    assert [reply.ease for reply in said if isinstance(reply, jobs.JobEased)] == [1, 2]
     base = base_in(benches.artifacts.get(benches.base), benches.spec, benches.base)
     parts = [
         unpack_update(benches.artifacts.get(artifact), benches.spec, base).parts[Part.CLASSIFIER]
@@ -346,9 +339,9 @@ def test_a_worker_that_each_merge_kills_is_asked_for_less(tmp_path: Path, monkey
     with handle(tmp_path, monkeypatch, driven_worker.die_over_the_merge_until_it_averages) as driven:
         driven.worker.open(JOB)
         driven.worker.finish((("a", "3" * 64, 1), ("b", "3" * 64, 1)), {})
-        done = driven.until(JobDone, JobFailed)
-    assert isinstance(done, JobDone)
+        done = driven.until(jobs.JobDone, jobs.JobFailed)
+    assert isinstance(done, jobs.JobDone)
     assert done.ease == 2
-    assert [event.ease for event in driven.events if isinstance(event, JobEased)] == [1, 2]
-    died = [event for event in driven.events if isinstance(event, WorkerDied)]
+    assert [event.ease for event in driven.events if isinstance(event, jobs.JobEased)] == [1, 2]
+    died = [event for event in driven.events if isinstance(event, jobs.WorkerDied)]
     assert [event.deaths for event in died] == [1, 2, 3, 4]

@@ -10,21 +10,8 @@ from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
 from coordinator.storage.view_store import Presence
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import seal
-from fedcg.wire.messages.schemas import (
-    SPOKEN,
-    CoordinatorStatus,
-    DeclineReason,
-    Finished,
-    Hello,
-    Invite,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    RoundAttempt,
-    Welcome,
-)
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, RunningService, World
@@ -32,7 +19,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for
 
 
-def end_of(device: FakeDevice, round_number: int, attempt: int, data: bytes) -> Receipt:
+def end_of(device: FakeDevice, round_number: int, attempt: int, data: bytes) -> schemas.Receipt:
     """Deliver an update and return its receipt."""
     wanted = device.send_update(round_number, attempt, data).artifact.id
     wait_until(lambda: any(receipt.artifact == wanted for receipt in device.receipts()), "a receipt")
@@ -49,9 +36,9 @@ def test_two_rounds_run_from_hello_to_the_final_aggregate(make_world: MakeWorld)
     final = world.store.aggregate("tiny", 2)
     assert final is not None
     for device in world.devices.values():
-        assert [receipt.outcome for receipt in device.receipts()] == [Outcome.ACCEPTED] * 2
-        assert device.of(Finished)[-1].aggregate.id == final.artifact
-        assert [(offer.round, offer.attempt) for offer in device.of(Offer)] == [(1, 1), (2, 1)]
+        assert [receipt.outcome for receipt in device.receipts()] == [schemas.Outcome.ACCEPTED] * 2
+        assert device.of(schemas.Finished)[-1].aggregate.id == final.artifact
+        assert [(offer.round, offer.attempt) for offer in device.of(schemas.Offer)] == [(1, 1), (2, 1)]
     assert [record.state for record in world.store.attempts("tiny")] == [AttemptState.CLOSED] * 2
 
 
@@ -63,7 +50,7 @@ def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_wor
 
     def look(message: Any) -> None:
         if message.kind == "receipt":
-            record = world.store.update("tiny", RoundAttempt(message.round, message.attempt), "a")
+            record = world.store.update("tiny", schemas.RoundAttempt(message.round, message.attempt), "a")
             seen.append(record is not None and world.artifacts.has(record.artifact))
         original(message)
 
@@ -78,13 +65,13 @@ def test_a_late_update_a_failed_attempt_and_an_unknown_one_have_receipts_of_thei
     world = make_world(min_clients=1, clients=("a",))
     a = world.devices["a"]
     a.silent = True
-    world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2.0)
-    world.store.fail_attempt("tiny", RoundAttempt(1, 1), "nobody", 3.0)
+    world.store.open_attempt("tiny", schemas.RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2.0)
+    world.store.fail_attempt("tiny", schemas.RoundAttempt(1, 1), "nobody", 3.0)
     with RunningService(world):
         world.start_devices()
-        wait_until(lambda: [offer.attempt for offer in a.of(Offer)] == [2], "the second attempt is offered")
-        assert end_of(a, 1, 1, a.make_update(1, 1, world.base_id)).outcome is Outcome.CLOSED
-        assert end_of(a, 2, 7, a.make_update(2, 7, world.base_id)).outcome is Outcome.REJECTED
+        wait_until(lambda: [offer.attempt for offer in a.of(schemas.Offer)] == [2], "the second attempt is offered")
+        assert end_of(a, 1, 1, a.make_update(1, 1, world.base_id)).outcome is schemas.Outcome.CLOSED
+        assert end_of(a, 2, 7, a.make_update(2, 7, world.base_id)).outcome is schemas.Outcome.REJECTED
 
 
 def test_a_service_that_ends_on_a_full_disk_says_so_in_one_line(
@@ -104,13 +91,13 @@ def test_a_repeated_hello_keeps_the_session_and_a_new_one_replaces_it(make_world
     a = world.devices["a"]
     with RunningService(world):
         world.start_devices()
-        wait_until(lambda: len(a.of(Welcome)) == 1, "a welcome")
-        repeated = Hello(**a.addressed(), nonce=a.nonce, versions=SPOKEN, agent="fake-1")
+        wait_until(lambda: len(a.of(schemas.Welcome)) == 1, "a welcome")
+        repeated = schemas.Hello(**a.addressed(), nonce=a.nonce, versions=schemas.SPOKEN, agent="fake-1")
         a.transport.publish(a.topics.up_control("a"), seal(repeated, a.key))
-        wait_until(lambda: len(a.of(Welcome)) == 2, "the same welcome")
+        wait_until(lambda: len(a.of(schemas.Welcome)) == 2, "the same welcome")
         a.hello()
-        wait_until(lambda: len(a.of(Welcome)) == 3, "another welcome")
-    first, second, third = a.of(Welcome)
+        wait_until(lambda: len(a.of(schemas.Welcome)) == 3, "another welcome")
+    first, second, third = a.of(schemas.Welcome)
     assert first.nonce == second.nonce != third.nonce
 
 
@@ -126,7 +113,7 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
     epochs = [first.service.epoch]
     with RunningService(world) as running:
         epochs.append(running.service.epoch)
-        wait_until(lambda: a.of(CoordinatorStatus)[-1].epoch == epochs[1] > epochs[0], "the new epoch")
+        wait_until(lambda: a.of(schemas.CoordinatorStatus)[-1].epoch == epochs[1] > epochs[0], "the new epoch")
         assert running.service.state.updates == {"a"}
         b.silent = False
         for device in (a, b):
@@ -149,7 +136,7 @@ def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggr
     world.devices["a"].stop()
     with RunningService(world):
         late.start()
-        wait_until(lambda: bool(late.of(Welcome)), "a welcome")
+        wait_until(lambda: bool(late.of(schemas.Welcome)), "a welcome")
         final = world.store.aggregate("tiny", 1)
         assert final is not None
 
@@ -169,8 +156,8 @@ def test_a_device_may_fetch_the_spec_and_aggregates_and_nothing_else(make_world:
         update, spec = a.receipts()[0].artifact, world.spec.digest
         wait_until(lambda: b.session is not None and world.base_id in b.artifacts, "nothing else is on its way to b")
         sent.clear()
-        b.tell(Need(**b.addressed(), artifact=update, ranges=((0, 5),)))
-        b.tell(Need(**b.addressed(), artifact=spec, ranges=((0, 5),)))
+        b.tell(schemas.Need(**b.addressed(), artifact=update, ranges=((0, 5),)))
+        b.tell(schemas.Need(**b.addressed(), artifact=spec, ranges=((0, 5),)))
         wait_until(lambda: b.topics.down_chunk("b") in sent, "the spec is sent")
         assert sent.count(b.topics.down_chunk("b")) == 1
 
@@ -184,9 +171,9 @@ def test_status_and_offer_are_retained_and_the_end_is_told_by_a_goodbye(make_wor
     world.devices["a"].stop()
     late = FakeDevice("a", world.broker, world.spec, world.key)  # the broker sends it what is retained
     late.start()
-    wait_until(lambda: bool(late.of(CoordinatorStatus)) and bool(late.of(Offer)), "both were kept")
+    wait_until(lambda: bool(late.of(schemas.CoordinatorStatus)) and bool(late.of(schemas.Offer)), "both were kept")
     late.stop()
-    status, offer = late.of(CoordinatorStatus)[-1], late.of(Offer)[-1]
+    status, offer = late.of(schemas.CoordinatorStatus)[-1], late.of(schemas.Offer)[-1]
     assert status.online is False
     assert (offer.epoch, offer.round, offer.attempt, offer.spec.id) == (status.epoch, 1, 1, world.spec.digest)
     assert "stop" in world.workers[0].asked
@@ -229,16 +216,18 @@ def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations)
 def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other, _ = made.devices["second"]
     slow.silent = other.silent = True
-    granted: list[Need] = []
+    granted: list[schemas.Need] = []
     take = slow.in_session
     with made.running():
         slow.start()
         other.start()
-        wait_until(lambda: bool(slow.of(Invite)), "it is invited")
+        wait_until(lambda: bool(slow.of(schemas.Invite)), "it is invited")
         base = made.world.store.aggregates("second")[0].artifact
         wait_until(partial(slow.artifacts.__contains__, base), "it has the base")
         monkeypatch.setattr(
-            slow, "in_session", lambda message: granted.append(message) if isinstance(message, Need) else take(message)
+            slow,
+            "in_session",
+            lambda message: granted.append(message) if isinstance(message, schemas.Need) else take(message),
         )
         data = slow.make_update(1, 1, base)
         manifest = slow.send_update(1, 1, data)
@@ -252,7 +241,7 @@ def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monke
         until_over(made, "tiny")
         monkeypatch.setattr(slow, "in_session", take)  # its repeated manifest is answered with what is missing
         wait_until(lambda: bool(slow.receipts()), "the whole update is answered")
-        assert slow.receipts()[0].outcome is Outcome.ACCEPTED
+        assert slow.receipts()[0].outcome is schemas.Outcome.ACCEPTED
 
 
 def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(made: Federations) -> None:
@@ -268,7 +257,7 @@ def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(mad
 def test_a_federation_that_ran_out_of_attempts_is_resumed_while_the_coordinator_runs(made: Federations) -> None:
     made.operations.change_policy("tiny", {"max_attempts": 1})
     for device in made.devices["tiny"]:
-        device.decline = DeclineReason.NO_DATA
+        device.decline = schemas.DeclineReason.NO_DATA
     with made.running():
         start(made, "tiny")
         wait_until(lambda: phase(made, "tiny") is Phase.STALLED, "no attempt is left")
@@ -288,9 +277,9 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_n
         devices[0].silent = devices[1].silent = devices[2].silent = True
         made.operations.stop("tiny", "enough")
         closed = len(made.world.store.aggregates("tiny")) - 1
-        wait_until(lambda: all(device.of(Finished) for device in devices), "all have the end")
+        wait_until(lambda: all(device.of(schemas.Finished) for device in devices), "all have the end")
         final = made.world.store.aggregates("tiny")[-1].artifact
-        assert {device.of(Finished)[-1].aggregate.id for device in devices} == {final}
+        assert {device.of(schemas.Finished)[-1].aggregate.id for device in devices} == {final}
         with pytest.raises(SteeringError, match=r"was stopped \(enough\).*extend"):
             made.operations.resume("tiny")
         for device in devices:
@@ -301,7 +290,7 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_n
         wait_until(lambda: len(made.world.store.aggregates("tiny")) == closed + 4, "three more rounds")
         until_over(made, "tiny")
         assert made.coordinator.services["tiny"].epoch > epoch
-        offers = [(offer.round, offer.attempt) for offer in devices[0].of(Offer)]
+        offers = [(offer.round, offer.attempt) for offer in devices[0].of(schemas.Offer)]
         assert offers == sorted(offers)
 
 
@@ -376,7 +365,7 @@ def test_what_another_federation_needs_is_not_pruned(made: Federations) -> None:
 
 def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
     world = make_world(rounds=1)
-    key, store = ("tiny", RoundAttempt(1, 1)), world.store
+    key, store = ("tiny", schemas.RoundAttempt(1, 1)), world.store
     store.open_attempt(*key, world.base_id, frozenset("ab"), 0.0, 600.0)
     for name in "ab":
         store_update(world, name)
@@ -393,4 +382,6 @@ def store_update(world: World, name: str) -> None:
     """The update of a device to the first attempt is accepted and stored."""
     data = world.devices[name].make_update(1, 1, world.base_id)
     artifact = world.artifacts.put(data)
-    world.store.end_update(UpdateRecord("tiny", 1, 1, name, artifact, len(data), Outcome.ACCEPTED, "", None, 1.0, 2.0))
+    world.store.end_update(
+        UpdateRecord("tiny", 1, 1, name, artifact, len(data), schemas.Outcome.ACCEPTED, "", None, 1.0, 2.0)
+    )

@@ -18,25 +18,7 @@ from coordinator.config import Action, FigureRule, RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
 from coordinator.storage.store import Store
-from coordinator.updates.robustness import (
-    DISTANCE_BOUND,
-    OUTPUT,
-    Figures,
-    Movement,
-    Verdict,
-    Yardstick,
-    clipped,
-    figures_of,
-    given_weights,
-    limits_of,
-    medians_of,
-    merge_weights,
-    outlier,
-    over,
-    sketches_of,
-    verdict_of,
-    verdicts_of,
-)
+from coordinator.updates import robustness
 from coordinator.updates.screening import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.networks.plans import initial_parts
@@ -77,13 +59,15 @@ def test_a_device_counts_for_its_report_up_to_a_bound(
     reported: tuple[int, ...], settings: dict[str, float], given: tuple[int, ...]
 ) -> None:
     medians = {"weight_medians": 1e9} if settings else {}
-    weights = given_weights(dict(zip("abcd", reported, strict=False)), RobustnessSettings(**medians, **settings))
+    weights = robustness.given_weights(
+        dict(zip("abcd", reported, strict=False)), RobustnessSettings(**medians, **settings)
+    )
     assert weights == dict(zip("abcd", given, strict=False))
 
 
 def test_the_operators_numbers_stand_in_the_place_of_reported_ones_and_are_not_capped() -> None:
     settings = RobustnessSettings(examples={"a": 2000, "absent": 5})
-    assert given_weights({"a": 1, "b": 100, "c": 10**6}, settings) == {"a": 2000, "b": 100, "c": 6000}
+    assert robustness.given_weights({"a": 1, "b": 100, "c": 10**6}, settings) == {"a": 2000, "b": 100, "c": 6000}
 
 
 @given(
@@ -92,7 +76,7 @@ def test_the_operators_numbers_stand_in_the_place_of_reported_ones_and_are_not_c
     st.floats(1.0, 10.0),
 )
 def test_no_weight_grows_and_none_vanishes(reported: dict[str, int], share: float, medians: float) -> None:
-    weights = given_weights(reported, RobustnessSettings(max_share=share, weight_medians=medians))
+    weights = robustness.given_weights(reported, RobustnessSettings(max_share=share, weight_medians=medians))
     assert weights.keys() == reported.keys()
     assert all(1 <= weights[client] <= count for client, count in reported.items())
     if share * len(weights) > 1:
@@ -112,14 +96,14 @@ BASE = Base("0" * 64, parts_of(3.0, 4.0))
 
 
 def test_a_distance_is_the_l2_norm_of_the_difference_without_counters() -> None:
-    assert Yardstick(BASE, {}).distances(parts_of(3.0, 16.0, counter=10**6)) == {Part.CLASSIFIER: 12.0}
-    assert Yardstick(Base("0" * 64, {}), {}).distances(parts_of(3.0, 4.0)) == {Part.CLASSIFIER: 5.0}
+    assert robustness.Yardstick(BASE, {}).distances(parts_of(3.0, 16.0, counter=10**6)) == {Part.CLASSIFIER: 12.0}
+    assert robustness.Yardstick(Base("0" * 64, {}), {}).distances(parts_of(3.0, 4.0)) == {Part.CLASSIFIER: 5.0}
 
 
 def test_an_update_is_rejected_beyond_ten_times_the_bases_norm_or_the_last_median_whichever_is_larger() -> None:
-    first, later = Yardstick(BASE, {}), Yardstick(BASE, {Part.CLASSIFIER: 7.0})
-    assert first.bounds == {Part.CLASSIFIER: DISTANCE_BOUND * 5.0}
-    assert later.bounds == {Part.CLASSIFIER: DISTANCE_BOUND * 7.0}
+    first, later = robustness.Yardstick(BASE, {}), robustness.Yardstick(BASE, {Part.CLASSIFIER: 7.0})
+    assert first.bounds == {Part.CLASSIFIER: robustness.DISTANCE_BOUND * 5.0}
+    assert later.bounds == {Part.CLASSIFIER: robustness.DISTANCE_BOUND * 7.0}
     first.check("a", {Part.CLASSIFIER: 50.0})
     later.check("a", {Part.CLASSIFIER: 70.0})
     for distance in (50.1, float("inf"), float("nan")):
@@ -128,30 +112,30 @@ def test_an_update_is_rejected_beyond_ten_times_the_bases_norm_or_the_last_media
 
 
 def test_a_part_without_a_base_has_an_absolute_bound() -> None:
-    yardstick = Yardstick(Base("0" * 64, {}), {})
+    yardstick = robustness.Yardstick(Base("0" * 64, {}), {})
     yardstick.check("a", {Part.CLASSIFIER: 9e4})
     with pytest.raises(ValidationError, match=r"the bound is 1e\+05"):
         yardstick.check("a", {Part.CLASSIFIER: 1.1e5})
 
 
 def test_what_is_beyond_the_limit_is_scaled_back_to_it_and_the_rest_is_left_as_it_is() -> None:
-    limits = limits_of({Part.CLASSIFIER: 2.0, Part.GENERATOR: 0.0}, 3.0)
+    limits = robustness.limits_of({Part.CLASSIFIER: 2.0, Part.GENERATOR: 0.0}, 3.0)
     assert limits == {Part.CLASSIFIER: 6.0}
-    shares = over({Part.CLASSIFIER: 12.0}, limits)
+    shares = robustness.over({Part.CLASSIFIER: 12.0}, limits)
     assert shares == {Part.CLASSIFIER: 0.5}
-    kept = clipped(parts_of(3.0, 16.0, counter=9), BASE.parts, shares)[Part.CLASSIFIER]
+    kept = robustness.clipped(parts_of(3.0, 16.0, counter=9), BASE.parts, shares)[Part.CLASSIFIER]
     assert kept["weight"].tolist() == [3.0, 10.0]
     assert int(kept["num_batches_tracked"]) == 9
-    assert over({Part.CLASSIFIER: 6.0}, limits) == {}
+    assert robustness.over({Part.CLASSIFIER: 6.0}, limits) == {}
     untouched = parts_of(1.0, 2.0)
-    assert clipped(untouched, BASE.parts, {})[Part.CLASSIFIER] is untouched[Part.CLASSIFIER]
+    assert robustness.clipped(untouched, BASE.parts, {})[Part.CLASSIFIER] is untouched[Part.CLASSIFIER]
 
 
 def test_the_outlier_is_the_farthest_in_medians_of_its_part() -> None:
     near, far = {Part.CLASSIFIER: 1.0, Part.GENERATOR: 100.0}, {Part.CLASSIFIER: 5.0, Part.GENERATOR: 90.0}
     wide = {Part.CLASSIFIER: 1.0, Part.GENERATOR: 250.0}
-    assert medians_of([near, far, wide]) == {Part.CLASSIFIER: 1.0, Part.GENERATOR: 100.0}
-    assert outlier({"a": near, "b": far, "c": wide}) == "b"
+    assert robustness.medians_of([near, far, wide]) == {Part.CLASSIFIER: 1.0, Part.GENERATOR: 100.0}
+    assert robustness.outlier({"a": near, "b": far, "c": wide}) == "b"
 
 
 # ------------------------------------------------------------------ what the database says
@@ -244,40 +228,45 @@ def test_the_medians_are_those_of_the_merged_updates_of_the_closed_attempt(tmp_p
     past.store.close()
 
 
-HONEST, SETTINGS = Figures(1.0, 0.6, 0.6), RobustnessSettings()
+HONEST, SETTINGS = robustness.Figures(1.0, 0.6, 0.6), RobustnessSettings()
 
 
-def movement(step: list[float], distance: float = 1.0) -> Movement:
-    return Movement({Part.CLASSIFIER: distance}, {"classifier": np.array(step)})
+def movement(step: list[float], distance: float = 1.0) -> robustness.Movement:
+    return robustness.Movement({Part.CLASSIFIER: distance}, {"classifier": np.array(step)})
 
 
 def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> None:
     # Unit steps: a = (1, 0), b = (0.8, 0.6), c = (0.6, 0.8), d = -a. Cosines of a: 0.8, 0.6, -1, median 0.6;
     # of b: 0.8, 0.96, -0.8, median 0.8; of c: 0.6, 0.96, -0.6, median 0.6; of d: -1, -0.8, -0.6, median -0.8.
     steps = {"a": [1.0, 0.0], "b": [8.0, 6.0], "c": [0.06, 0.08], "d": [-5.0, 0.0]}
-    figures = figures_of({client: movement(step) for client, step in steps.items()})
+    figures = robustness.figures_of({client: movement(step) for client, step in steps.items()})
     assert {client: each.direction for client, each in figures.items()} == pytest.approx(
         {"a": 0.6, "b": 0.8, "c": 0.6, "d": -0.8}
     )
     assert [each.typical_direction for each in figures.values()] == pytest.approx([0.6] * 4)
-    assert [verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"] == [None, None, None, "quarantine"]
+    assert [robustness.verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"] == [
+        None,
+        None,
+        None,
+        "quarantine",
+    ]
 
 
 def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
     updates = {client: movement([1.0, float(number)], number + 1.0) for number, client in enumerate("abc")}
     backwards = dict(reversed(updates.items()))
-    assert figures_of(updates) == figures_of(backwards)
+    assert robustness.figures_of(updates) == robustness.figures_of(backwards)
 
 
 def test_distances_are_given_in_medians() -> None:
     updates = {"a": movement([1.0], 2.0), "b": movement([1.0], 3.0), "c": movement([1.0], 30.0)}
-    assert figures_of(updates)["c"] == Figures(10.0, 1.0, 1.0)
+    assert robustness.figures_of(updates)["c"] == robustness.Figures(10.0, 1.0, 1.0)
 
 
 def test_two_updates_are_no_cohort_to_compare_with() -> None:
-    found = figures_of({"a": movement([1.0]), "b": movement([-1.0], 100.0)})
-    assert found["b"] == Figures()
-    assert verdict_of(found["b"], SETTINGS, 2) == Verdict()
+    found = robustness.figures_of({"a": movement([1.0]), "b": movement([-1.0], 100.0)})
+    assert found["b"] == robustness.Figures()
+    assert robustness.verdict_of(found["b"], SETTINGS, 2) == robustness.Verdict()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +279,7 @@ def test_two_updates_are_no_cohort_to_compare_with() -> None:
     ],
 )
 def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, float], reason: str) -> None:
-    verdict = verdict_of(Figures(**{**vars(HONEST), **odd}), SETTINGS, 5)
+    verdict = robustness.verdict_of(robustness.Figures(**{**vars(HONEST), **odd}), SETTINGS, 5)
     assert verdict.action == "quarantine"
     assert reason in verdict.reasons[0]
 
@@ -307,19 +296,19 @@ def test_each_figure_has_a_bound_from_which_on_an_update_is_odd(odd: dict[str, f
     ],
 )
 def test_within_the_bounds_nothing_happens(fine: dict[str, float]) -> None:
-    assert verdict_of(Figures(**{**vars(HONEST), **fine}), SETTINGS, 5) == Verdict()
+    assert robustness.verdict_of(robustness.Figures(**{**vars(HONEST), **fine}), SETTINGS, 5) == robustness.Verdict()
 
 
 def test_the_absolute_cut_off_needs_five_updates() -> None:
-    step = Figures(direction=-0.12, typical_direction=0.41)
-    assert [verdict_of(step, SETTINGS, count).action for count in (3, 4, 5)] == [None, None, "quarantine"]
+    step = robustness.Figures(direction=-0.12, typical_direction=0.41)
+    assert [robustness.verdict_of(step, SETTINGS, count).action for count in (3, 4, 5)] == [None, None, "quarantine"]
 
 
 def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
     settings = RobustnessSettings(
         norm=FigureRule(bound=3.0, action="warn"), direction=FigureRule(bound=0.3, action="down-weight")
     )
-    verdict = verdict_of(Figures(9.0, 0.1, 0.6), settings, 5)
+    verdict = robustness.verdict_of(robustness.Figures(9.0, 0.1, 0.6), settings, 5)
     assert verdict.action == "down-weight"
     assert len(verdict.reasons) == 2
 
@@ -330,20 +319,20 @@ def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
 def test_an_update_that_the_round_needs_is_treated_as_the_operator_chose(
     below: Literal["warn", "fail"], quorum: int, action: Action
 ) -> None:
-    figures = {"a": HONEST, "b": HONEST, "c": Figures(norm=9.0)}
-    verdicts = verdicts_of(figures, RobustnessSettings(below_quorum=below), "abc", quorum)
+    figures = {"a": HONEST, "b": HONEST, "c": robustness.Figures(norm=9.0)}
+    verdicts = robustness.verdicts_of(figures, RobustnessSettings(below_quorum=below), "abc", quorum)
     assert [verdicts[client].action for client in "abc"] == [None, None, action]
 
 
 @pytest.mark.parametrize(("action", "weight"), [("warn", 100), ("down-weight", 10), ("quarantine", None)])
 def test_an_action_decides_the_weight(action: Action, weight: int | None) -> None:
-    verdicts = {"a": Verdict(), "b": Verdict(), "c": Verdict(action, ("odd",))}
-    assert merge_weights({"a": 100, "b": 120, "c": 100}, verdicts, SETTINGS).get("c") == weight
+    verdicts = {"a": robustness.Verdict(), "b": robustness.Verdict(), "c": robustness.Verdict(action, ("odd",))}
+    assert robustness.merge_weights({"a": 100, "b": 120, "c": 100}, verdicts, SETTINGS).get("c") == weight
 
 
 def test_an_update_in_quarantine_has_no_part_in_the_median_that_caps_the_others() -> None:
-    verdicts = {"a": Verdict(), "b": Verdict(), "c": Verdict("quarantine")}
-    assert merge_weights({"a": 10, "b": 100, "c": 10**9}, verdicts, SETTINGS) == {"a": 10, "b": 30}
+    verdicts = {"a": robustness.Verdict(), "b": robustness.Verdict(), "c": robustness.Verdict("quarantine")}
+    assert robustness.merge_weights({"a": 10, "b": 100, "c": 10**9}, verdicts, SETTINGS) == {"a": 10, "b": 30}
 
 
 def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> None:
@@ -356,8 +345,8 @@ def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> 
             Part.CLASSIFIER: {"w": np.ones((300, 200), np.float32), "count": np.array(3)}
         }
         parts = {Part.CLASSIFIER: {"w": (1.0 + weight).astype(np.float32), "count": np.array(10**6)}}
-        found = sketches_of(parts, base, 7)
-        assert set(found) == {"classifier", OUTPUT}
+        found = robustness.sketches_of(parts, base, 7)
+        assert set(found) == {"classifier", robustness.OUTPUT}
         return found["classifier"] / np.linalg.norm(found["classifier"])
 
     first, second, third = sketch(one), sketch(mixed), sketch(other)
@@ -421,7 +410,7 @@ def test_the_distance_is_that_of_the_decoded_numbers() -> None:
     def enlarge(scales: npt.NDArray[np.float32]) -> None:
         scales[:] = 1e30
 
-    yardstick = Yardstick(base(), {})
+    yardstick = robustness.Yardstick(base(), {})
     parts = validate_update(with_scales(enlarge), SPEC, EXPECTED, yardstick.base).parts
     with pytest.raises(ValidationError, match=r"its classifier is .*e\+33 away from the round's base"):
         yardstick.check("a", yardstick.distances(parts))

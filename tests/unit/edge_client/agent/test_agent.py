@@ -16,21 +16,8 @@ from edge_client.session.signals import Noted, RoundFailed, TrainRound
 from edge_client.store.private_store import open_store
 from fedcg.errors import NOT_CONNECTED
 from fedcg.event_log import EventLog, read_events
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    Accept,
-    Decline,
-    DeclineReason,
-    DeviceStatus,
-    Heartbeat,
-    Hello,
-    Manifest,
-    Need,
-    Outcome,
-    Revoked,
-    RoundAttempt,
-)
 from fedcg.wire.parts import Part, ReportField
 from fedcg.worker_process import Exited
 from tests.support.broker.memory import MemoryBroker
@@ -55,17 +42,17 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
     coordinator = world.coordinator
     coordinator.come_online()
     world.start_agent(until_finished=True)
-    coordinator.wait(Hello)
+    coordinator.wait(schemas.Hello)
     for round_number in (1, 2):
         world.open_round(round_number)
-        accept = coordinator.wait(Accept)
+        accept = coordinator.wait(schemas.Accept)
         assert (accept.round, accept.attempt) == (round_number, 1)
-        assert world.deliver() == update_of(world.spec, RoundAttempt(round_number, 1))
+        assert world.deliver() == update_of(world.spec, schemas.RoundAttempt(round_number, 1))
     coordinator.finish(world.spec, world.aggregate(2), 2)
     while world.exit_code is None:
         coordinator.step()
     assert world.exit_code == 0
-    assert world.trainer.rounds() == [RoundAttempt(1, 1), RoundAttempt(2, 1)]
+    assert world.trainer.rounds() == [schemas.RoundAttempt(1, 1), schemas.RoundAttempt(2, 1)]
     assert world.store.finalised()["aggregate"] == coordinator.serve(world.aggregate(2)).id
     for told in ("1: the update is being sent (", "1: the update is accepted", "2: the update is accepted"):
         assert f"round {told}" in log.text
@@ -84,10 +71,10 @@ def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_w
     coordinator = world.coordinator
     coordinator.come_online()
     world.start_agent(until_finished=True)
-    coordinator.wait(Hello)
+    coordinator.wait(schemas.Hello)
     topic, about = coordinator.topics.down_control(DEVICE), coordinator.address(DEVICE)
-    own = Revoked(**about, key=coordinator.device_key.public.hex)
-    coordinator.publish(topic, Revoked(**about, key="0" * 64))  # the device that had this name before
+    own = schemas.Revoked(**about, key=coordinator.device_key.public.hex)
+    coordinator.publish(topic, schemas.Revoked(**about, key="0" * 64))  # the device that had this name before
     coordinator.publish(topic, own, key=SigningKey.generate())
     wait_until(lambda: bool(world.events("refused")), "the forged statement is refused")
     assert "not signed by it" in str(world.events("refused")[0]["detail"])
@@ -115,9 +102,9 @@ def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_w
 def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
     world = in_round(make_world)
     world.coordinator.broadcast(world.aggregate())
-    world.coordinator.wait(Manifest)
+    world.coordinator.wait(schemas.Manifest)
     spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(world.aggregate()).id
-    asked = {message.artifact for message in world.coordinator.heard if isinstance(message, Need)}
+    asked = {message.artifact for message in world.coordinator.heard if isinstance(message, schemas.Need)}
     assert asked == {spec_id}
     assert {event["artifact"] for event in world.events("artifact_stored")} == {spec_id, aggregate_id}
 
@@ -132,15 +119,15 @@ def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_w
     wait_until(lambda: len(world.events("artifact_stored")) == 1, "the broadcast is kept all the same")
     assert world.trainer.rounds() == []
     world.coordinator.invite(1)
-    world.coordinator.wait(Manifest)
+    world.coordinator.wait(schemas.Manifest)
 
 
 def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_world: MakeWorld) -> None:
     world = in_round(make_world)
-    first, second = world.coordinator.wait(Manifest), world.coordinator.wait(Manifest)
+    first, second = world.coordinator.wait(schemas.Manifest), world.coordinator.wait(schemas.Manifest)
     assert first.artifact == second.artifact
     assert first.counter < second.counter
-    world.coordinator.receipt(first, Outcome.LATE)
+    world.coordinator.receipt(first, schemas.Outcome.LATE)
     wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
     assert world.events("receipt")[0]["outcome"] == "late"
     assert world.store.outbox(world.store.generations.current()[0]) is None
@@ -148,8 +135,8 @@ def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_
         pass  # manifests from before the receipt
     world.coordinator.heard.clear()
     world.coordinator.invite(1)  # trained and receipted: nothing is left to deliver
-    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
-    assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NOT_ELIGIBLE
+    assert not any(isinstance(message, schemas.Manifest) for message in world.coordinator.heard)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -169,20 +156,20 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     coordinator.come_online()
     if is_restarted:
         world.start_agent()
-    assert coordinator.wait(Hello).at == RoundAttempt(2, 1)
+    assert coordinator.wait(schemas.Hello).at == schemas.RoundAttempt(2, 1)
     world.open_round(1)
-    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
+    assert world.deliver() == update_of(world.spec, schemas.RoundAttempt(1, 1))
     coordinator.invite(1)  # trained and receipted: not a second time
-    assert coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    assert coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NOT_ELIGIBLE
     world.open_round(2)
-    assert coordinator.wait(Manifest).at == RoundAttempt(2, 1)
+    assert coordinator.wait(schemas.Manifest).at == schemas.RoundAttempt(2, 1)
     assert world.events("refused") == [], "an aggregate that was deleted as one of an earlier round is fetched again"
 
 
 def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_until_it_is_answered_again(
     make_world: MakeWorld,
 ) -> None:
-    listed = {DEVICE, COORDINATOR}
+    listed = {DEVICE, schemas.COORDINATOR}
     broker = MemoryBroker(lambda identity, _action, _topic: identity in listed)
     world = connected(make_world, broker=broker, clock_speed=20.0)  # a heartbeat is due after 1.5 s
     world.coordinator.work_until(lambda: bool(world.events("welcomed")), "a session")
@@ -212,7 +199,7 @@ def test_a_device_leaves_its_session_and_names_its_epoch_when_an_older_copy_of_t
     coordinator.work_until(lambda: len(world.events("welcomed")) == 2, "a session of the later epoch")
     come_online(5)
     coordinator.heard.clear()
-    assert coordinator.wait(Hello).epoch == 7
+    assert coordinator.wait(schemas.Hello).epoch == 7
     coordinator.work_until(lambda: bool(world.events("link_problem")), "a person is told")
     seen = read_status(world.config)
     assert not seen["agent_in_session"]
@@ -233,16 +220,16 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
     assert isinstance(command, TrainRound)
     world.trainer.commit(command)
     world.trainer.deliver(Exited(1001, -9))
-    assert world.deliver() == update_of(world.spec, RoundAttempt(1, 1))
+    assert world.deliver() == update_of(world.spec, schemas.RoundAttempt(1, 1))
     wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
-    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
+    assert world.trainer.rounds() == [schemas.RoundAttempt(1, 1)]
 
 
 def test_an_agent_that_is_stopped_while_it_trains_declines_before_it_goes_offline(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     world.agent.stop()
-    assert world.coordinator.wait(Decline).reason is DeclineReason.INTERRUPTED
-    assert not world.coordinator.wait(DeviceStatus).online
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.INTERRUPTED
+    assert not world.coordinator.wait(schemas.DeviceStatus).online
     world.join()
     (declined,) = world.events("declined")
     assert declined["reason"] == "interrupted"
@@ -252,16 +239,16 @@ def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_wo
     world = in_training(make_world)
     where = {"round": 1, "attempt": 1, "pid": 7}
     world.trainer.deliver(Noted({"event": "phase_started", "phase": "classify", **where}))
-    beat = world.coordinator.wait(Heartbeat)
+    beat = world.coordinator.wait(schemas.Heartbeat)
     while beat.phase is None:  # one that was on its way
-        beat = world.coordinator.wait(Heartbeat)
-    assert (beat.at, beat.phase, beat.step, beat.steps) == (RoundAttempt(1, 1), "classify", 0, 0)
+        beat = world.coordinator.wait(schemas.Heartbeat)
+    assert (beat.at, beat.phase, beat.step, beat.steps) == (schemas.RoundAttempt(1, 1), "classify", 0, 0)
     strange = "the patient's name"
     world.trainer.deliver(Noted({"event": "progress", "phase": strange, "step": 3, "steps": 9, **where}))
-    beat = world.coordinator.wait(Heartbeat)
+    beat = world.coordinator.wait(schemas.Heartbeat)
     assert (beat.phase, beat.step, beat.steps) == ("train", 3, 9)
     world.trainer.work(world.trainer.commands[-1])
-    assert world.coordinator.wait(Heartbeat).phase is None
+    assert world.coordinator.wait(schemas.Heartbeat).phase is None
 
 
 def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_training(make_world: MakeWorld) -> None:
@@ -272,8 +259,8 @@ def test_a_device_whose_owner_allows_no_health_report_says_nothing_of_its_traini
     where = {"round": 1, "attempt": 1, "pid": 7}
     world.trainer.deliver(Noted({"event": "progress", "phase": "classify", "step": 3, "steps": 9, **where}))
     world.trainer.work(world.trainer.commands[-1])
-    world.coordinator.wait(Manifest)
-    assert all(message.phase is None for message in world.coordinator.heard if isinstance(message, Heartbeat))
+    world.coordinator.wait(schemas.Manifest)
+    assert all(message.phase is None for message in world.coordinator.heard if isinstance(message, schemas.Heartbeat))
 
 
 def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
@@ -290,7 +277,7 @@ def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
 
 def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(make_world: MakeWorld) -> None:
     world = in_round(make_world)
-    world.coordinator.wait(Manifest)
+    world.coordinator.wait(schemas.Manifest)
     world.stop_agent()
     world.coordinator.session = None
     while world.coordinator.step() is not None:
@@ -298,10 +285,10 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(make_wo
     world.coordinator.heard.clear()
     world.config = make_config(world.root, policy=PolicySection(allow_upload=frozenset({Part.CLASSIFIER})))
     world.start_agent()
-    world.coordinator.wait(Hello)
+    world.coordinator.wait(schemas.Hello)
     world.coordinator.invite(1)
-    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
-    assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NOT_ELIGIBLE
+    assert not any(isinstance(message, schemas.Manifest) for message in world.coordinator.heard)
     assert "generator" in str(world.events("refused")[-1]["detail"])
     assert world.store.deliveries()[-1].outcome == "withheld"
 
@@ -324,14 +311,16 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status_and_the_next_at
     make_world: MakeWorld, log: pytest.LogCaptureFixture
 ) -> None:
     world = in_training(make_world)
-    world.trainer.deliver(RoundFailed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
-    assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
+    world.trainer.deliver(RoundFailed(schemas.RoundAttempt(1, 1), schemas.DeclineReason.NO_DATA, NO_DOG))
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NO_DATA
     world.coordinator.work_until(lambda: "declined (no_data)" in log.text, "the decline is logged")
     assert f"round 1 of 2: declined (no_data): {NO_DOG}. What to do: put images where [data] root" in log.text
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
     assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
     world.open_round(1, attempt=2)
-    world.coordinator.work_until(lambda: world.trainer.rounds()[-1] == RoundAttempt(1, 2), "it is trained again")
+    world.coordinator.work_until(
+        lambda: world.trainer.rounds()[-1] == schemas.RoundAttempt(1, 2), "it is trained again"
+    )
 
 
 def test_a_training_process_that_dies_before_its_commit_is_reported_and_repeats_the_round(
@@ -342,7 +331,7 @@ def test_a_training_process_that_dies_before_its_commit_is_reported_and_repeats_
     world.coordinator.work_until(lambda: "last_trainer_death" in status(world), "the death is written down")
     assert "the training process ended with code -9 (code -9 is mostly a lack of memory)" in log.text
     assert status(world)["last_trainer_death"] == "exit code -9"
-    wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
+    wait_until(lambda: world.trainer.rounds() == [schemas.RoundAttempt(1, 1)] * 2, "the same round is trained again")
 
 
 def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_and_the_log_report_it(
@@ -351,13 +340,13 @@ def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_and_the_log_
     world = connected(make_world)
     first = world.coordinator.session
     world.broker.drop(DEVICE)
-    while world.coordinator.wait(DeviceStatus).online:
+    while world.coordinator.wait(schemas.DeviceStatus).online:
         pass
     world.broker.restore(DEVICE)
-    world.coordinator.wait(Hello)
+    world.coordinator.wait(schemas.Hello)
     assert world.coordinator.session not in (None, first)
     world.open_round()
-    world.coordinator.wait(Manifest)
+    world.coordinator.wait(schemas.Manifest)
     lines = [record.getMessage() for record in log.records if "broker" in record.getMessage()]
     assert [line.partition(" after")[0].partition(";")[0] for line in lines] == [
         "connected to the broker",
@@ -374,7 +363,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.coordinator.come_online()
     world.start_agent()
     for _ in range(reports.UNANSWERED_HELLOS + 2):
-        world.coordinator.wait(Hello)
+        world.coordinator.wait(schemas.Hello)
     assert log.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])
     world.coordinator.answers_hello = True
@@ -400,14 +389,14 @@ def test_what_became_of_an_accepted_update_is_in_the_log_and_in_the_status(
 ) -> None:
     why = "not merged (quarantine): its step is 4 times as long as the median (at most 3)"
     world = in_round(make_world)
-    manifest = world.coordinator.wait(Manifest)
+    manifest = world.coordinator.wait(schemas.Manifest)
     world.coordinator.receipt(manifest)
     world.coordinator.work_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
     assert status(world)["odd_updates"] is None
     for _ in range(2):  # the coordinator sends it again with each session
         world.coordinator.receipt(manifest, reason=why)
     world.coordinator.invite(1)
-    world.coordinator.wait(Decline)  # of an update that was delivered: the receipts before it are handled
+    world.coordinator.wait(schemas.Decline)  # of an update that was delivered: the receipts before it are handled
     assert status(world)["odd_updates"] == f"1 of the last 1; round 1.1: {why}"
     assert status(world)["last_receipt"] == f"round 1.1: accepted {why}"
     assert [event["reason"] for event in world.events("receipt")] == ["", why]
@@ -419,9 +408,9 @@ def test_a_receipt_that_cannot_be_stored_is_reported_with_its_cure_and_the_next_
 ) -> None:
     world = in_training(make_world)
     world.trainer.work(world.trainer.commands[-1])
-    manifest = world.coordinator.wait(Manifest)
+    manifest = world.coordinator.wait(schemas.Manifest)
     world.open_round(2)
-    world.coordinator.wait(Accept)
+    world.coordinator.wait(schemas.Accept)
     world.coordinator.work_until(lambda: len(world.events("artifact_stored")) == 3, "round 2 waits for the receipt")
     (world.config.store / "delivered.json").write_text("{")
     world.coordinator.receipt(manifest)

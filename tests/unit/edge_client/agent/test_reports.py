@@ -17,18 +17,7 @@ from edge_client.session.signals import Chosen, Invited
 from edge_client.store.checked_files import SENT_FILE, read_lines
 from export.model.manifest import read_manifest
 from export.model.versions import ModelVersions
-from fedcg.wire.messages.schemas import (
-    EVERYONE,
-    Accept,
-    ArtifactRef,
-    Decline,
-    DeclineReason,
-    DoctorFinding,
-    Hello,
-    Offer,
-    RoundAttempt,
-    SelfReport,
-)
+from fedcg.wire.messages import schemas
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
@@ -37,7 +26,7 @@ from tests.support.waiting import wait_until
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
-SPEC = ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
+SPEC = schemas.ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
 
 
 def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
@@ -50,10 +39,10 @@ def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_wh
         fcntl.flock(file, fcntl.LOCK_EX)
         world.connect()
         world.open_round()
-        assert world.coordinator.wait(Decline).reason is DeclineReason.RESERVED
+        assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.RESERVED
         assert world.trainer.rounds() == []
     world.coordinator.invite(1)
-    assert world.coordinator.wait(Accept).round == 1
+    assert world.coordinator.wait(schemas.Accept).round == 1
     (declined,) = world.events("declined")
     assert declined["detail"] == f"{lock} is locked"
 
@@ -66,20 +55,20 @@ def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world:
     world.config = world.config.model_copy(update={"eligibility": EligibilitySettings(stop_file=stop)})
     world.connect()
     world.open_round()
-    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    assert world.coordinator.wait(schemas.Decline).reason is schemas.DeclineReason.NOT_ELIGIBLE
     world.coordinator.work_until(lambda: bool(world.events("declined")), "the decline is written down")
     assert world.events("declined")[0]["detail"] == f"{stop} exists"
 
 
-def offer(deadline_at: float) -> Offer:
-    about = {"federation": FEDERATION, "sender": "coordinator", "recipient": EVERYONE}
+def offer(deadline_at: float) -> schemas.Offer:
+    about = {"federation": FEDERATION, "sender": "coordinator", "recipient": schemas.EVERYONE}
     at = {"epoch": 1, "round": 2, "attempt": 1}
-    return Offer(**about, **at, spec=SPEC, aggregate=SPEC, rounds=3, deadline_at=deadline_at)
+    return schemas.Offer(**about, **at, spec=SPEC, aggregate=SPEC, rounds=3, deadline_at=deadline_at)
 
 
 def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coordinators_clock(tmp_path: Path) -> None:
     watch = HardwareWatch(make_config(tmp_path), Telemetry, lambda: NOON)
-    invited = Invited(RoundAttempt(2, 1))
+    invited = Invited(schemas.RoundAttempt(2, 1))
     watch.welcomed(server_time=1_000_000.0, now=50.0)
     assert watch.decline(invited, offer(1_000_100.0), now=90.0) is None  # no round was measured yet
     watch.noted({"event": "phase_started", "phase": "load"})
@@ -87,8 +76,10 @@ def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coo
     watch.noted({"event": "committed", "seconds": 100.0})  # 70 without the pause
     assert watch.decline(invited, offer(1_000_111.0), now=90.0) is None  # 1,000,040 there: 71 s are left
     found = watch.decline(invited, offer(1_000_109.0), now=90.0)
-    assert found == (DeclineReason.NO_TIME, "the last round took 70 s here, 69 s are left")
-    assert watch.decline(Invited(RoundAttempt(2, 2)), offer(1_000_109.0), now=90.0) is None  # of another attempt
+    assert found == (schemas.DeclineReason.NO_TIME, "the last round took 70 s here, 69 s are left")
+    assert (
+        watch.decline(Invited(schemas.RoundAttempt(2, 2)), offer(1_000_109.0), now=90.0) is None
+    )  # of another attempt
     assert watch.decline(invited, offer(1_000_000.0), now=90.0) is None  # passed: the coordinator moves it
 
 
@@ -98,7 +89,7 @@ def test_heat_is_remembered_between_two_looks(tmp_path: Path) -> None:
         make_config(tmp_path), lambda: Telemetry(zones=(Zone("cpu", degrees.pop(0), critical_c=100.0),)), lambda: NOON
     )
     seen = [watch.reason() for _ in range(3)]
-    assert [one and one.obstacle for one in seen] == [DeclineReason.HOT, DeclineReason.HOT, None]
+    assert [one and one.obstacle for one in seen] == [schemas.DeclineReason.HOT, schemas.DeclineReason.HOT, None]
 
 
 def test_the_metrics_are_whole_and_leave_out_what_is_unavailable(tmp_path: Path) -> None:
@@ -136,10 +127,10 @@ def test_a_folder_of_metrics_that_is_not_there_is_a_warning_and_the_agent_goes_o
 
 
 ABOUT = {"federation": "shapes", "sender": "site-1", "recipient": "coordinator"}
-NO_DATA = DoctorFinding(check="data", state="failed")
+NO_DATA = schemas.DoctorFinding(check="data", state="failed")
 
 
-def due(reporter: SelfReporter, now: float = 0.0) -> SelfReport:
+def due(reporter: SelfReporter, now: float = 0.0) -> schemas.SelfReport:
     """The report that must be due."""
     report = reporter.due(ABOUT, now)
     assert report is not None
@@ -148,19 +139,19 @@ def due(reporter: SelfReporter, now: float = 0.0) -> SelfReport:
 
 def test_a_report_comes_with_each_session_and_with_each_change(make_world: MakeWorld) -> None:
     world = connected(make_world)
-    first = world.coordinator.wait(SelfReport)
+    first = world.coordinator.wait(schemas.SelfReport)
     assert (first.condition.findings, first.condition.model) == (None, None)
     world.agent.self_reporter.findings = (NO_DATA,)
-    changed = world.coordinator.wait(SelfReport)
+    changed = world.coordinator.wait(schemas.SelfReport)
     assert changed.condition.findings == (NO_DATA,)
     world.coordinator.restart()
-    world.coordinator.wait(Hello)
-    again = world.coordinator.wait(SelfReport)
+    world.coordinator.wait(schemas.Hello)
+    again = world.coordinator.wait(schemas.SelfReport)
     assert (again.condition, again.boot) == (changed.condition, first.boot)
     assert again.session != changed.session
     world.stop_agent()
     world.start_agent()
-    assert world.coordinator.wait(SelfReport).boot != first.boot
+    assert world.coordinator.wait(schemas.SelfReport).boot != first.boot
 
 
 @pytest.mark.parametrize("allowed", [frozenset(), DEFAULT_ALLOW_REPORT])
@@ -217,10 +208,10 @@ def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_pat
 
 def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_world: MakeWorld) -> None:
     world = connected(make_world, policy=PolicySection(allow_report=frozenset({ReportField.TELEMETRY})))
-    assert world.coordinator.wait(SelfReport).telemetry is None
+    assert world.coordinator.wait(schemas.SelfReport).telemetry is None
     world.agent.hardware.reason()  # looks, as the agent does every 15 s
     world.agent.self_reporter.repeat()
-    told = world.coordinator.wait(SelfReport).telemetry
+    told = world.coordinator.wait(schemas.SelfReport).telemetry
     assert told is not None
     assert (told.free_disk or 0) > 0
     (line,) = [one for one in read_lines(world.store.root / SENT_FILE) if one["kind"] == "self_report"]
@@ -228,7 +219,7 @@ def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_w
 
 
 def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> tuple[DoctorFinding, ...]:
+    def broken() -> tuple[schemas.DoctorFinding, ...]:
         raise OSError("the disk does not answer")
 
     reporter = SelfReporter(PolicySection(), tmp_path)
@@ -240,7 +231,7 @@ def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog
 def test_findings_of_the_doctor_leave_as_codes(tmp_path: Path) -> None:
     found = findings_of(box_config(tmp_path))
     assert NO_DATA in found
-    assert DoctorFinding(check="cohort secret", state="warning") in found
+    assert schemas.DoctorFinding(check="cohort secret", state="warning") in found
     assert str(tmp_path) not in "".join(one.model_dump_json() for one in found)
 
 
