@@ -24,7 +24,6 @@ MAX_FILE_BYTES = 256 << 20  # an image at the limit of pixels has 200 MB where n
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
-_DEEP_GREY = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of a TIFF
 
 Pixels = npt.NDArray[np.uint8]
@@ -108,16 +107,14 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     Raises:
         ImageError: whole numbers of 32 bits or floats, whose black and white are unknown; a TIFF of 12 bits or with white as zero.
     """
-    if image.mode not in _DEEP_GREY:
+    if image.mode[0] not in "IF":
         return image
     # Pillow before 11 reads a PNG of 16 bits as "I"; it scales every PGM to 16 bits.
-    if image.mode in ("I", "F") and (image.mode == "F" or image.format not in ("PNG", "PPM")):
-        raise ImageError("grey of 32 bits or floats: its black and white are unknown; save it with 8 or 16 bits")
+    is_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     tags = getattr(image, "tag_v2", {})
-    if tags.get(_BITS_PER_SAMPLE, (16,)) != (16,) or tags.get(_PHOTOMETRIC, 1) != 1:
-        raise ImageError(
-            "a grey TIFF of 12 bits, or of 16 with white as zero; save it with 8 or 16 bits and black as zero"
-        )
+    if not is_16_bits or tags.get(_BITS_PER_SAMPLE, (16,)) != (16,) or tags.get(_PHOTOMETRIC, 1) != 1:
+        kinds = "grey of 32 bits or floats, of 12 bits, or with white as zero"
+        raise ImageError(f"{kinds}, whose shades are not known; save it with 8 or 16 bits and black as zero")
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 

@@ -186,8 +186,7 @@ def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result
     from coordinator.broker.access_lists import NOT_APPLIED
 
     done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
-    certificates = "1 certificate is" if done["certificates"] == 1 else f"{done['certificates']} certificates are"
-    text = f"{device} is revoked: {certificates} on the revocation list."
+    text = f"{device} is revoked; certificates on the revocation list: {done['certificates']}."
     applied = "" if done["broker_reloaded"] else f"\n{NOT_APPLIED}"
     return done, f"{text}{applied}\nNext: to put a new machine in its place, fedcg token create --replaces {device}"
 

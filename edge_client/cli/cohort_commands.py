@@ -86,8 +86,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     if mark is None:
         following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
-    many = len(store.roster())
-    return values, f"mark {mark}; {many or 'no'} device{'s' if many != 1 else ''} on the roster of masked sums"
+    return values, f"mark {mark}; devices on the roster of masked sums: {len(store.roster()) or 'none'}"
 
 
 @app.command("card")

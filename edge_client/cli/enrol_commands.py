@@ -138,8 +138,7 @@ def leave_command(
     gone = "".join(f"\n  erased {path}" for path in left.erased)
     gone += "".join(f"\n  left {path}: this program did not make it" for path in left.kept)
     gone += "".join(
-        f"\n  left {path}, a store that was moved aside, with its secrets and models: rm -r {shlex.quote(str(path))}"
-        for path in left.aside
+        f"\n  left {one}, moved aside with its secrets: rm -r {shlex.quote(str(one))}" for one in left.aside
     )
     following = "Next: a new token brings it back: on the coordinator, fedcg token create"
     return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"

@@ -114,7 +114,9 @@ def test_the_pixel_limit_is_the_callers() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    name=st.sampled_from(["a colour png", "a cmyk jpeg", "an animation", "a webp", "a bmp", "a palette png"]),
+    name=st.sampled_from(
+        ["a colour png", "a cmyk jpeg", "an animation", "a webp", "a bmp", "a palette png", "a 16-bit png"]
+    ),
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12),
     keep=st.floats(0.05, 1),
 )
