@@ -7,6 +7,7 @@ imports torch.
 import logging
 import os
 import queue
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -289,7 +290,7 @@ class Agent:
                 self._state, self._link, self._reporter.progress, self._owner.sent, self._clock()
             )
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
-            self._fail(type(item).__name__, error)
+            self._fail("loop" if item is None else type(item).__name__, error)
 
     def _download(self, step: Callable[[], Input | None]) -> None:
         """Take a step of the downloads and handle what follows; an error is recorded, and the step comes again."""
@@ -300,7 +301,7 @@ class Agent:
 
     def _fail(self, what: str, error: Exception) -> None:
         if isinstance(error, OSError):
-            self._reporter.disk_failed(what, error)
+            self._reporter.disk_failed(re.sub("(?<=[a-z])(?=[A-Z])", " ", what).lower(), error)
             return
         if isinstance(error, EdgeError):  # its message says what to do
             self._events.write("agent_error", detail=f"{what}: {error}")

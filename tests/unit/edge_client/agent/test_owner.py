@@ -197,7 +197,9 @@ def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_update_whose_record_cannot_be_written_does_not_leave(make_world: MakeWorld) -> None:
+def test_an_update_whose_record_cannot_be_written_does_not_leave_and_the_reason_names_the_store(
+    make_world: MakeWorld,
+) -> None:
     world = connected(make_world)
     (world.config.store / SENT_FILE).mkdir()
     world.open_round()
@@ -205,10 +207,11 @@ def test_an_update_whose_record_cannot_be_written_does_not_leave(make_world: Mak
     world.coordinator.grant(manifest, ((0, 1),))
 
     def is_reported() -> bool:
-        return any("SendChunks" in str(event["detail"]) for event in world.events("agent_error"))
+        return any("send chunks: " in str(event["detail"]) for event in world.events("agent_error"))
 
     world.coordinator.work_until(is_reported, "the error is recorded")
     assert not world.events("sending")
+    assert f"Free space on, or repair, {world.config.store}" in str(world.events("agent_error")[0]["detail"])
 
 
 VALID = {"v": 1, "command": "pause", "for_s": 60.0, "reason": "", "now": False}
