@@ -241,6 +241,28 @@ def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_bot
     assert all({"older_epoch", "other_session"} <= box.refused() for box in federation.boxes.values())
 
 
+def test_a_box_that_stays_connected_names_its_epoch_to_an_older_copy_of_the_coordinator_and_costs_it_no_attempts(
+    make: Run, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = make()
+    world, box = federation.world, federation.boxes["a"]
+    with RunningService(world) as first:
+        box.start(federation)
+        wait_until(lambda: bool(box.events("welcomed")), "it waits for the other box")
+        first.vanish()
+    with monkeypatch.context() as older:
+        older.setattr(world.store, "next_epoch", lambda: first.service.epoch - 1)
+        with RunningService(world) as behind:
+            wait_until(lambda: "devices are ahead" in world.problems(behind.service), "it is named")
+            assert not behind.service.state.online
+            behind.vanish()
+    with RunningService(world):
+        federation.boxes["b"].start(federation)
+        wait_until(federation.is_over, "the end")
+    federation.assert_completed()
+    assert federation.final == undisturbed
+
+
 def test_an_agent_refuses_whatever_a_broker_makes_of_earlier_messages(make: Run) -> None:
     federation = make(devices=("a",), rounds=1)
     box = federation.boxes["a"]
