@@ -259,7 +259,7 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
 ) -> None:
     config = box_config(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
-    events = EventLog(config.store / "events.jsonl", lambda: 0.0)
+    events = EventLog(config.store / "events.jsonl", lambda: 1.0)
 
     def coordinator() -> Finding:
         with store.locked(), socket.create_server(("127.0.0.1", 0)) as broker:
