@@ -280,7 +280,7 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     once = "one start with `fedcg coordinator run --accept-loss`"
     follow = f"they train the rounds again that this coordinator has not. If they decline as `not eligible`: {once}, and `fedcg federation resume {record.id}`"
     if refuses := epoch > service.epoch:
-        follow = f"stop any other coordinator of these devices, set this machine's clock, and they follow after {once}"
+        follow = f"stop any other coordinator of these devices, and they follow after {once}"
     what = (
         f"{_named(list(ahead))} know{'s' if len(ahead) == 1 else ''} epoch {epoch} and round {trained}; "
         f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"

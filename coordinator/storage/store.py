@@ -5,7 +5,7 @@ Whatever must be true together is one transaction here; a method returns only af
 
 from __future__ import annotations
 
-import time
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from operator import attrgetter
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Connection, Insert, Table, Update, case, delete, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -60,6 +60,7 @@ class SumRecords(schema.Queries):
         return next((str(row.content) for row in self._rows(query)), None)
 
 
+MAX_EPOCH_STEP = 64
 _COLLECTING = AttemptState.COLLECTING.value
 _MERGING = (AttemptState.DISTILLING.value, AttemptState.CLOSED.value)
 
@@ -117,15 +118,14 @@ class Store(schema.Queries):
         self._engine.dispose()
 
     def next_epoch(self) -> int:
-        """Take the lease: a number above every earlier one, and at least the time in unix milliseconds.
+        """Take the lease: a number above every earlier one, by an uncertain step: two copies of one database should not take the same.
 
-        So of two copies of one database, the one that is started later has the higher number.
+        The steps stay far below the milliseconds between two starts: a restored coordinator's epoch, the time, is above them.
         """
-        now, held = int(1000 * time.time()), schema.leases.c.epoch
+        step = 1 + secrets.randbelow(MAX_EPOCH_STEP)
         with self._counted() as connection:
-            later = case((held < now, now), else_=held + 1)
-            if connection.execute(update(schema.leases).values(epoch=later)).rowcount == 0:
-                connection.execute(insert(schema.leases).values(id=1, epoch=now))
+            if connection.execute(update(schema.leases).values(epoch=schema.leases.c.epoch + step)).rowcount == 0:
+                connection.execute(insert(schema.leases).values(id=1, epoch=1 + step))
             return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
 
     def epoch(self) -> int:

@@ -47,9 +47,9 @@ class UpdateChecks:
         return self.store.update(self.spec.federation, manifest.at, device)
 
     def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
-        """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was started since, perhaps as an older copy."""
-        if 1000 * earlier.stored_at < self.store.epoch():  # the time of its start, or of its recovery
-            return Outcome.LATE, "another one of this device, from before this coordinator was started, counts"
+        """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was recovered since."""
+        if 1000 * earlier.stored_at < self.store.epoch():  # which began as the time of the recovery
+            return Outcome.LATE, "another one of this device, from before this coordinator was restored, counts"
         return Outcome.CONFLICT, "another update of this round and attempt was ended before"
 
     def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
