@@ -155,24 +155,6 @@ def remembered(root: Path, enrolled: SigningKey = KEYS[0]) -> CoordinatorTrust:
     return CoordinatorTrust(PrivateStore.open(root, FEDERATION, DEVICE), FEDERATION, enrolled.public)
 
 
-def test_the_pin_is_for_its_owner_only_and_a_cut_in_the_middle_of_writing_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = remembered(tmp_path)
-    memory.follow(seal(chain(LINKS[:1]), KEYS[1]))
-    memory.save()
-    kept = tmp_path / "coordinator.json"
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert json.loads(kept.read_text())["key"] == KEYS[1].public.hex
-    memory.follow(seal(chain(LINKS[:2]), KEYS[2]))
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "cut")))
-        with pytest.raises(OSError, match="cut"):
-            memory.save()
-    assert memory.key == KEYS[2].public  # it counts in this process all the same
-    assert remembered(tmp_path).key == KEYS[1].public
-
-
 def test_a_device_that_is_enrolled_anew_starts_from_the_key_that_came_with_it(tmp_path: Path) -> None:
     memory = remembered(tmp_path)
     memory.follow(seal(chain(LINKS[:1]), KEYS[1]))
