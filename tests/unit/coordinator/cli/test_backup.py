@@ -4,6 +4,7 @@ import errno
 import hashlib
 import sqlite3
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import UpdateRecord
 from coordinator.storage import backup, schema
 from coordinator.storage.database import PASSWORD_VARIABLE
-from coordinator.storage.store import Store
+from coordinator.storage.store import MAX_EPOCH_STEP, Store
 from fedcg import sealing
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sealing import add_bytes
@@ -146,6 +147,7 @@ def test_of_two_restored_coordinators_the_later_one_has_the_higher_epoch_whichev
     first = restored(early, tmp_path / "first", *words)
     with closing(Store.of(first)) as store:
         highest = [store.next_epoch() for _ in range(3)][-1]
+    time.sleep(3 * MAX_EPOCH_STEP / 1000)  # no start takes less than a step's milliseconds
     late = tmp_path / "late"
     assert call("coordinator", "backup", "--dir", home.root, "--out", late, *words)[0] == 0
     for number, file in enumerate((late, early)):
