@@ -16,7 +16,6 @@ ATTACKS = {
     "class_inference": "class_inference",
     "memorisation": "generator_memory",
     "image_generator": "image_generator",
-    "extractor": "extractor_recovery",
     "epsilon": "canaries",
 }
 """The attacks by name, in the order of a report; each is the module of `audit.attacks` that its name stands for."""

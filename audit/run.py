@@ -241,7 +241,7 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
         auxiliary = read_images(options.auxiliary, spec.classes, spec.image).images
     view = own_view(recorded.view(options.client, options.round, auxiliary), options.private)
     if options.cohort is not None:
-        view = replace(view, colluder=Colluder.of(view.spec, read_secret(options.cohort), view.after))
+        view = replace(view, colluder=Colluder.of(view.spec, read_secret(options.cohort)))
     truth = read_truth(view, options.data, options.private, options.held_out)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 

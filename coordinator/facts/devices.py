@@ -69,7 +69,6 @@ AUDIT_TITLES = {
     "memory_auc": "training images or others, by the generator, AUC",
     "inverter_psnr": "images from the generator's features, PSNR in dB",
     "inverter_ssim": "images from the generator's features, SSIM",
-    "extractor": "private extractor, share of its features that is told",
     "epsilon": "lower bound on epsilon, by canaries",
 }
 """What each figure of a device's audit is."""

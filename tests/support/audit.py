@@ -29,7 +29,7 @@ from fedcg.wire.parts import Part, Report
 
 WHOLE_MODEL: dict[str, Any] = {"method": "fedavg", "data": "digits", "images_per_client": 200, "local_epochs": 4}
 WITH_GENERATOR: dict[str, Any] = {"method": "fedcg", "data": "digits", "images_per_client": 200}
-HELPED: dict[str, Any] = {"method": "fedprobe", "clients": 4, "images_per_client": 60, "helped": True}
+HELPED: dict[str, Any] = {"method": "fedsplit", "helped": True}
 TRANSLATING: dict[str, Any] = {
     "method": "ppidsg", "data": "digits", "images_per_client": 100, "network": "image_small", "image_size": 16,
     "local_epochs": 6, "clients": 2, "quick": False, "lr": 0.01,
@@ -71,7 +71,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         {name: parts for name, parts in sent.items() if name != client},
         Report(examples=len(data.train)),
         _first(party.common, auxiliary),
-        colluder=Colluder.of(spec, party.roots.cohort, after.aggregate, steps=100) if helped else None,
+        colluder=Colluder.of(spec, party.roots.cohort) if helped else None,
     )
     start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
     truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)

@@ -12,8 +12,7 @@ from audit.attacks.class_inference import target_class
 from audit.choices import ATTACKS
 from audit.evidence import Case
 from fedcg.learning.image_set import ImageSet
-from fedcg.wire.parts import Part
-from tests.support.audit import HELPED, TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, outcome_of, simulated_case
+from tests.support.audit import TRANSLATING, WHOLE_MODEL, WITH_GENERATOR, outcome_of, simulated_case
 
 Setting = dict[str, Any]
 Change = Callable[[Case], Case]
@@ -25,7 +24,6 @@ QUICK: dict[str, Setting] = {
     "class_inference": WHOLE_MODEL,
     "memorisation": WITH_GENERATOR,
     "image_generator": TRANSLATING,
-    "extractor": HELPED,
 }
 
 
@@ -88,11 +86,6 @@ def of_one_class(case: Case) -> Case:
     return seen(auxiliary=of_class(case.view.auxiliary, target_class(case.truth)))(case)
 
 
-def with_no_sum(case: Case) -> Case:
-    zeros = {name: one * 0 for name, one in case.view.update[Part.STATISTICS].items()}
-    return seen(after=replace(case.view.before, parts={**case.view.before.parts, Part.STATISTICS: zeros}))(case)
-
-
 @pytest.mark.parametrize(
     ("name", "setting", "change", "why"),
     [
@@ -120,10 +113,6 @@ def with_no_sum(case: Case) -> Case:
         ("memorisation", WITH_GENERATOR, of_other_classes, "no class has images"),
         ("image_generator", {"method": "fedcg"}, as_it_is, "fedcg sends no image_generator"),
         pytest.param("image_generator", TRANSLATING, bare, "give --auxiliary", marks=pytest.mark.slow),
-        ("extractor", HELPED, seen(colluder=None), "give --cohort"),
-        ("extractor", HELPED, blind, "give --private"),
-        ("extractor", HELPED, with_no_sum, "no sum was opened"),
-        ("extractor", {"method": "fedcg"}, as_it_is, "adds up no outputs"),
         ("epsilon", {"method": "fedcg"}, blind, "give --private"),
         ("epsilon", {"method": "fedcg"}, as_it_is, None),
     ],

@@ -1,4 +1,4 @@
-"""What a known extractor gives away (re-identification), how outputs on probes give the extractor away, and frozen backbones."""
+"""What a known extractor gives away (re-identification), what a helping box adds to that, and frozen backbones."""
 
 import json
 from dataclasses import replace
@@ -98,46 +98,13 @@ def test_a_control_fails_when_its_attack_is_broken(
     assert [control.passed for control in controls] == [at != failed for at in range(2)]
 
 
-def helped() -> Case:
-    return simulated_case(**HELPED)
-
-
-@pytest.mark.slow
-def test_own_outputs_give_the_extractor_away_and_a_mean_gives_the_mean() -> None:
-    outcome = outcome_of("extractor", **HELPED)
-    mean, difference, own = outcome.figures
-    assert outcome.controls[0].passed
-    assert own.value.value > 0.99
-    assert not own.is_possible
-    assert own.floor < mean.value.value < own.value.value  # it holds this device's quarter
-    assert mean.gain.high < own.gain.low
-    assert mean.ceiling == difference.ceiling == own.value.value
-    assert Knowledge.COLLUDER in mean.knowledge
-    assert difference.is_possible
-
-
-@pytest.mark.slow
-def test_a_difference_of_rounds_is_a_devices_outputs_where_the_others_stand_still() -> None:
-    case = helped()
-    after, before = case.truth.after, case.truth.before
-    assert case.view.colluder is not None and after is not None and before is not None  # noqa: PT018
-    # The earlier sum is this round's, with the outputs that the device had told in the earlier one.
-    sums, statistics = case.view.after, Part.STATISTICS
-    assert sums is not None
-    told = {name: case.view.update[statistics][name] for name in ("outputs", "weight")}
-    earlier = case.view.colluder.counted(before[Part.EXTRACTOR], len(case.truth.train))
-    still = {name: sums.parts[statistics][name] - told[name] + earlier[name] for name in told}
-    base = replace(case.view.before, parts={**case.view.before.parts, statistics: still})
-    found = carried_out("extractor", replace(case, view=replace(case.view, before=base)))
-    assert found.figures[1].value.value > 0.99
-
-
-def test_a_colluder_knows_the_cohorts_start_where_there_are_no_probes() -> None:
-    case = simulated_case(method="fedsplit", helped=True)
+def test_a_colluder_knows_the_cohorts_start() -> None:
+    case = simulated_case(**HELPED)
     assert case.view.colluder is not None
     found = estimated_extractor(case.view, Extractor.COLLUDER, {}, Streams(bytes(32)))
-    start = case.view.colluder.start()
+    start = initial_parts(case.view.spec, case.view.colluder.secret)[Part.EXTRACTOR]
     assert all(torch.equal(found[name], start[name]) for name in start)
+    assert not any(torch.equal(found[name], one) for name, one in case.view.start()[Part.EXTRACTOR].items())
     load_part(case.view.spec, Part.EXTRACTOR, found)
     with pytest.raises(ValueError, match="no box of the cohort helps"):
         estimated_extractor(replace(case.view, colluder=None), Extractor.COLLUDER, {}, Streams(bytes(32)))
