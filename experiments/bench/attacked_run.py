@@ -13,7 +13,6 @@ from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.updates import robustness
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
-from fedcg.learning.probes import OUTPUTS
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Updates, simulate
@@ -75,18 +74,6 @@ def many_examples(honest: Update, base: Parts, stream: torch.Generator) -> Updat
     return replace(honest, examples=MANY_EXAMPLES)
 
 
-def probes(outputs: Callable[[torch.Tensor, torch.Generator], torch.Tensor]) -> Attack:
-    """The honest classifier, and other numbers [M, D] for the outputs on the cohort's probes: behind masks nobody sees them."""
-
-    def attack(honest: Update, base: Parts, stream: torch.Generator) -> Update:
-        told = honest.parts[Part.STATISTICS]
-        return replace(
-            honest, parts={**honest.parts, Part.STATISTICS: {**told, OUTPUTS: outputs(told[OUTPUTS], stream)}}
-        )
-
-    return attack
-
-
 ATTACKS: Mapping[str, Attack] = {
     "noise": noise,
     "sign-flipped": moved(-1.0),
@@ -96,15 +83,6 @@ ATTACKS: Mapping[str, Attack] = {
     "constant-class": constant_class,
     "many-examples": many_examples,
 }
-PROBE_ATTACKS: Mapping[str, Attack] = {
-    "probes-noise": probes(
-        lambda told, stream: (told.double().mean() * 2 * torch.rand(told.shape, generator=stream)).long()
-    ),
-    "probes-shuffled": probes(lambda told, stream: told[torch.randperm(len(told), generator=stream)]),
-    "probes-x10": probes(lambda told, stream: 10 * told),
-    "probes-highest": probes(lambda told, stream: torch.full_like(told, int(told.max())).mul(100)),
-}
-"""On methods that add up outputs on probes; ten and a hundred times are below what the sum has room for."""
 
 
 def _each(honest: Update, change: Callable[[Part, str, torch.Tensor], torch.Tensor]) -> Update:

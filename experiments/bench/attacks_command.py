@@ -89,21 +89,18 @@ def _run_cases(
 ) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
-    from experiments.bench.attacked_run import ATTACKS, PROBE_ATTACKS, attacked_run
+    from experiments.bench.attacked_run import ATTACKS, attacked_run
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.party_builder import simulated_party
-    from fedcg.learning.registry import get_method
     from fedcg.learning.simulation.tasks import SerialRunner
 
-    attacks = {**ATTACKS, **(PROBE_ATTACKS if get_method(setting["method"]).payload.summed else {})}
-    unknown = sorted(set(chosen or ()) - attacks.keys())
+    unknown = sorted(set(chosen or ()) - ATTACKS.keys())
     if unknown:
         raise typer.BadParameter(
-            f"no attack {', '.join(unknown)} on {setting['method']}; there are {', '.join(attacks)}",
-            param_hint="--attack",
+            f"no attack {', '.join(unknown)}; there are {', '.join(ATTACKS)}", param_hint="--attack"
         )
     wanted = [(HONEST, False), (HONEST, True), (ABSENT, False)]
-    wanted += [(name, defended) for name in chosen or attacks for defended in (True, False)]
+    wanted += [(name, defended) for name in chosen or ATTACKS for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
     runner, training, party = SerialRunner(), RunSetting(**setting, quick=True), None
@@ -112,7 +109,7 @@ def _run_cases(
             continue
         party = party or simulated_party(training, training.source())
         settings = RobustnessSettings() if defended else None
-        run = attacked_run(party, runner, attacks.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
+        run = attacked_run(party, runner, ATTACKS.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
         typer.echo(
             f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
             err=True,

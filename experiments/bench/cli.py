@@ -154,26 +154,13 @@ def coordinator_command(
     out: Annotated[
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
     ] = None,
-    sum_devices: Annotated[
-        list[int] | None, typer.Option(min=4, max=1000, help="Instead: masked sums of so many devices; again for more.")
-    ] = None,
-    lost: Annotated[
-        float,
-        typer.Option(min=0.0, max=0.5, help="With --sum-devices: share of them that vanishes after it sent keys."),
-    ] = 0.1,
-    numbers: Annotated[
-        int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
-    ] = 12_800,
 ) -> Result:
     """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
-    With --sum-devices: bytes and processor time of masked sums, each compared with the plain sum.
 
     Example: fedcg bench coordinator --sessions 50
     """
-    if sum_devices:
-        return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
     from experiments.bench.coordinator_rounds import (
         Setting,
@@ -215,18 +202,6 @@ def coordinator_command(
         write_record(record, out / "coordinator.json")
         draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
     return record, "\n".join(_coordinator_lines(record))
-
-
-def _sums(devices: list[int], lost: float, numbers: int) -> Result:
-    from experiments.bench.masked_sums import measure_sum
-
-    found = [measure_sum(count, round(lost * count), numbers) for count in devices]
-    lines = [
-        f"{one.devices:>4} devices, {one.lost} lost: {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, {one.control_down:,} down, "
-        f"{one.device_ms:.1f} ms a device, {one.coordinator_ms:.1f} ms the coordinator"
-        for one in found
-    ]
-    return {**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]}, "\n".join(lines)
 
 
 def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -331,7 +306,7 @@ def privacy_command(
     grid: Annotated[
         str,
         typer.Argument(
-            help="methods, pretrained, fedprobe, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
+            help="methods, pretrained, helped, fedcg-table2, ppidsg, epochs, mechanisms, antigan, antigan-four, antigan-four-curves or antigan-split"
         ),
     ],
     data: Annotated[str, typer.Option(help="as for `fedcg simulate --data`")] = "digits",

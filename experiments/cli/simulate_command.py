@@ -214,16 +214,9 @@ def _check_method(setting: RunSetting) -> None:
             f"{method.name} has no parameter {', '.join(unknown)}; `fedcg method show {method.name}` prints those it has"
         )
     try:
-        checked = method.params_type.model_validate(params)
+        method.params_type.model_validate(params)
     except ValidationError as error:
         raise OptionError(f"{method.name}: {problems_in_words(error, method.params_type)}") from error
-    clients = round(setting.participation * setting.clients)
-    most = getattr(checked, "most_clients", clients)
-    if clients > most:
-        raise OptionError(
-            f"{method.name}: most_clients = {most}, and a round has {clients} clients: raise it (--set most_clients={clients}; where sums "
-            "are exact no more, lower scale, clip or weight_cap), or lower --clients or --participation"
-        )
     for kind, name, known in (
         ("generator", setting.generator, generator_names()),
         ("discriminator", setting.discriminator, DISCRIMINATORS),

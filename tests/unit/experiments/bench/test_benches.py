@@ -217,17 +217,3 @@ def test_the_cost_of_watchers_is_the_ratio_of_medians_of_neighbouring_turns() ->
     more = [closed(10, None, 90.0), closed(11, 50, 8.0), closed(12, 50, 8.0)]
     found = cost_of_watchers([*alone, *watched, *again, *more], 3)["seconds"]
     assert found == {"without": [3.0, 4.0], "with": [4.5, 8.0], "ratios": [1.5, 2.0], "ratio": 1.75}
-
-
-def test_the_cost_of_a_masked_sum_grows_with_the_devices_and_its_numbers_stay_4_bytes() -> None:
-    words = "bench coordinator --sum-devices 8 --sum-devices 16 --lost 0.25 --numbers 100 --json"
-    shown = run_fedcg(*words.split())
-    assert shown.exit_code == 0, shown.output
-    few, many = data_of(shown.stdout)["sums"]
-    assert (few["devices"], few["lost"], many["devices"], many["lost"]) == (8, 2, 16, 4)
-    assert few["numbers_bytes"] == many["numbers_bytes"] == 400
-    assert few["control_up"] < many["control_up"]
-    assert min(few["device_ms"], many["coordinator_ms"]) > 0.0
-    failed = run_fedcg("bench", "coordinator", "--sum-devices", 4, "--lost", 0.5)
-    assert failed.exit_code == 1
-    assert "2 devices are too few to open a sum: 4 are needed" in failed.output

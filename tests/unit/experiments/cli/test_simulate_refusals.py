@@ -16,7 +16,6 @@ REFUSED = [
     ("--generator nope", "no generator 'nope'; there are conv"),
     ("--method local --generator fedcg=mlp", "'fedcg' is not one of the methods of this call (local)"),
     ("--method ppidsg --method local --network local=image_small", "network.split must be image_small or image_paper"),
-    ("--method fedprobe --clients 65", "a round has 65 clients: raise it (--set most_clients=65"),
     ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
     ("--codec i4", "--codec"),
     ("--precision bf16", "needs --device cuda"),

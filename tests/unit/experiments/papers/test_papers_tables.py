@@ -448,11 +448,11 @@ def test_without_both_models_and_their_images_nothing_is_compared(client: Client
 
 
 def test_the_command_shows_it_and_no_column_of_a_paper_that_prints_nothing(tmp_path: Path) -> None:
-    run = record("fedprobe", 3, 0.4, paper=OWN, local=0.41)
+    run = record("fedsplit", 3, 0.4, paper=OWN, local=0.41)
     for client, deployed in zip(run["clients"], (0.45, 0.36), strict=True):
         client.update(accuracy_deployed=deployed, accuracy_ema=deployed - 0.1, test_images=10_000)
     write(tmp_path, run)
     shown = run_fedcg("tables", "--paper", OWN, "--runs", tmp_path, "--clients", "--markdown").stdout
-    assert "| fedprobe | -5.0 ± 1.3 | 1 of 2 | 1 | -5.0 |" in shown
+    assert "| FedSplit | -5.0 ± 1.3 | 1 of 2 | 1 | -5.0 |" in shown
     assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in shown
     assert "| 30.50 (1) |" in shown, "the mean over clients of 35 and 26"
