@@ -106,7 +106,7 @@ class RoundDriver:
 
     @property
     def requires_cohort_secret(self) -> bool:
-        """Whether devices without the others' cohort secret are not invited; probes of another secret would spoil a sum."""
+        """Whether devices without the others' cohort secret are not invited; another secret would spoil a sum."""
         return self._state.policy.require_cohort or bool(self.context.spec.summed)
 
     def restart(self) -> None:

@@ -291,7 +291,7 @@ class RoundPolicy(_Frozen):
     require_cohort: Annotated[
         bool,
         Field(
-            description="devices without the cohort secret of most others are not invited; with `fedprobe` always so"
+            description="devices without the cohort secret of most others are not invited; with masked sums always so"
         ),
     ] = False
     stop_patience: Annotated[

@@ -127,20 +127,6 @@ def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_i
 
 
 @pytest.mark.slow
-def test_fedprobe_runs_with_masked_sums_because_the_demo_gives_every_device_the_roster(tmp_path: Path) -> None:
-    arguments = ["--method", "fedprobe", "--clients", "4", "--rounds", "1", "--local-epochs", "1"]
-    arguments += ["--images-per-client", "10", "--set", "probes=4", "--set", "align_steps=5"]
-    done = _fedcg("demo", *arguments, "--out", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (tmp_path / "run" / "coordinator" / "events.jsonl").read_text().splitlines()
-    sums = [(event["event"], event["round"]) for event in map(json.loads, lines) if event["event"].startswith("sum_")]
-    assert sums == [("sum_opened", 1)]
-    summary = _summary(tmp_path / "run")
-    assert summary["parts_on_wire"] == ["classifier", "statistics"]
-    assert [Path(client["onnx_model"]).is_file() for client in summary["clients"]] == [True] * 4
-
-
-@pytest.mark.slow
 def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate(demo: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(
         [FEDCG, "demo", *SMALL, "--out", "run"],
