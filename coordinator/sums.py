@@ -1,6 +1,6 @@
-"""Masked sums of round attempts, on the coordinator's side.
+"""Sealed sums of round attempts, on the coordinator's side: it adds what it can't read.
 
-`SumBoard`, pure but for keys, collects the devices' steps and says what to send next. `MaskedSums` keeps the board of the open attempt in the
+`SumBoard`, pure but for keys, collects the devices' steps and says what to send next. `SealedSums` keeps the board of the open attempt in the
 database before anything is sent, and opens the sum before the merge. Neither decides about the round: where too few answer in time there is no sum, and the round goes on without one.
 """
 
@@ -16,21 +16,11 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, EventValue
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.errors import SignatureError, SumError, WireError
+from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
-from fedcg.wire.parts import numbers_size
-from fedcg.wire.sums import (
-    MIN_DEVICES,
-    Members,
-    Numbers,
-    SumRound,
-    Survivors,
-    check_keys,
-    survivors_label,
-    threshold_of,
-    unmask,
-)
+from fedcg.wire.sealed_numbers import number_count
+from fedcg.wire.sums import Members, Numbers, SumRound, Survivors, check_keys, survivors_label, unmask
 
 KEYS_WAIT_S = 60.0
 """How long devices may take for their keys after the first one's: some load their images meanwhile."""
@@ -62,6 +52,7 @@ class SumRecord(BaseModel):
     Attributes:
         awaited: who has not answered the last step.
         ended: the phase in which it went off.
+        signers: the keys for sums that came with `keys`, by device.
         members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
     """
 
@@ -72,6 +63,7 @@ class SumRecord(BaseModel):
     ended: Phase | None = None
     awaited: set[str] = set()
     keys: dict[str, schemas.SumKeys] = {}
+    signers: dict[str, schemas.Hex] = {}
     members: schemas.SumMembers = schemas.SumMembers(announced={})
     sealed: dict[str, dict[str, schemas.Hex]] = {}
     peers: tuple[str, ...] = ()
@@ -101,11 +93,6 @@ class SumBoard:
         self._repeat_at = 0.0
 
     @property
-    def weights(self) -> dict[str, int]:
-        """Of the survivors, as each announced its own."""
-        return {device: self.record.members.announced[device].weight for device in self.record.survivors}
-
-    @property
     def waits(self) -> bool:
         """Whether it goes on by itself as time does."""
         return self.record.phase in (Phase.KEYS, *_TIMED)
@@ -115,27 +102,28 @@ class SumBoard:
         """For the same board after a restart."""
         return self.record.model_dump_json()
 
-    def check(self, device: str, step: schemas.FromDevice, key: VerifyKey, weight_cap: int | None) -> None:
+    def check(self, device: str, step: schemas.FromDevice) -> None:
         """Check what the other devices will check, so that one device can't cost all of them the sum.
+
+        Only they know which keys for sums are the cohort's: here a device's is the one that came with what it announced.
 
         Args:
             device: whose step it is; one that is not waited for is not checked.
             step: keys, or a signature over the list of survivors; others need no check.
-            key: its message key.
-            weight_cap: the highest weight of the plan.
 
         Raises:
-            SumError, SignatureError, MalformedError: with the device's name.
+            SignatureError, MalformedError: with the device's name.
         """
-        if device not in self.record.awaited:
+        kept = self.record
+        if device not in kept.awaited:
             return
-        if isinstance(step, schemas.SumKeys) and self.record.phase is Phase.KEYS:
-            check_keys(self.at, device, step, key)
-            if weight_cap is not None and step.weight > weight_cap:
-                raise SumError(f"{device}: its weight {step.weight} is above the plan's weight_cap, {weight_cap}")
-        if isinstance(step, schemas.SumSigned) and self.record.phase is Phase.SIGNATURES:
-            label = survivors_label(self.at, self.record.peers, self.record.survivors)
-            if not key.verifies(step.signature, label):
+        if isinstance(step, schemas.SumKeys) and kept.phase is Phase.KEYS:
+            if step.key is None:
+                raise MalformedError(f"{device}: it announced keys for a sum without the one that signs them")
+            check_keys(self.at, device, step, VerifyKey(step.key))
+        if isinstance(step, schemas.SumSigned) and kept.phase is Phase.SIGNATURES:
+            label = survivors_label(self._members, kept.peers, kept.survivors)
+            if not VerifyKey(kept.signers[device]).verifies(step.signature, label):
                 raise SignatureError(f"{device}: its signature is not of the list of survivors")
 
     def leave_out(self, device: str, now: float) -> Sends:
@@ -152,7 +140,8 @@ class SumBoard:
         if device not in kept.awaited:
             return []
         if isinstance(step, schemas.SumKeys):
-            kept.keys[device] = step
+            assert step.key is not None
+            kept.keys[device], kept.signers[device] = step.model_copy(update={"key": None}), step.key
         elif isinstance(step, schemas.SumShares) and kept.phase is Phase.SHARES:
             if step.sealed.keys() != kept.members.announced.keys():
                 return []
@@ -193,7 +182,7 @@ class SumBoard:
         self._until = None
 
     def close(self, accepted: Iterable[str], now: float) -> Sends:
-        """The attempt's updates are these: ask for signatures over the list of those that hold masked numbers.
+        """The attempt's updates are these: ask for signatures over the list of those that hold sealed numbers.
 
         The list stays what it was, whatever is called later.
         """
@@ -203,12 +192,12 @@ class SumBoard:
         if kept.phase is not Phase.NUMBERS:
             return []
         kept.survivors = tuple(sorted(set(accepted) & set(kept.peers)))
-        if len(kept.survivors) < self._needed:
-            return self._off(f"{len(kept.survivors)} of {self._needed} masked numbers came")
+        if len(kept.survivors) < self._members.needed:
+            return self._off(f"{len(kept.survivors)} of {self._members.needed} sealed updates came")
         return self._ask(Phase.SIGNATURES, kept.survivors, now)
 
     def correction(self, size: int) -> Numbers:
-        """What is to be added, modulo 2^32, to the sum of the survivors' masked numbers, [size] uint32.
+        """What is to be added, modulo 2^32, to the sum of the survivors' sealed numbers, [size] uint32.
 
         Raises:
             SumError: it is not opened, or shares do not fit what was announced; names the device.
@@ -216,17 +205,17 @@ class SumBoard:
         kept = self.record
         if kept.phase is not Phase.OPENED:
             raise SumError(f"the sum waits for {kept.phase.value}")
-        members = Members(self.at, kept.members.announced)
         survivors = Survivors(kept.peers, kept.survivors, kept.signatures)
-        return unmask(np.zeros(size, np.uint32), members, survivors, kept.shares)
+        return unmask(np.zeros(size, np.uint32), self._members, survivors, kept.shares)
 
     @property
-    def _threshold(self) -> int:
-        return threshold_of(len(self.record.members.announced))
+    def digest(self) -> str:
+        """Of the members' announcements."""
+        return self._members.digest
 
     @property
-    def _needed(self) -> int:
-        return max(MIN_DEVICES, self._threshold)
+    def _members(self) -> Members:
+        return Members(self.at, self.record.members.announced)
 
     @property
     def _asked(self) -> schemas.ToDevice:
@@ -244,11 +233,11 @@ class SumBoard:
             return self._begin(now)
         if kept.phase is Phase.SHARES:
             return self._deal()
-        answers, done = (
-            (kept.signatures, "signed the list") if kept.phase is Phase.SIGNATURES else (kept.shares, "gave shares")
-        )
-        if len(answers) < self._threshold:
-            return self._off(f"{len(answers)} of {self._threshold} devices {done}")
+        signs = kept.phase is Phase.SIGNATURES
+        answers, done = (kept.signatures, "signed the list") if signs else (kept.shares, "gave shares")
+        needed = self._members.needed if signs else self._members.threshold
+        if len(answers) < needed:
+            return self._off(f"{len(answers)} of {needed} devices {done}")
         if kept.phase is Phase.SIGNATURES:
             return self._ask(Phase.OPENING, kept.survivors, now)
         kept.phase, kept.awaited = Phase.OPENED, set()
@@ -257,8 +246,8 @@ class SumBoard:
     def _begin(self, now: float) -> Sends:
         kept = self.record
         chosen = sorted(kept.keys)[: schemas.MAX_SUM_DEVICES]
-        if len(chosen) < MIN_DEVICES:
-            return self._off(f"{len(chosen)} of {MIN_DEVICES} devices announced keys")
+        if len(chosen) < schemas.MIN_SUM_DEVICES:
+            return self._off(f"{len(chosen)} of {schemas.MIN_SUM_DEVICES} devices announced keys")
         kept.members = schemas.SumMembers(announced={device: kept.keys[device] for device in chosen})
         left = [(device, schemas.SumOff()) for device in sorted(kept.keys.keys() - set(chosen))]
         return [*self._ask(Phase.SHARES, chosen, now), *left]
@@ -266,8 +255,8 @@ class SumBoard:
     def _deal(self) -> Sends:
         kept = self.record
         kept.peers = tuple(sorted(kept.sealed))
-        if len(kept.peers) < self._needed:
-            return self._off(f"{len(kept.peers)} of {self._needed} devices dealt out shares")
+        if len(kept.peers) < self._members.needed:
+            return self._off(f"{len(kept.peers)} of {self._members.needed} devices dealt out shares")
         kept.phase, kept.awaited = Phase.NUMBERS, set()
         others = [(device, schemas.SumOff()) for device in kept.members.announced if device not in kept.peers]
         return [*((device, self._dealt_to(device)) for device in kept.peers), *others]
@@ -288,7 +277,7 @@ class SumBoard:
     def _again(self, device: str, keys: schemas.SumKeys) -> Sends:
         """What a device missed that announces its keys once more, or too late."""
         kept = self.record
-        if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys:
+        if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys.model_copy(update={"key": None}):
             return [(device, schemas.SumOff())]
         if kept.phase is Phase.SHARES:
             return [(device, kept.members)] if device in kept.awaited else []
@@ -307,16 +296,16 @@ class SumFailure:
     ended: Phase | None
 
 
-class MaskedSums:
+class SealedSums:
     """The sums of one federation, one attempt after the other.
 
     Args:
-        spec: of the federation; one without summed parts has no sums, and every call does nothing.
+        spec: of the federation; one without sealed parts has no sums, and every call does nothing.
         store: the database.
         publisher: sends the steps.
         events: the event log.
         clock: seconds.
-        key_of: a device's message key, None for one that is no member any more.
+        is_member: whether a device may still take part.
 
     Attributes:
         failure: of the last sum, if it could not be opened or is in no aggregate; kept in memory only.
@@ -329,11 +318,10 @@ class MaskedSums:
         publisher: Publisher,
         events: EventLog,
         clock: Callable[[], float],
-        key_of: Callable[[str], VerifyKey | None],
+        is_member: Callable[[str], bool],
     ) -> None:
         self._spec, self._store, self._publisher, self._events, self._clock = spec, store, publisher, events, clock
-        cap = spec.params.get("weight_cap")
-        self._key_of, self._weight_cap = key_of, cap if isinstance(cap, int) else None
+        self._is_member = is_member
         self._board: SumBoard | None = None
         self._at = schemas.RoundAttempt(0, 0)
         self._merge: Merge | None = None
@@ -342,10 +330,11 @@ class MaskedSums:
 
     def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
-        if not self._spec.summed:
+        if not self._spec.sealed_in(at.round):
+            self._board = self._merge = None
             return
         self._at, self._merge = at, None
-        self._stored = self._store.masked_sums.of(self._spec.federation, self._at)
+        self._stored = self._store.sealed_sums.of(self._spec.federation, self._at)
         sum_round = SumRound(self._spec.federation, at.round, at.attempt)
         self._board = SumBoard(sum_round, participants, self._stored)
 
@@ -355,11 +344,11 @@ class MaskedSums:
 
     def receive(self, device: str, message: schemas.SumUp) -> None:
         """Take a device's step, or leave the device out of the sum for it."""
-        board, key = self._board, self._key_of(device)
-        if board is None or key is None or message.at != self._at:
+        board = self._board
+        if board is None or not self._is_member(device) or message.at != self._at:
             return
         try:
-            board.check(device, message.body, key, self._weight_cap)
+            board.check(device, message.body)
         except WireError as error:
             self._events.write("sum_refused", **self._about, client=device, reason=str(error))
             self._follow(board, board.leave_out(device, self._clock()))
@@ -377,7 +366,7 @@ class MaskedSums:
             self._follow(self._board, self._board.tick(there, self._clock()))
 
     def open(self, accepted: Collection[str], merge: Merge) -> None:
-        """Open the sum of these clients' masked numbers, then call `merge`; where it can't be opened, without it."""
+        """Open the sum of these clients' sealed numbers, then call `merge`; where it can't be opened, without it."""
         if self._board is None:
             merge(OpenedSum())
             return
@@ -395,7 +384,7 @@ class MaskedSums:
 
     def _follow(self, board: SumBoard, sends: Sends) -> None:
         if (content := board.content) != self._stored:
-            self._store.masked_sums.keep(self._spec.federation, self._at, content)
+            self._store.sealed_sums.keep(self._spec.federation, self._at, content)
             self._stored = content
         for device, step in sends:
             self._publisher.sum_step(device, self._at, step)
@@ -407,14 +396,14 @@ class MaskedSums:
         reason = board.record.reason
         if board.record.phase is Phase.OPENED:
             try:
-                size = sum(numbers_size(self._spec.layouts[part]) for part in self._spec.summed)
-                correction = board.correction(size)
+                parts = self._spec.sealed_in(self._at.round)
+                correction = board.correction(sum(number_count(self._spec.layouts[part]) for part in parts))
             except WireError as error:  # a device lied about its shares
                 reason = str(error)
             else:
                 self.failure = None
-                self._events.write("sum_opened", **self._about, clients=sorted(board.weights))
-                return OpenedSum(tuple(sorted(board.weights.items())), correction.astype("<u4").tobytes())
+                self._events.write("sum_opened", **self._about, clients=list(board.record.survivors))
+                return OpenedSum(board.record.survivors, board.digest, correction.astype("<u4").tobytes())
         self.failure = SumFailure(self._at.round, reason, board.record.ended)
         self._events.write("sum_off", **self._about, reason=reason)
         return OpenedSum()

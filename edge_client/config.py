@@ -21,7 +21,14 @@ from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, Host, PresetName
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
+from fedcg.wire.messages.schemas import (
+    MAX_ARTIFACT_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_SUM_DEVICES,
+    MIN_SUM_DEVICES,
+    Carrier,
+    Identifier,
+)
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.wire.transport.mqtt_config import TlsFiles, is_loopback
@@ -133,6 +140,18 @@ class PolicySection(Settings):
     max_download_mb: Annotated[
         int, Field(ge=1, le=MAX_ARTIFACT_BYTES // 1_000_000, description="largest aggregate, in MB")
     ] = 128
+    least_sum: Annotated[
+        int,
+        Field(ge=MIN_SUM_DEVICES, le=MAX_SUM_DEVICES, description="fewest devices of a sealed sum that this one is in"),
+    ] = MIN_SUM_DEVICES
+    least_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="least share of the local steps of a round with a sealed sum: one that trains less stands still",
+        ),
+    ] = 0.05
     max_upload_mb_per_day: Annotated[
         int | None, Field(ge=1, le=1 << 31, description="updates sent in a day (UTC), in MB")
     ] = None

@@ -23,7 +23,8 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_head
 from fedcg.wire.artifacts.payload import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import DeclineReason
-from fedcg.wire.parts import SUM_NUMBERS, VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
+from fedcg.wire.sealed_numbers import number_count, to_numbers
 
 # Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
 FACTS = {
@@ -36,9 +37,22 @@ FACTS = {
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }
-Mask = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.uint32]]
+Seal = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.uint32]]
 _BOUNDS = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
 """Parameters of a spec, and the setting of the policy that bounds each."""
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """A device's part in the sealed sum of a round.
+
+    Attributes:
+        share: what its numbers count for.
+        seal: puts numbers [size] uint32 behind its masks.
+    """
+
+    share: float
+    seal: Seal
 
 
 @dataclass(frozen=True)
@@ -152,28 +166,30 @@ def build_update(
     policy: PolicySection,
     facts: UpdateFacts,
     base: Base,
-    mask: Mask | None = None,
+    sealing: Sealing | None = None,
 ) -> bytes:
     """The packed update of one local round.
 
     Args:
-        shared: the parts that the method shares; exactly those of `spec.upload`.
+        shared: the parts that the method shares in this round, those that are sealed among them.
         report: fields that the policy or the spec does not allow are left out.
         spec: the federation's spec.
         policy: the limits of this device.
         facts: the rest of the header.
         base: the aggregate that the round started from; a delta codec needs the parts of `spec.with_base`.
-        mask: puts numbers of `spec.summed` behind this device's masks; None: they stay here, and zeros that count for nothing leave.
+        sealing: puts the numbers of sealed parts behind this device's masks; None: they stay here, and zeros that count for nothing leave.
 
     Raises:
         FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
             or a report field that the method needs and the policy forbids.
-        CodecError: a number that the spec's codec can't hold.
+        CodecError: a number that the spec's codec, or a sealed sum, can't hold.
     """
-    _check_parts(frozenset(shared), spec, policy, facts.device)
+    _check_parts(frozenset(shared), spec, policy, facts)
     _check_facts(facts)
     parts = {part: _checked_part(part, shared[part], spec.layouts[part], facts.device) for part in sorted(shared)}
-    parts |= {part: _masked(parts[part], mask) for part in spec.summed}
+    if kept := spec.sealed_in(facts.round):
+        inside = {part: parts.pop(part) for part in kept}
+        parts[Part.SEALED] = _sealed(inside, spec, sealing)
     header = ArtifactHeader(
         kind="update",
         method=spec.method,
@@ -217,14 +233,16 @@ def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
         raise FirewallError(device, problem, tensor=field_name.value)
 
 
-def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySection, device: str) -> None:
+def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySection, facts: UpdateFacts) -> None:
+    wanted = spec.shared_in(facts.round)
     for part in sorted(parts):
-        if part not in policy.allow_upload:
-            raise FirewallError(device, "policy.allow_upload of this device does not list it", part=part)
-        if part not in spec.upload:
-            raise FirewallError(device, "the spec does not ask for it", part=part)
-    for part in sorted(frozenset(spec.upload) - parts):
-        raise FirewallError(device, "the spec asks for it, and the local round did not return it", part=part)
+        carrier = Part.SEALED if part in spec.sealed else part
+        if carrier not in policy.allow_upload:
+            raise FirewallError(facts.device, "policy.allow_upload of this device does not list it", part=carrier)
+        if part not in wanted:
+            raise FirewallError(facts.device, "the spec does not ask for it", part=part)
+    for part in sorted(wanted - parts):
+        raise FirewallError(facts.device, "the spec asks for it, and the local round did not return it", part=part)
 
 
 def _checked_part(
@@ -241,13 +259,14 @@ def _checked_part(
     return {name: tensors[name].copy(order="C") for name in sorted(tensors)}
 
 
-def _masked(tensors: Mapping[str, Array], mask: Mask | None) -> dict[str, Array]:
-    """The numbers behind masks, or zeros."""
-    if mask is None:
-        return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
-    numbers = tensors[SUM_NUMBERS]
-    masked = mask(numbers.reshape(-1).astype(np.uint32)).astype(np.int64)
-    return {**tensors, SUM_NUMBERS: masked.reshape(numbers.shape)}
+def _sealed(parts: PartArrays, spec: FederationSpec, sealing: Sealing | None) -> dict[str, Array]:
+    """The numbers of sealed parts behind masks, or zeros."""
+    if sealing is None:
+        return {part.value: np.zeros(number_count(spec.layouts[part]), np.uint32) for part in parts}
+    assert spec.sealed_range is not None
+    each = [to_numbers(parts[part], spec.layouts[part], spec.sealed_range, sealing.share) for part in sorted(parts)]
+    behind = np.split(sealing.seal(np.concatenate(each)), np.cumsum([len(one) for one in each])[:-1])
+    return {part.value: one for part, one in zip(sorted(parts), behind, strict=True)}
 
 
 def _problem_of(tensor: Array, layout: TensorLayout) -> str:

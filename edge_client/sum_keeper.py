@@ -1,32 +1,66 @@
-"""This device's record of the masked sum of a round attempt, on disk before anything of it is sent: resends are byte-identical.
+"""This device's record of the sealed sum of a round attempt, on disk before anything of it is sent: resends are byte-identical.
 
-A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same outputs, and
+A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same numbers, and
 differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
-It knows no store: the functions that load and save are given.
+Sums of two rounds whose lists differ by a device or two give their difference away where the others stood still: a device signs such
+a list only if its own numbers moved. It knows no store: the functions that load and save are given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.sums import (
-    MIN_DEVICES,
-    Members,
-    Numbers,
-    SumRound,
-    SumSecrets,
-    Survivors,
-    masked,
-    reveal,
-    share_out,
-    sign_survivors,
-)
+from fedcg.wire.sums import Members, Numbers, SumRound, SumSecrets, Survivors, masked, reveal, share_out, sign_survivors
+
+MOST_LISTS = 64
+SKETCH_NUMBERS = 256
+NEAR = 2
+"""Lists that differ by so many devices, or fewer, are compared."""
+LEAST_MOVE = 0.5
+
+
+class Numbered(BaseModel):
+    """What the training process tells of this device's numbers of an attempt; `store` keeps it apart from the rest.
+
+    Attributes:
+        sketch: random sums of the numbers, [SKETCH_NUMBERS]: distances between two sketches are those of the numbers, to some hundredths.
+        to_mean: distance of the numbers to the mean that the round started from; None before the first mean.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    round: int
+    attempt: int
+    sketch: tuple[float, ...]
+    to_mean: float | None
+
+    @staticmethod
+    def of(
+        at: SumRound, numbers: npt.NDArray[np.float64], mean: npt.NDArray[np.float64] | None, seed: int
+    ) -> "Numbered":
+        """Of numbers [P] and, where there is one, the last mean [P]; `seed`: this device's own, the same for all its rounds."""
+        distance = None if mean is None else float(np.linalg.norm(numbers - mean))
+        stream = np.random.default_rng(seed)
+        signs, places = stream.choice((-1.0, 1.0), len(numbers)), stream.integers(0, SKETCH_NUMBERS, len(numbers))
+        sketch = np.bincount(places, signs * numbers, SKETCH_NUMBERS)
+        return Numbered(round=at.round, attempt=at.attempt, sketch=tuple(sketch.tolist()), to_mean=distance)
+
+
+class _List(BaseModel):
+    """A list that this device signed, and its own numbers in that sum."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    names: tuple[str, ...]
+    sketch: tuple[float, ...]
 
 
 class _Kept(BaseModel):
@@ -36,6 +70,7 @@ class _Kept(BaseModel):
         sealed: shares that this device dealt out; `dealt` those that it got.
         signed: the list that it signed.
         masked_until: the highest round before this one in whose sum this device's numbers may be.
+        lists: those that it signed in earlier rounds, each once, with its numbers of the last time, the newest last.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex")
@@ -45,11 +80,13 @@ class _Kept(BaseModel):
     attempt: int
     secrets: tuple[schemas.Hex, schemas.Hex, schemas.Hex]
     weight: int
+    vote: int = 0
     members: schemas.SumMembers | None = None
     sealed: dict[str, schemas.Hex] = {}
     dealt: dict[str, schemas.Hex] = {}
     signed: tuple[str, ...] | None = None
     masked_until: int = 0
+    lists: tuple[_List, ...] = ()
 
     @property
     def last_masked(self) -> int:
@@ -62,9 +99,11 @@ class SumKeeper:
 
     Args:
         device: its name.
-        key: its message key.
-        roster: message keys of the cohort's devices, from this device's owner.
+        key: its key for sums.
+        roster: the keys for sums of the cohort's devices, from this device's owner.
         load, save: the record on disk, empty before the first sum; `save` returns once it is durable.
+        numbered: what the training process told last of this device's numbers (`Numbered`), empty before the first sum.
+        least: the fewest devices of a sum that this device's owner accepts.
     """
 
     def __init__(
@@ -74,11 +113,13 @@ class SumKeeper:
         roster: Callable[[], Mapping[str, VerifyKey]],
         load: Callable[[], Mapping[str, Any]],
         save: Callable[[Mapping[str, Any]], None],
+        numbered: Callable[[], Mapping[str, Any]],
+        least: int,
     ) -> None:
         self._device, self._key, self._roster = device, key, roster
-        self._load, self._save = load, save
+        self._load, self._save, self._numbered, self._least = load, save, numbered, least
 
-    def announce(self, at: SumRound, weight: int) -> schemas.SumKeys | None:
+    def announce(self, at: SumRound, weight: int, vote: int = 0) -> schemas.SumKeys | None:
         """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
 
         Raises:
@@ -86,16 +127,21 @@ class SumKeeper:
         """
         kept = self._read()
         if kept is None or _at(kept) != at:
-            masked_until = 0 if kept is None or kept.federation != at.federation else kept.last_masked
+            before = None if kept is None or kept.federation != at.federation else kept
+            masked_until = 0 if before is None else before.last_masked
             # A coordinator that goes back, as from a backup, gets no second sum of a round.
             if at.round <= masked_until:
                 return None
             drawn = SumSecrets.draw(self._device)
             seeds = (drawn.cipher, drawn.mask, drawn.own)
             where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
-            kept = _Kept(**where, secrets=seeds, weight=weight, masked_until=masked_until)
+            lists = () if before is None else before.lists
+            kept = _Kept(**where, secrets=seeds, weight=weight, vote=vote, masked_until=masked_until, lists=lists)
             self._write(kept)
-        return SumSecrets(self._device, *kept.secrets).announce(at, kept.weight, self._key)
+        return self._announced(at, kept).model_copy(update={"key": self._key.public.raw})
+
+    def _announced(self, at: SumRound, kept: _Kept) -> schemas.SumKeys:
+        return SumSecrets(self._device, *kept.secrets).announce(at, kept.weight, self._key, kept.vote)
 
     def members(self, at: SumRound, step: schemas.SumMembers) -> schemas.SumShares:
         """Deal out shares among the members.
@@ -110,7 +156,7 @@ class SumKeeper:
                 raise SumError("the coordinator names other members of the sum than before")
             return schemas.SumShares(sealed=kept.sealed)
         secrets = SumSecrets(self._device, *kept.secrets)
-        if step.announced.get(self._device) != secrets.announce(at, kept.weight, self._key):
+        if step.announced.get(self._device) != self._announced(at, kept):
             raise SumError("the members of the sum lack this device, or have other keys of it")
         members = Members(at, step.announced)
         members.check(self._roster())
@@ -129,8 +175,8 @@ class SumKeeper:
             raise SumError("shares of devices that are no members of the sum")
         if self._device not in step.sealed:
             raise SumError("this device's own shares were not passed on")
-        if len(step.sealed) < max(MIN_DEVICES, Members(at, kept.members.announced).threshold):
-            raise SumError(f"{len(step.sealed)} devices are too few for a sum")
+        if len(step.sealed) < (least := max(self._least, Members(at, kept.members.announced).needed)):
+            raise SumError(f"{len(step.sealed)} devices are too few for a sum: {least} are needed here")
         if kept.dealt:
             if kept.dealt != step.sealed:
                 raise SumError("the coordinator passes on other shares than before")
@@ -141,18 +187,43 @@ class SumKeeper:
         """Sign the list of survivors, one per attempt.
 
         Raises:
-            SumError: it is not of this device's peers, lacks it, is too short, or another one than before.
+            SumError: it is not of this device's peers, lacks it, is too short, another one than before, or near an earlier one
+                although this device's numbers stood still.
         """
         kept = self._of(at)
         names = tuple(sorted(step.names))
         if kept.members is None or not set(names) <= kept.dealt.keys() or self._device not in names:
             raise SumError("the list of survivors is not of this sum's peers, or lacks this device")
-        if len(names) < Members(at, kept.members.announced).threshold:
-            raise SumError(f"{len(names)} survivors are too few")
+        members = Members(at, kept.members.announced)
+        if len(names) < (least := max(self._least, members.needed)):
+            raise SumError(f"{len(names)} survivors are too few: {least} are needed here")
         if kept.signed not in (None, names):
             raise SumError("the coordinator asks for a second list of survivors")
-        self._write(kept.model_copy(update={"signed": names}))
-        return schemas.SumSigned(signature=sign_survivors(at, sorted(kept.dealt), names, self._key))
+        if kept.signed is None:
+            own = self._moved(at, kept, names)
+            lists = (*(one for one in kept.lists if one.names != names), _List(names=names, sketch=own.sketch))
+            self._write(kept.model_copy(update={"signed": names, "lists": lists[-MOST_LISTS:]}))
+        return schemas.SumSigned(signature=sign_survivors(members, sorted(kept.dealt), names, self._key))
+
+    def _moved(self, at: SumRound, kept: _Kept, names: Iterable[str]) -> Numbered:
+        """This device's numbers in the sum of that list, where they may be in it beside earlier ones."""
+        try:
+            own = Numbered.model_validate(self._numbered())
+        except ValidationError as error:
+            raise SumError("what this device's numbers of the round are is not known") from error
+        if (own.round, own.attempt) != (at.round, at.attempt):
+            raise SumError("this device has no numbers of the round")
+        if own.to_mean is None:
+            return own
+        for earlier in kept.lists:
+            unlike = set(earlier.names) ^ set(names)
+            moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
+            if 0 < len(unlike) <= NEAR and moved < LEAST_MOVE * own.to_mean:
+                raise SumError(
+                    f"the sum would differ from an earlier one by {' and '.join(sorted(unlike))} alone, and this device's numbers "
+                    "have hardly moved since: it sits out"
+                )
+        return own
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
@@ -196,18 +267,20 @@ class SumKeeper:
 
 @dataclass(frozen=True)
 class SumMasks:
-    """A device's masks in the sum of an attempt.
+    """A device's part in the sum of an attempt.
 
     Attributes:
-        weight: that it announced for its numbers.
-        mask: numbers [size] uint32 behind them, the same at each call.
+        share: what its numbers count for.
+        votes: of all members, by device.
+        mask: numbers [size] uint32 behind its masks, the same at each call.
     """
 
-    weight: int
+    share: float
+    votes: Mapping[str, int]
     mask: Callable[[Numbers], Numbers]
 
 
-def masks_in(record: Mapping[str, Any], device: str, at: SumRound) -> SumMasks | None:
+def masks_in(record: Mapping[str, Any], device: str, at: SumRound, cohort_secret: bytes) -> SumMasks | None:
     """The masks in a device's record; None where it has no part in a sum of that attempt.
 
     Raises:
@@ -217,7 +290,9 @@ def masks_in(record: Mapping[str, Any], device: str, at: SumRound) -> SumMasks |
     if kept is None or _at(kept) != at or kept.members is None or not kept.dealt:
         return None
     secrets, members, peers = SumSecrets(device, *kept.secrets), Members(at, kept.members.announced), tuple(kept.dealt)
-    return SumMasks(kept.weight, lambda numbers: masked(secrets, members, peers, numbers))
+    votes = {name: keys.vote for name, keys in members.announced.items()}
+    share = members.share_of(device, peers)
+    return SumMasks(share, votes, lambda numbers: masked(secrets, members, peers, numbers, cohort_secret))
 
 
 def _read(record: Mapping[str, Any]) -> _Kept | None:
@@ -226,7 +301,7 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         return _Kept.model_validate(content) if content else None
     except ValidationError as error:
         raise StoreError(
-            "the record of masked sums is damaged: this device takes part in none until it is deleted"
+            "the record of sealed sums is damaged: this device takes part in none until it is deleted"
         ) from error
 
 

@@ -18,7 +18,7 @@ from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
 from audit.measures import CONFIDENCE, Control, Figure, Interval, Measure, Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Callbacks, ClientState, Masking, RoundContext, Weights
+from fedcg.learning.method import Callbacks, ClientState, Cohort, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -122,9 +122,7 @@ def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Prog
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(
-        view.spec, view.round, 1, streams.at("run"), callbacks=Callbacks(report), masking=Masking(streams)
-    )
+    ctx = RoundContext(view.spec, view.round, 1, streams.at("run"), callbacks=Callbacks(report), cohort=Cohort(streams))
     result = view.method.local_round(ClientState(before), joined(case.truth.train, canaries), view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
     return replace(view, update=result.shared.parts), extractors

@@ -8,7 +8,7 @@ from torch import nn
 
 from audit.evidence.case import Extractor, View
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import ClientState, Masking, RoundContext, TrainingParams, Weights
+from fedcg.learning.method import ClientState, Cohort, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.fast_layers import AveragedConv2d, MaxedConv2d
 from fedcg.learning.networks.plans import shadow_spec
@@ -173,7 +173,7 @@ def of_simulated_client(view: View, images: ImageSet, streams: Streams, epochs: 
     spec = _of_epochs(view.spec, epochs)
     state = view.method.init_client(spec, {**view.start(), **view.before.parts})
     # Whoever simulates a client knows no cohort's secret, and takes one of its own.
-    ctx = RoundContext(spec, view.round, 1, streams, masking=Masking(streams))
+    ctx = RoundContext(spec, view.round, 1, streams, cohort=Cohort(streams))
     sent = view.method.local_round(state, images, view.before, ctx).shared.parts
     update = {part: sent[part] for part in view.update}
     return replace(view, spec=spec, update=update, report=Report(examples=len(images)))

@@ -80,12 +80,16 @@ class AssessJob:
 
 @dataclass(frozen=True)
 class OpenedSum:
-    """What opens the sum of masked numbers: the announced weights of the clients in it, and 4 bytes a number, little endian, to be added to it.
+    """What takes all masks but the cohort's off a sum of sealed numbers: empty where it can't be opened.
 
-    `correction` is empty where the sum can't be opened.
+    Attributes:
+        names: the clients in it.
+        digest: of the announcements of its members.
+        correction: 4 bytes a number, little endian, to be added to the sum.
     """
 
-    weights: tuple[tuple[str, int], ...] = ()
+    names: tuple[str, ...] = ()
+    digest: str = ""
     correction: bytes = b""
 
 
@@ -94,7 +98,7 @@ class FinishJob:
     """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass.
 
     Attributes:
-        opened: of a method whose updates are masked in part.
+        opened: of updates that are sealed in part.
     """
 
     updates: Updates

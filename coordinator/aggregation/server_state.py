@@ -6,6 +6,7 @@ Imports torch: only the aggregation worker and the creation of a federation may 
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load, save
 
 from coordinator.errors import AggregationError
 from fedcg.learning.method import Aggregate, Method, ServerState, Weights, check_finite
+from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, codecs_for, pack, unpack
@@ -25,7 +27,13 @@ MAX_LINE = 120
 
 def aggregate_layouts(spec: FederationSpec, method: Method) -> PartLayouts:
     """The tensors that an aggregate of this federation holds."""
-    return {part: spec.layouts[part] for part in sorted(method.payload.down)}
+    return {part: spec.layouts[part] for part in sorted(on_wire(method.payload.down, frozenset(spec.sealed)))}
+
+
+def before_first_sum(spec: FederationSpec, aggregate: Aggregate) -> Aggregate:
+    """An aggregate with room for what is sealed: numbers that are of no sum yet."""
+    numbers = {layout.name: torch.zeros(layout.shape, dtype=torch.uint32) for layout in spec.layouts[Part.SEALED]}
+    return replace(aggregate, parts={**aggregate.parts, Part.SEALED: numbers})
 
 
 def pack_aggregate(
@@ -53,6 +61,7 @@ def pack_aggregate(
         client=COORDINATOR,
         base=base,
         label_distribution=aggregate.label_distribution,
+        sums=aggregate.sums,
         versions={name: version(name) for name in ("fedcg-edge", "torch", "numpy")}
         | {"python": platform.python_version()},
         determinism=_determinism(spec, device),
@@ -64,7 +73,7 @@ def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggre
     """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
     layouts = aggregate_layouts(spec, method)
     artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
-    return Aggregate(parts=to_weights(artifact.parts), label_distribution=artifact.header.label_distribution)
+    return Aggregate(to_weights(artifact.parts), artifact.header.label_distribution, artifact.header.sums)
 
 
 def encode_extras(state: ServerState) -> bytes:
@@ -93,11 +102,11 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
         AggregationError: it has other parts.
         DivergedError: a number is not finite.
     """
-    wanted = {part for part in method.payload.down if spec.layouts.get(part)}
+    wanted = {part for part in aggregate_layouts(spec, method) if spec.layouts.get(part)}
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
         raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")
-    check_finite(parts, "after the merge")
+    check_finite({part: one for part, one in parts.items() if part is not Part.SEALED}, "after the merge")
 
 
 def _determinism(spec: FederationSpec, device: str) -> dict[str, str]:

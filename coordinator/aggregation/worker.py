@@ -18,18 +18,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from coordinator.aggregation import jobs
 from coordinator.updates import robustness
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header
-from fedcg.wire.parts import Report
+from fedcg.wire.parts import Part, Report
 from fedcg.worker_process import requests_of
 
 if TYPE_CHECKING:
     import torch
 
-    from fedcg.learning.method import Aggregator, Unmasking, Update
+    from fedcg.learning.method import Aggregate, Aggregator, ServerState, Update
     from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
@@ -88,7 +91,6 @@ class JobRunner:
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._movements: dict[str, robustness.Movement] = {}
         self._has_diverged = False
-        self._opened, self._sum_lost = jobs.OpenedSum(), ""
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
@@ -134,7 +136,7 @@ class JobRunner:
     def _open(self) -> None:
         from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
         from fedcg.learning.aggregation.averaging import DirectorySpill, parts_average
-        from fedcg.learning.method import Callbacks, Machine, Masking, RoundContext, ServerState
+        from fedcg.learning.method import Callbacks, Machine, RoundContext, ServerState
         from fedcg.learning.registry import get_method
         from fedcg.learning.seeds import Streams
         from fedcg.learning.spec import FederationSpec
@@ -153,19 +155,19 @@ class JobRunner:
             attempt=job.attempt,
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
             machine=Machine(self._device, graphs=not job.ease, most_rows=EASED_ROWS if job.ease else None),
-            callbacks=Callbacks(steps, steps.watch_loss, self._lose_sum),
-            masking=Masking(unmasking=self._unmasking),
+            callbacks=Callbacks(steps, steps.watch_loss),
             public=self._public(self._spec.image) if self._method.needs.public else None,
         )
-        self._streams = context.streams
+        self._streams, self._before = context.streams, state
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
         def start(limits: robustness.Distances) -> Aggregator:
             # clipped updates and smaller batches have other rows
             plan = repr((limits, job.ease) if job.ease else limits)
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
-            if job.ease >= jobs.AVERAGE and not self._method.payload.summed:
-                return parts_average(self._method.payload.up, state, rows)
+            if job.ease >= jobs.AVERAGE:
+                clear = self._spec.shared_in(job.round) - frozenset(self._spec.sealed)
+                return parts_average(clear, state, rows)
             return self._method.aggregator(state, context, rows)
 
         self._start = start
@@ -233,30 +235,50 @@ class JobRunner:
         from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
 
         job = self._job
-        self._opened, self._sum_lost = request.opened, ""
         updates = {
             client: partial(self._update, client, artifact, weight) for client, artifact, weight in request.updates
         }
         aggregate, state = self._aggregator.finish(updates)
+        lost = ""
+        if self._spec.sealed:
+            aggregate, state, lost = self._with_sealed(request, aggregate, state)
         check_parts(aggregate.parts, self._spec, self._method)
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
-        self._send(jobs.JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease, self._sum_lost))
+        self._send(jobs.JobDone(job.round, job.attempt, stored, len(packed), extras, job.ease, lost))
 
-    def _lose_sum(self, reason: str) -> None:
-        self._sum_lost = reason
+    def _with_sealed(
+        self, request: jobs.FinishJob, aggregate: Aggregate, state: ServerState
+    ) -> tuple[Aggregate, ServerState, str]:
+        """What was merged in the clear, beside the sum that only the cohort can read, and why it lacks that of this round."""
+        from fedcg.learning.aggregation.sealed_means import merged
+        from fedcg.learning.tensor_conversion import to_weights
+        from fedcg.wire.messages.schemas import SealedSum
+        from fedcg.wire.sums import added
 
-    def _unmasking(self) -> Unmasking | None:
-        """What opens the sum of the updates' masked numbers; None where the method masks none."""
-        import numpy as np
-        import torch
+        before, opened, spec = self._before.aggregate, request.opened, self._spec
+        sealed, sums, lost, parts = before.parts[Part.SEALED], before.sums, "", spec.sealed_in(self._job.round)
+        told = {client: artifact for client, artifact, _ in request.updates if client in opened.names}
+        if len(told) < len(opened.names):
+            lost = "it holds numbers of devices whose updates are not merged: "
+            lost += ", ".join(sorted(opened.names - told.keys()))
+        elif told:
+            correction = np.frombuffer(opened.correction, "<u4").astype(np.uint32)
+            total = added([correction, *(self._numbers(told[client], parts) for client in sorted(told))])
+            sizes = [len(sealed[part.value]) for part in parts]
+            each = dict(zip((part.value for part in parts), np.split(total, np.cumsum(sizes)[:-1]), strict=True))
+            sealed = {**sealed, **to_weights({Part.SEALED: each})[Part.SEALED]}
+            new = SealedSum(
+                round=self._job.round, attempt=self._job.attempt, parts=parts, digest=opened.digest, names=opened.names
+            )
+            sums = (*(one for one in sums if not set(one.parts) & set(parts)), new)
+        return *merged((aggregate, state), self._before, {Part.SEALED: sealed}, sums), lost
 
-        from fedcg.learning.method import Unmasking
-
-        if not self._method.payload.summed:
-            return None
-        numbers = np.frombuffer(self._opened.correction, "<u4").astype(np.int64)
-        return Unmasking(dict(self._opened.weights), torch.from_numpy(numbers) if len(numbers) else None)
+    def _numbers(self, artifact: str, parts: tuple[Part, ...]) -> npt.NDArray[np.uint32]:
+        """The sealed numbers of an update."""
+        data = self._store.get(artifact)
+        decoded = unpack_update(data, self._spec, self._yardstick_of(read_header(data).base).base)
+        return np.concatenate([decoded.parts[Part.SEALED][part.value] for part in parts]).astype(np.uint32)
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
         """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
@@ -272,7 +294,8 @@ class JobRunner:
                 decoded.parts, yardstick, self._method.payload.with_base, seed
             )
         distances = self._movements[client].distances
-        parts = robustness.clipped(decoded.parts, yardstick.base.parts, robustness.over(distances, self._limits))
+        clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED}}
+        parts = robustness.clipped(clear, yardstick.base.parts, robustness.over(distances, self._limits))
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:

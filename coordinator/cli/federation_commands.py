@@ -106,7 +106,7 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
-    return found, f"{_line(found)}\n{policy}\n{coded}{_masked(found)}"
+    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}"
 
 
 @federation_app.command("start")
@@ -232,14 +232,14 @@ def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | No
     started = "it starts when devices come" if start else "it is not started"
     following = "for each device, fedcg token create" if start else f"fedcg federation start {made['federation']}"
     opened = f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
-    return made, f"{opened}{_masked(made)}\nNext: {following}"
+    return made, f"{opened}{_sealed(made)}\nNext: {following}"
 
 
-def _masked(found: Mapping[str, Any]) -> str:
-    """What a coordinator can't check of updates that are masked in part."""
-    parts = ", ".join(found["summed"])
-    unseen = "only the sum over 4 devices or more is read, and no screening sees one device's numbers: no norm, no comparison"
-    return f"\n{parts} behind masks: {unseen}" if parts else ""
+def _sealed(found: Mapping[str, Any]) -> str:
+    """What a coordinator can't check of updates that are sealed in part."""
+    parts = ", ".join(found["sealed"])
+    unseen = "only the devices of the cohort read the mean, and no screening sees one device's numbers: no norm, no comparison"
+    return f"\n{parts} sealed: {unseen}" if parts else ""
 
 
 def _steered(

@@ -26,7 +26,7 @@ class FederationFacts:
         status: what the operator wants of it, or finished; `phase` is what it does.
         online, participants: of the running service; empty where none runs.
         unapproved: participants that take part as soon as their owners approve the spec.
-        summed: of `upload` what leaves devices behind masks only.
+        sealed: what leaves devices within the part `sealed` alone.
     """
 
     federation: str
@@ -34,7 +34,7 @@ class FederationFacts:
     spec: str
     classes: tuple[str, ...]
     upload: tuple[Part, ...]
-    summed: tuple[Part, ...]
+    sealed: tuple[Part, ...]
     report: tuple[ReportField, ...]
     codec: str
     aggregate_codec: str
@@ -111,7 +111,7 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
         spec=record.spec,
         classes=spec.classes,
         upload=spec.upload,
-        summed=spec.summed,
+        sealed=spec.sealed,
         report=spec.report,
         codec=spec.codec,
         aggregate_codec=spec.aggregate_codec,

@@ -232,7 +232,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     if (failure := service.sums.failure) is not None:
         what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
         yield Problem(
-            "no masked sum",
+            "no sealed sum",
             record.id,
             what,
             SUM_REMEDY if failure.ended is None else SUM_REMEDIES.get(failure.ended, SUM_REMEDY),

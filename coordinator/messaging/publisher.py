@@ -173,7 +173,7 @@ class Publisher:
         return self._publish(self.topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key)))
 
     def sum_step(self, device: str, at: schemas.RoundAttempt, step: ToDevice) -> bool:
-        """Send a step of the masked sum of (round, attempt)."""
+        """Send a step of the sealed sum of (round, attempt)."""
         return self._send(device, schemas.SumDown(**self._to(device, at), body=step))
 
     def need(self, device: str, manifest: schemas.Manifest, ranges: Ranges) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MIN_SUM_DEVICES
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -129,16 +130,14 @@ def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
     """Why rounds of so few clients can't be had with what a method sends behind masks; empty where they can."""
-    if not spec.summed:
+    if not spec.sealed:
         return ""
-    from fedcg.wire.sums import MIN_DEVICES  # only here: cryptography comes with it
-
-    if min_clients >= MIN_DEVICES:
+    if min_clients >= MIN_SUM_DEVICES:
         return ""
-    names = ", ".join(part.value for part in spec.summed)
+    names = ", ".join(part.value for part in spec.sealed)
     return (
-        f"method {spec.method} sends {names} behind masks, and a sum of fewer than {MIN_DEVICES} devices shows too much of each: "
-        f"set min_clients = {MIN_DEVICES} or more"
+        f"method {spec.method} seals {names}, and a sum of fewer than {MIN_SUM_DEVICES} devices shows too much of each: "
+        f"set min_clients = {MIN_SUM_DEVICES} or more"
     )
 
 
@@ -231,7 +230,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
     """The artifacts; none where the plan is only checked."""
     import torch
 
-    from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
+    from coordinator.aggregation.server_state import before_first_sum, check_parts, encode_extras, pack_aggregate
     from fedcg.learning.data.public_images import read_public
     from fedcg.learning.networks.plans import complete_spec, initial_parts
     from fedcg.learning.registry import get_method
@@ -257,10 +256,13 @@ def _make(request: _Request) -> InitialArtifacts | None:
             )
         read_public(public_data, spec.image, request.public_images)
     # Without the private parts: a backbone's weights need not be on this machine.
-    parts = initial_parts(spec, spec_root(spec.seed), method.payload.up | method.payload.down)
+    known = (method.payload.up | method.payload.down) - frozenset(spec.sealed)
+    parts = initial_parts(spec, spec_root(spec.seed), known)
     if request.start is not None:
         parts |= _last_weights(spec, store, *request.start)
     state = method.init_server(spec, parts)
+    if spec.sealed:
+        state = replace(state, aggregate=before_first_sum(spec, state.aggregate))
     check_parts(state.aggregate.parts, spec, method)
     packed = pack_aggregate(spec, state.aggregate, round_number=0, attempt=0, base=None, device="cpu")
     return InitialArtifacts(
@@ -277,13 +279,14 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
     from fedcg.learning.registry import get_method
 
     known = FederationSpec.parse(store.get(other))
-    for part in known.upload:
+    for part in sorted(frozenset(known.upload) - {Part.SEALED}):
         if spec.layouts.get(part) != known.layouts[part]:
             raise PlanError(
                 f"the {part.value} of {known.federation} has other tensors than that of the plan; continue with the same "
                 "classes, image form and networks"
             )
-    return dict(unpack_aggregate(store.get(aggregate), known, get_method(known.method)).parts)
+    parts = unpack_aggregate(store.get(aggregate), known, get_method(known.method)).parts
+    return {part: weights for part, weights in parts.items() if part is not Part.SEALED}
 
 
 def answer(given: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from coordinator.rounds.records import AggregateRecord, FederationRecord, Federa
 from coordinator.service.reports import MergeProgress
 from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.artifacts import Pruner
-from coordinator.sums import MaskedSums
+from coordinator.sums import SealedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.screening import Choice, Screening, left_out, odd_updates, plateau_reason
@@ -51,7 +51,7 @@ class RoundDriver:
         published: the artifacts that devices may fetch.
         worker: merges.
         receiver: holds the updates that are under way.
-        sums: the masked sums.
+        sums: the sealed sums.
 
     Attributes:
         is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
@@ -66,7 +66,7 @@ class RoundDriver:
     published: PublishedArtifacts
     worker: Worker
     receiver: Receiver
-    sums: MaskedSums
+    sums: SealedSums
     announced_at: float = field(default=0.0, init=False)
     worker_pid: int | None = field(default=None, init=False)
     merge: MergeProgress | None = field(default=None, init=False)
@@ -107,7 +107,7 @@ class RoundDriver:
     @property
     def requires_cohort_secret(self) -> bool:
         """Whether devices without the others' cohort secret are not invited; another secret would spoil a sum."""
-        return self._state.policy.require_cohort or bool(self.context.spec.summed)
+        return self._state.policy.require_cohort or bool(self.context.spec.sealed)
 
     def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""

@@ -24,7 +24,7 @@ from coordinator.service.devices import REFRESH_S, REMIND_S, Invitations, Livene
 from coordinator.service.reports import ConditionBoard, DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
-from coordinator.sums import MaskedSums
+from coordinator.sums import SealedSums
 from coordinator.updates.published_artifacts import ArtifactRequests, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
@@ -69,7 +69,7 @@ class Service:
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
         receiver: takes updates; `invitations` keeps the answers of devices.
-        sums: the masked sums of its rounds.
+        sums: the sealed sums of its rounds.
         round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
         floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
@@ -106,7 +106,14 @@ class Service:
             self._queue.put,
         )
         key_of = self._message_checks.key_of
-        self.sums = MaskedSums(context.spec, context.store, self._publisher, context.events, time.monotonic, key_of)
+        self.sums = SealedSums(
+            context.spec,
+            context.store,
+            self._publisher,
+            context.events,
+            time.monotonic,
+            lambda device: key_of(device) is not None,
+        )
         self.round_driver = RoundDriver(
             context, self._publisher, self.published, self._worker, self.receiver, self.sums
         )

@@ -36,7 +36,7 @@ class Worker(Protocol):
         """Request the figures of the updates (artifacts by client)."""
 
     def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
-        """Request the merge of the updates, none of them farther from the base than the limits; `opened`: their masked sum."""
+        """Request the merge of the updates, none of them farther from the base than the limits; `opened`: their sealed sum."""
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
         """Take a reply from the callback given at construction; returns the events that follow for the round."""

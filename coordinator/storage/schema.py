@@ -94,8 +94,8 @@ updates = _table("updates", records.UpdateRecord, (*ATTEMPT, "client"), _OF_CLIE
 aggregates = _table("aggregates", records.AggregateRecord, ("federation", "round"), _OF_FEDERATION)
 presence = _table("presence", records.PresenceRecord, ("federation", "device", "at"), _OF_DEVICE)
 conditions = _table("conditions", records.ConditionRecord, ("federation", "device"), _OF_DEVICE)
-masked_sums = Table(
-    "masked_sums",
+sealed_sums = Table(
+    "sealed_sums",
     metadata,
     Column("federation", ForeignKey("federations.id"), primary_key=True),
     Column("round", _Count, nullable=False),

@@ -48,7 +48,7 @@ class SumRecords(schema.Queries):
 
     def keep(self, federation: str, at: RoundAttempt, content: str) -> None:
         """Replace the federation's record."""
-        table = schema.masked_sums
+        table = schema.sealed_sums
         values = {**_is(federation, at), "content": content}
         with self._engine.begin() as connection:
             connection.execute(delete(table).where(table.c.federation == federation))
@@ -56,7 +56,7 @@ class SumRecords(schema.Queries):
 
     def of(self, federation: str, at: RoundAttempt) -> str | None:
         """The record of that attempt, if it is the last one."""
-        query = select(schema.masked_sums).filter_by(**_is(federation, at))
+        query = select(schema.sealed_sums).filter_by(**_is(federation, at))
         return next((str(row.content) for row in self._rows(query)), None)
 
 
@@ -73,7 +73,7 @@ class Store(schema.Queries):
         presence: when devices came and went.
         overview: views of many devices and rounds.
         api: tokens of the operators' API, and the keys that its requests have used.
-        masked_sums: of the open attempts.
+        sealed_sums: of the open attempts.
         events: the last events, with their sentences.
     """
 
@@ -85,7 +85,7 @@ class Store(schema.Queries):
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
         self.api = ApiStore(self._engine, self._committed)
-        self.masked_sums = SumRecords(self._engine)
+        self.sealed_sums = SumRecords(self._engine)
         self.events = Events(self._engine)
 
     @classmethod

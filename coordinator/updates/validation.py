@@ -26,14 +26,9 @@ class Expected:
     base: str
 
 
-def upload_layouts(spec: FederationSpec) -> PartLayouts:
-    """The tensors that an update of this federation holds."""
-    return {part: spec.layouts[part] for part in spec.upload}
-
-
-def upload_codecs(spec: FederationSpec) -> dict[str, TensorCodec]:
+def update_codecs(layouts: PartLayouts, spec: FederationSpec) -> dict[str, TensorCodec]:
     """How the tensors of an update of this federation are coded."""
-    return artifacts.codecs_for(upload_layouts(spec), spec.codec, spec.with_base)
+    return artifacts.codecs_for(layouts, spec.codec, spec.with_base)
 
 
 def base_in(data: bytes, spec: FederationSpec, artifact: str) -> artifacts.Base:
@@ -57,15 +52,16 @@ def unpack_update(data: bytes, spec: FederationSpec, base: artifacts.Base | None
     """The update in an artifact, decoded.
 
     Raises:
-        WireError: it is not one that this federation's spec asks for.
+        WireError: it is not one that this federation's spec asks for in its round.
     """
-    layouts = upload_layouts(spec)
-    return artifacts.unpack(data, layouts, max_update_bytes(spec), codecs=upload_codecs(spec), base=base)
+    layouts = spec.update_layouts(artifacts.read_header(data).round)
+    return artifacts.unpack(data, layouts, max_update_bytes(spec), codecs=update_codecs(layouts, spec), base=base)
 
 
 def max_update_bytes(spec: FederationSpec) -> int:
     """The largest size of an update of this federation, in bytes; checked before a byte of it is asked for."""
-    payload = max_payload_bytes(upload_layouts(spec), upload_codecs(spec))
+    every = [spec.update_layouts(number) for number in (1, 2)]
+    payload = max(max_payload_bytes(layouts, update_codecs(layouts, spec)) for layouts in every)
     return payload + payload // 128 + ZSTD_SLACK_BYTES + artifacts.MAX_HEADER_BYTES
 
 
@@ -87,7 +83,7 @@ def validate_update(
         _check_header(artifacts.read_header(data), spec, expected)
         artifact = unpack_update(data, spec, base)
         assert_finite(artifact.parts)
-        assert_within(artifact.parts, upload_layouts(spec))
+        assert_within(artifact.parts, spec.update_layouts(expected.round))
     except WireError as error:
         raise ValidationError(expected.client, str(error)[:280]) from error
     _check_variances(artifact.parts, expected.client)

@@ -72,7 +72,13 @@ class CommandExecutor:
 
     def __post_init__(self) -> None:
         self._sums = SumKeeper(
-            self.config.device, self.signing, self.store.roster, self.store.sum_record, self.store.save_sum_record
+            self.config.device,
+            self.signing,
+            self.store.roster,
+            self.store.sum_record,
+            self.store.save_sum_record,
+            self.store.numbered,
+            self.config.policy.least_sum,
         )
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             signals.SendHello: self._send_hello,
@@ -83,7 +89,7 @@ class CommandExecutor:
             signals.CheckSpec: self._check_spec,
             signals.StartTrainer: self._start_trainer,
             signals.ReleaseTrainer: self._release_trainer,
-            signals.WeighRound: self._weigh,
+            signals.WeighRound: self._start_job,
             signals.AnnounceSum: self._announce_sum,
             signals.AnswerSum: self._answer_sum,
             signals.TrainRound: self._start_job,
@@ -152,7 +158,7 @@ class CommandExecutor:
         if spec is not None and spec.federation == self.config.federation:
             refusal = self.owner.check(spec) or self._without_roster(spec)
         if spec is not None and refusal is None:
-            return SpecChecked(command.digest, None, is_summed=bool(spec.summed))
+            return SpecChecked(command.digest, None, is_sealed=bool(spec.sealed))
         assert refusal is not None
         reason, detail = refusal
         self.events.write("refused", what="spec", reason=reason.value, detail=detail)
@@ -160,19 +166,14 @@ class CommandExecutor:
         return SpecChecked(command.digest, reason)
 
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
-        if not spec.summed or self.config.device in self.store.roster():
+        if not spec.sealed or self.config.device in self.store.roster():
             return None
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
-        return DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the roster of the cohort's message keys: {way}"
-
-    def _weigh(self, command: signals.WeighRound, state: SessionState) -> None:
-        self.trainer.send(command)
+        return DeclineReason.SPEC_REFUSED, f"sealed sums need the roster of the cohort: {way}"
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
-        at, spec = command.round_attempt, self.store.spec(command.spec)
-        cap = None if spec is None else spec.params.get("weight_cap")
-        weight = min(command.images, cap) if isinstance(cap, int) else command.images
-        keys = self._sums.announce(self._sum_round(at), weight)
+        at = command.round_attempt
+        keys = self._sums.announce(self._sum_round(at), command.images, command.vote)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
             self.events.write(
@@ -220,7 +221,9 @@ class CommandExecutor:
     def _release_trainer(self, command: signals.ReleaseTrainer, state: SessionState) -> None:
         self.trainer.send(command)
 
-    def _start_job(self, command: signals.TrainRound | signals.ChooseModel, state: SessionState) -> Event | None:
+    def _start_job(
+        self, command: signals.WeighRound | signals.TrainRound | signals.ChooseModel, state: SessionState
+    ) -> Event | None:
         if not self._is_sound(command.aggregate):
             return ArtifactLost(command.aggregate)
         self.trainer.send(command)

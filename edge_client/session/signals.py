@@ -106,24 +106,25 @@ class SessionLost(Event):
 
 @dataclass(frozen=True)
 class SpecChecked(Event):
-    """The firewall checked a spec; `is_summed`: what it asks for leaves behind masks in part."""
+    """The firewall checked a spec; `is_sealed`: what it asks for is sealed in part."""
 
     digest: str
     refusal: schemas.DeclineReason | None
-    is_summed: bool = False
+    is_sealed: bool = False
 
 
 @dataclass(frozen=True)
 class Weighed(Event):
-    """The images of a round are fixed and counted; comes from the training process as it is."""
+    """The images of a round are fixed and counted, and the vote is given; comes from the training process as it is."""
 
     round_attempt: schemas.RoundAttempt
     images: int
+    vote: int = 0
 
 
 @dataclass(frozen=True)
 class SumStepped(Event):
-    """The coordinator takes a step of the masked sum of a round attempt."""
+    """The coordinator takes a step of the sealed sum of a round attempt."""
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
@@ -313,24 +314,25 @@ class ReleaseTrainer(Command):
 
 @dataclass(frozen=True)
 class WeighRound(Command):
-    """Fix the images of this round attempt and count them; goes to the training process as it is."""
+    """Fix the images of this round attempt, count them and vote on the aggregate; goes to the training process as it is."""
 
     round_attempt: schemas.RoundAttempt
     spec: str
+    aggregate: str
 
 
 @dataclass(frozen=True)
 class AnnounceSum(Command):
-    """Announce this device's keys for the masked sum of a round attempt, with the images that its numbers count for."""
+    """Announce this device's keys for the sealed sum of a round attempt, with the images that its numbers count for, and its vote."""
 
     round_attempt: schemas.RoundAttempt
-    spec: str
     images: int
+    vote: int = 0
 
 
 @dataclass(frozen=True)
 class AnswerSum(Command):
-    """Answer a step of the coordinator's in the masked sum of a round attempt."""
+    """Answer a step of the coordinator's in the sealed sum of a round attempt."""
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice

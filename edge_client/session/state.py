@@ -17,7 +17,7 @@ MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
 SILENCE_S = 6.0  # an unanswered manifest or download of this age means that the coordinator lost the session
 BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
-SUM_EVERY_S = 4.0  # until keys for a masked sum are announced again that nobody has answered
+SUM_EVERY_S = 4.0  # until keys for a sealed sum are announced again that nobody has answered
 TRAINER_DEATHS = 5  # in one job, before it is given up
 TRAINER_BACKOFF_S = 0.5
 TRAINER_BACKOFF_MAX_S = 30.0
@@ -65,8 +65,8 @@ class SessionState:
         obstructed: the attempt that was declined for it.
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's decision on a spec: (digest, refusal or None).
-        is_summed: whether what that spec asks for leaves behind masks in part.
-        weighed: the last round attempt whose images were counted for its masked sum, and how many.
+        is_sealed: whether what that spec asks for is sealed in part.
+        weighed: of the last round attempt that is sealed, how many images count for it, and the vote.
         sum_at: when keys for that sum are due (again); `sum_ready`: the attempt whose masks are agreed on.
         bound_spec: the spec that the private state belongs to.
         committed: the last round attempt that was trained, `committed_epoch` is of the coordinator that offered it, or a later one.
@@ -93,8 +93,8 @@ class SessionState:
     obstructed: schemas.RoundAttempt | None = None
     stored: frozenset[str] = frozenset()
     verdict: tuple[str, schemas.DeclineReason | None] | None = None
-    is_summed: bool = False
-    weighed: tuple[schemas.RoundAttempt, int] | None = None
+    is_sealed: bool = False
+    weighed: tuple[schemas.RoundAttempt, int, int] | None = None
     sum_at: float = 0.0
     sum_ready: schemas.RoundAttempt | None = None
     bound_spec: str | None = None
@@ -126,7 +126,7 @@ class SessionState:
     def awaits_sum(self) -> bool:
         """Whether the open attempt's images are counted, and its masks not agreed on yet."""
         is_counted = self.weighed is not None and self.weighed[0] == self.offered
-        return self.is_summed and is_counted and self.sum_ready != self.offered
+        return self.is_sealed and is_counted and self.sum_ready != self.offered
 
     @property
     def release_reason(self) -> str:

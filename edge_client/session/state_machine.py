@@ -92,22 +92,22 @@ def _advance_round(state: SessionState, now: float) -> Step:
     is_free = state.trainer is TrainerState.IDLE and state.job is None and state.delivery is None
     if not is_free or offer.aggregate.id not in state.stored:
         return state, commands
-    if state.is_summed and state.sum_ready != round_attempt:
-        state, more = _advance_sum(state, round_attempt, offer.spec.id, now)
+    if state.is_sealed and state.sum_ready != round_attempt:
+        state, more = _advance_sum(state, round_attempt, offer, now)
     else:
         state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id)
         more = (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
     return state, commands + more
 
 
-def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, spec: str, now: float) -> Step:
-    """What comes before training where the update is masked: count the images, announce keys, wait for the others' ones."""
+def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, offer: schemas.Offer, now: float) -> Step:
+    """What comes before training where the update is sealed in part: count the images, announce keys, wait for the others' ones."""
     if state.weighed is None or state.weighed[0] != round_attempt:
-        state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=spec, sum_at=now)
-        return state, (WeighRound(round_attempt, spec),)
+        state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id, sum_at=now)
+        return state, (WeighRound(round_attempt, offer.spec.id, offer.aggregate.id),)
     if not state.welcomed or now < state.sum_at:
         return state, ()
-    return replace(state, sum_at=now + SUM_EVERY_S), (AnnounceSum(round_attempt, spec, state.weighed[1]),)
+    return replace(state, sum_at=now + SUM_EVERY_S), (AnnounceSum(round_attempt, *state.weighed[1:]),)
 
 
 def _advance_end(state: SessionState, now: float) -> Step:
@@ -309,11 +309,11 @@ def _session_lost(state: SessionState, event: signals.SessionLost, now: float) -
 
 
 def _spec_checked(state: SessionState, event: signals.SpecChecked, now: float) -> Step:
-    return replace(state, verdict=(event.digest, event.refusal), is_summed=event.is_summed), ()
+    return replace(state, verdict=(event.digest, event.refusal), is_sealed=event.is_sealed), ()
 
 
 def _weighed(state: SessionState, event: signals.Weighed, now: float) -> Step:
-    return replace(_idle(state), weighed=(event.round_attempt, event.images)), ()
+    return replace(_idle(state), weighed=(event.round_attempt, event.images, event.vote)), ()
 
 
 def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:

@@ -56,7 +56,7 @@ _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
 _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", generations.CHECKPOINT_FILE)
 _OWN = re.compile(
     r"secrets|specs|artifacts|generations|models|audit|defence|control|CURRENT|lock|trainer\.lock|checkpoint\.bin|signing\.pub|"
-    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|"
+    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|numbers|"
     r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
 """Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
@@ -401,12 +401,20 @@ class PrivateStore:
         """Store what DP-SGD has spent."""
         write_json(self.root / PRIVACY_FILE, record)
 
+    def numbered(self) -> dict[str, Any]:
+        """What the training process told of this device's numbers in the last sealed sum; empty before the first one."""
+        return read_json(self.root / "numbers.json")
+
+    def save_numbered(self, found: Mapping[str, Any]) -> None:
+        """Store what decides whether these numbers may be in a sum."""
+        write_json(self.root / "numbers.json", found)
+
     def sum_record(self) -> dict[str, Any]:
-        """What this device keeps of the last masked sum; empty before the first one."""
+        """What this device keeps of the last sealed sum; empty before the first one."""
         return read_json(self.root / "sums.json")
 
     def save_sum_record(self, record: Mapping[str, Any]) -> None:
-        """Store what this device keeps of a masked sum."""
+        """Store what this device keeps of a sealed sum."""
         write_json(self.root / "sums.json", record)
 
     def roster(self) -> dict[str, VerifyKey]:

@@ -17,20 +17,24 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError, StoreError
-from edge_client.firewall import UpdateFacts, build_update
+from edge_client.firewall import Sealing, UpdateFacts, build_update
 from edge_client.session.signals import TrainRound, WeighRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
-from edge_client.sum_keeper import SumMasks, masks_in
+from edge_client.sum_keeper import Numbered, SumMasks, masks_in
 from edge_client.training.local_data import RoundData
 from edge_client.training.workplace import Measured, ProgressEvents, Workplace, measure, with_downloaded
+from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
@@ -47,20 +51,22 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.own_backbone import DeviceSpec, device_spec
-from fedcg.learning.networks.plans import initial_parts, method_layouts, shadow_spec
+from fedcg.learning.networks.plans import initial_parts, on_wire, shadow_spec, wire_layouts
 from fedcg.learning.privacy import OFF, DpSgdSettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.round_checkpoint import RoundCheckpoint
-from fedcg.learning.seeds import spec_root
+from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.batches import paced
 from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
-from fedcg.wire.errors import IntegrityError
+from fedcg.wire.artifacts.payload import Array, PartArrays
+from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
-from fedcg.wire.sums import SumRound
+from fedcg.wire.sealed_numbers import bounded, from_numbers, opened
+from fedcg.wire.sums import Numbers, SumRound
 
 COVERED = "dp_sgd.covered"
 """Score of a generation: every round of this store that was committed was trained with DP-SGD."""
@@ -155,17 +161,17 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
     if spec is None:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"spec {digest} is not in the store")
     method = get_method(spec.method)
-    if frozenset(spec.upload) != method.payload.up:
+    sealed = frozenset(spec.sealed)
+    is_sound = method.payload.sealed <= sealed <= method.payload.sealed | method.payload.sealable
+    if not is_sound or frozenset(spec.upload) != on_wire(method.payload.up, sealed):
         raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
-    if frozenset(spec.with_base) != (method.payload.with_base if is_delta(spec.codec) else frozenset()):
+    if spec.alternates != method.payload.alternates:
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other rounds than the spec")
+    if frozenset(spec.with_base) != (method.payload.with_base - sealed if is_delta(spec.codec) else frozenset()):
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
-    if method_layouts(spec, method) != dict(spec.layouts):
+    if wire_layouts(spec, method, sealed) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
-    if frozenset(spec.summed) != method.payload.summed:
-        raise RoundError(
-            DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts that leave behind masks only"
-        )
-    if method.needs.cohort and work.store.cohort_secret() is None:
+    if (method.needs.cohort or sealed) and work.store.cohort_secret() is None:
         way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
     return device_spec(spec, own_backbone(work.config, work.store, spec)), method
@@ -177,7 +183,7 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
     Raises:
         WireError: it is damaged, or not an aggregate of this federation and method.
     """
-    parts = {part: spec.layouts[part] for part in sorted(method.payload.down)}
+    parts = {part: spec.layouts[part] for part in sorted(on_wire(method.payload.down, frozenset(spec.sealed)))}
     decoded = unpack(store.artifacts.get(artifact), parts, codecs=codecs_for(parts, spec.aggregate_codec))
     header = decoded.header
     if (header.kind, header.federation, header.method) != ("aggregate", spec.federation, spec.method):
@@ -185,22 +191,56 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
     return decoded
 
 
-def as_aggregate(decoded: Artifact) -> Aggregate:
-    """A decoded aggregate in the form that a method takes."""
-    return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
+def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool) -> Aggregate:
+    """A decoded aggregate in the form that a method takes: its sealed parts opened.
+
+    It lacks those without a sum that this device can open, and those whose last sum came to nothing, for a device that has its own from
+    that round (`has_state`): it goes on from them.
+    """
+    clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED}}
+    found = opened_parts(work, spec, decoded, has_state=has_state) if spec.sealed else {}
+    return Aggregate(to_weights({**clear, **found}), decoded.header.label_distribution)
 
 
-def images_of_round(work: Workplace, command: WeighRound) -> int:
-    """Fix the training images of a round, and count them: what its numbers in a masked sum count for.
+def opened_parts(
+    work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool
+) -> dict[Part, dict[str, Array]]:
+    """The means in an aggregate's sealed sums."""
+    secret, header, found = work.store.cohort_secret(), decoded.header, dict[Part, dict[str, Array]]()
+    for one in header.sums:
+        due = max(
+            (number for number in (header.round, header.round - 1) if spec.sealed_in(number) == one.parts), default=0
+        )
+        if secret is None or (has_state and one.round < due):
+            continue
+        try:
+            numbers = opened(cast("dict[str, Numbers]", decoded.parts[Part.SEALED]), one, spec.federation, secret)
+            found |= {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in one.parts}
+        except WireError as error:
+            about: dict[str, str | int] = {"what": "sum", "round": one.round, "attempt": one.attempt}
+            work.events.write("refused", **about, detail=f"{error}. This device goes on from its own")
+    return found
+
+
+def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
+    """Fix the training images of a round, and count them: what its numbers in a sealed sum count for. And this device's vote.
 
     Raises:
-        RoundError, LearningError, DivergedError: as of `train_round`.
+        RoundError, LearningError, DivergedError, WireError: as of `train_round`.
     """
-    spec, _ = load_spec(work, command.spec)
+    spec, method = load_spec(work, command.spec)
     attempt = command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
-    return len(work.data.for_round(spec, attempt.round, progress).train)
+    data = work.data.for_round(spec, attempt.round, progress)
+    stored = work.store.generations.load()
+    if method.vote is None or stored is None:
+        return len(data.train), 0
+    base = decode_aggregate(work.store, spec, method, command.aggregate)
+    seen, _ = work.seen(spec, data)
+    ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
+    personal = ClientState(to_weights(stored.slots["personal"]), to_weights(stored.extras))
+    return len(data.train), method.vote(personal, as_aggregate(work, spec, base, has_state=True), ctx)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -230,16 +270,20 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     seen, common = work.seen(spec, data)
     at_pace = paced(spec, method, command.share, len(data.train))
     masks = _masks(work, spec, attempt)
-    sum_weight = None if masks is None else masks.weight
     ctx = work.context(at_pace, attempt.round, attempt.attempt, progress)
-    ctx = replace(ctx, validation=seen.val, masking=replace(ctx.masking, sum_weight=sum_weight))
+    votes = {} if masks is None else masks.votes
+    ctx = replace(ctx, validation=seen.val, cohort=replace(ctx.cohort, votes=votes))
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
-    result = protected_round(method, start.personal, seen.train, as_aggregate(base), ctx)
+    aggregate = as_aggregate(work, spec, base, has_state=stored is not None)
+    result = protected_round(method, start.personal, seen.train, aggregate, ctx)
     check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, seen, ctx, progress)
     kept = _commit(
-        work, command, spec, _Outcome(data, seen, common, base, result, shadow, start, ctx, started, spent, masks)
+        work,
+        command,
+        spec,
+        _Outcome(data, seen, common, base, aggregate, result, shadow, start, ctx, started, spent, masks),
     )
     work.store.checkpoint.delete()
     return kept
@@ -280,6 +324,7 @@ class _Outcome:
     seen: RoundData
     common: ImageSet | None
     base: Artifact
+    aggregate: Aggregate
     result: LocalResult
     shadow: ClientState | None
     start: _Start
@@ -291,10 +336,14 @@ class _Outcome:
 
 def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks | None:
     """This device's masks in the sum of an attempt; None where it has no part in one."""
-    if not spec.summed:
+    secret = work.store.cohort_secret()
+    if not spec.sealed_in(at.round) or secret is None:
         return None
-    sum_round = SumRound(spec.federation, at.round, at.attempt)
-    return masks_in(work.store.sum_record(), work.config.device, sum_round)
+    return masks_in(work.store.sum_record(), work.config.device, _sum_round(spec, at), secret)
+
+
+def _sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
+    return SumRound(spec.federation, at.round, at.attempt)
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
@@ -394,9 +443,11 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
-    mask = None if done.masks is None else done.masks.mask
+    sealing = None if done.masks is None else Sealing(done.masks.share, done.masks.mask)
+    if sealing is not None:
+        work.store.save_numbered(_numbered(work, spec, done, shared).model_dump())
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
-    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, mask=mask)
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
     if not work.config.audit.is_on:
         return update
     gains = _audit(work, spec, done, update, base)
@@ -404,7 +455,25 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         return update
     # The same tensors in the same coding; the header gains the figures that were found in them.
     report = report.model_copy(update={"audit": gains})
-    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, mask=mask)
+    return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
+
+
+def _numbered(work: Workplace, spec: FederationSpec, done: _Outcome, shared: PartArrays) -> Numbered:
+    """What decides whether this device's numbers may be in a sum that is near an earlier one."""
+
+    def flat(parts: Mapping[Part, Mapping[str, Array]], part: Part) -> NDArray[np.float64]:
+        tensors = bounded(spec.layouts[part], range_of(spec))
+        scaled = [parts[part][one.name].reshape(-1) / max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in tensors]
+        return np.concatenate(scaled).astype(np.float64)
+
+    sealed, before = spec.sealed_in(done.ctx.round), done.aggregate.parts
+    numbers = np.concatenate([flat(shared, part) for part in sealed])
+    mean = None
+    if all(part in before for part in sealed):
+        known = to_arrays({part: before[part] for part in sealed})
+        mean = np.concatenate([flat(known, part) for part in sealed])
+    seed = Streams(work.store.device_secret()).at(spec.federation).seed("sketch")
+    return Numbered.of(_sum_round(spec, RoundAttempt(done.ctx.round, done.ctx.attempt)), numbers, mean, seed)
 
 
 def _audit(
@@ -428,7 +497,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
     allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
     if ReportField.DOWNLOADED in allowed:
         before = done.start.personal.parts
-        fitted = downloaded_parts(before, as_aggregate(done.base), done.data.train, done.ctx)
+        fitted = downloaded_parts(before, done.aggregate, done.data.train, done.ctx)
         if (parts := with_downloaded(spec, before, fitted)) is not None:
             downloaded = measure(spec, parts, done.seen, None, work.place)
     by_class = ClassAccuracies(

@@ -224,7 +224,8 @@ def _models(
     yield "own", to_weights(stored.slots["best"])
     if averaged := averaged_parts(to_weights(stored.extras)):
         yield "ema", averaged
-    aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
+    decoded = decode_aggregate(work.store, spec, method, command.aggregate)
+    aggregate = as_aggregate(work, spec, decoded, has_state=True)
     latest = personal_parts(spec, to_weights(stored.slots["personal"]))
     ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))
     downloaded = with_downloaded(spec, latest, downloaded_parts(latest, aggregate, data.train, ctx))

@@ -170,7 +170,7 @@ class Trainer:
 
     def _weigh(self, command: signals.WeighRound) -> signals.WorkReport:
         try:
-            return signals.Weighed(command.round_attempt, images_of_round(self._work, command))
+            return signals.Weighed(command.round_attempt, *images_of_round(self._work, command))
         except (EdgeError, LearningError, DivergedError, OSError) as error:
             return signals.RoundFailed(command.round_attempt, reason_for(error), self._explain(error))
 

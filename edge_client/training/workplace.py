@@ -14,7 +14,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData, RoundData
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Callbacks, Evaluation, Machine, Masking, Progress, RoundContext, Weights
+from fedcg.learning.method import Callbacks, Cohort, Evaluation, Machine, Progress, RoundContext, Weights
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.own_backbone import KeptFeatures
 from fedcg.learning.seeds import Streams
@@ -106,7 +106,7 @@ class Workplace:
             streams=self.streams(spec, round_number, attempt),
             machine=Machine(self.place, self.config.training.precision, most_rows=most_rows),
             callbacks=Callbacks(progress, warn=lambda text: self._warn(round_number, attempt, text)),
-            masking=Masking(
+            cohort=Cohort(
                 None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation)
             ),
             privacy=self.config.privacy,

@@ -150,7 +150,7 @@ class Defence:
         measured: dict[str, robustness.Movement] = {}
         reasons: dict[str, str] = {}
         method = get_method(self._party.spec.method)
-        hidden = method.payload.summed  # behind masks: nobody can look into it
+        hidden = frozenset(self._party.spec.sealed)  # nobody can look into it
         for client, update in updates.items():
             seen = replace(update, parts={part: some for part, some in update.parts.items() if part not in hidden})
             arrays = to_arrays(seen.parts)

@@ -13,7 +13,7 @@ from devices.detect import detect
 from devices.power import EnergyMeter
 from devices.telemetry import read_power
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, Callbacks, Machine, Masking, RoundContext
+from fedcg.learning.method import Aggregate, Callbacks, Cohort, Machine, RoundContext
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -74,7 +74,7 @@ def measure(plan: BoxRound, announce: Callable[[str], None]) -> dict[str, Any]:
     def run(count: int) -> float:
         drawn = torch.randint(0, 256, (count, 3, plan.size, plan.size), generator=streams.generator("images"))
         data = ImageSet(drawn.to(torch.uint8), torch.arange(count) % len(_CLASSES), _CLASSES)
-        ctx = RoundContext(spec, 2, 1, streams, Machine(plan.device), Callbacks(progress), Masking(streams))
+        ctx = RoundContext(spec, 2, 1, streams, Machine(plan.device), Callbacks(progress), Cohort(streams))
         started = time.perf_counter()
         method.local_round(method.init_client(spec, parts), data, aggregate, ctx)
         if plan.device.startswith("cuda"):

@@ -117,7 +117,7 @@ class Demo:
         await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
         for client in self._clients:
             write_secrets(run.bundle(client) / "store" / "secrets", run.setting.seed, client)
-        if self._is_summed:
+        if self._is_sealed:
             await self._give_rosters(processes)
         agents = [self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
@@ -214,7 +214,7 @@ class Demo:
         home = Home(self._run.home)
         with contextlib.closing(Store.of(home)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
-        self._is_summed = bool(spec.summed)
+        self._is_sealed = bool(spec.sealed)
         self._backbones = spec.network.backbone_names  # in turn, as in a simulation
         parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
         for key, more in (("allow_upload", parts), ("allow_report", fields)):

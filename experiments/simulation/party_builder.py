@@ -29,6 +29,7 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pac
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, UpdateCodec
+from fedcg.wire.sealed_numbers import number_count
 
 
 def simulated_party(run: RunSetting, source: Source) -> Party:
@@ -164,14 +165,29 @@ class WireCoding:
 
     def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
         """An aggregate as both sides have it, and the size of its artifact."""
-        return self._through("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
+        return self._beside_sealed("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
 
     def update(
         self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
     ) -> tuple[Mapping[Part, Weights], int]:
         """An update as the server decodes it, and the size of its artifact."""
         known = {part: base[part] for part in self.spec.with_base}
-        return self._through("update", client, parts, self.spec.codec, Base(_BASE, to_arrays(known)) if known else None)
+        known_base = Base(_BASE, to_arrays(known)) if known else None
+        return self._beside_sealed("update", client, parts, self.spec.codec, known_base)
+
+    def _beside_sealed(
+        self,
+        kind: Literal["update", "aggregate"],
+        sender: str,
+        parts: Mapping[Part, Weights],
+        codec: UpdateCodec,
+        base: Base | None,
+    ) -> tuple[Mapping[Part, Weights], int]:
+        """Sealed parts come back as they are: they travel as whole numbers, of four bytes each."""
+        sealed = {part: parts[part] for part in self.spec.sealed if part in parts}
+        clear = {part: weights for part, weights in parts.items() if part not in sealed}
+        decoded, size = self._through(kind, sender, clear, codec, base)
+        return {**decoded, **sealed}, size + 4 * sum(number_count(self.spec.layouts[part]) for part in sealed)
 
     def _through(
         self,

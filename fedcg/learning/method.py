@@ -22,6 +22,7 @@ from fedcg.config_file import Settings
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
+from fedcg.wire.messages.schemas import SealedSum
 from fedcg.wire.parts import Part, Report, TensorLayout
 
 if TYPE_CHECKING:
@@ -154,32 +155,18 @@ class Callbacks:
 
 
 @dataclass(frozen=True)
-class Unmasking:
-    """What opens the sum of the clients' masked numbers (`Payload.summed`).
+class Cohort:
+    """What the clients have in common, and the server does not know.
 
     Attributes:
-        weights: of the clients in the sum, as each announced its own.
-        correction: what is to be added to the sum of their numbers, modulo 2^32, [size] int64; None: it can't be opened.
+        streams: randomness of the cohort's secret, scoped to the federation: alike on all clients. None on a server, or where there is no
+            secret.
+        votes: by client, the bits that it gave (`Method.vote`) before the round's sealed sum, seen alike by all that are in it; empty where
+            there is no sum.
     """
 
-    weights: Mapping[str, int]
-    correction: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Masking:
-    """The cohort's secret, and the masks that it puts on summed parts.
-
-    Attributes:
-        cohort: randomness of the secret, scoped to the federation: alike on all clients, unknown to the coordinator. None on a server, or
-            where there is no secret.
-        sum_weight: what the client announced that its numbers count for in a masked sum; None: nothing, they count for its images.
-        unmasking: what opens the updates' summed parts, asked for as they are merged; None: they are not masked, as in a simulation.
-    """
-
-    cohort: Streams | None = None
-    sum_weight: int | None = None
-    unmasking: Callable[[], Unmasking | None] = silent
+    streams: Streams | None = None
+    votes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -201,7 +188,7 @@ class RoundContext:
     streams: Streams
     machine: Machine = Machine()
     callbacks: Callbacks = Callbacks()
-    masking: Masking = Masking()
+    cohort: Cohort = Cohort()
     public: torch.Tensor | None = None
     validation: ImageSet | None = None
     privacy: PrivacySettings = OFF
@@ -237,10 +224,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What comes down: shared parts and, where a method wants it, the published label distribution p(y) (length C)."""
+    """What comes down: shared parts and, where a method wants it, the published label distribution p(y) (length C).
+
+    Attributes:
+        sums: on the server, what clients open `Part.SEALED` with; a client's half gets the sealed parts themselves, or lacks those
+            whose last sum could not be opened.
+    """
 
     parts: Mapping[Part, Weights]
     label_distribution: tuple[float, ...] | None = None
+    sums: tuple[SealedSum, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -342,8 +335,11 @@ class Payload:
         continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
             are not coded as the difference to it.
         statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
-        is_summed: whether only the sum of the clients' `statistics` may be known: one by one they give away what the method keeps private.
-            Their tensors are `outputs`, whole numbers, and `weight`; devices send them behind masks, a simulation as they are.
+        sealed: parts of `up` of which only the clients may know the weighted mean, and nobody a single client's. They are averaged beside
+            the method's `aggregator`, whose updates do not hold them.
+        sealable: further parts that the server half does nothing with but average them: a plan may seal them.
+        alternates: whether rounds 2, 4, 6, ... exchange `statistics` alone, of the aggregate as it came and without training; the others
+            everything else. Parts of the aggregate that a round does not bring stay as they were.
     """
 
     up: frozenset[Part]
@@ -351,19 +347,20 @@ class Payload:
     private: frozenset[Part] = frozenset()
     continued: frozenset[Part] | None = None
     statistics: Callable[[NetworkSpec], tuple[TensorLayout, ...]] | None = None
-    is_summed: bool = False
+    sealed: frozenset[Part] = frozenset()
+    sealable: frozenset[Part] = frozenset()
+    alternates: bool = False
 
     def __post_init__(self) -> None:
-        """Check what masks can be put on.
+        """Check what is sealed.
 
         Raises:
-            ValueError: the statistics are to be summed, and are not shared or not laid out.
+            ValueError: it does not go up and come down, or there are no statistics to alternate with.
         """
-        if self.is_summed and not (Part.STATISTICS in self.up and self.statistics is not None):
-            raise ValueError(
-                "is_summed puts masks on whole numbers of the part statistics: share that part, with a layout of its own "
-                "(`statistics`), or leave is_summed out"
-            )
+        if self.sealed - (self.up & self.down):
+            raise ValueError("sealed parts are averaged: they have to go up and come down")
+        if self.alternates and Part.STATISTICS not in self.up:
+            raise ValueError("every second round exchanges the part statistics: share it, or leave alternates out")
 
     @property
     def parts(self) -> frozenset[Part]:
@@ -375,11 +372,6 @@ class Payload:
         """Parts of an update that lie near the aggregate which the round started from."""
         return self.up & (self.down if self.continued is None else self.continued)
 
-    @property
-    def summed(self) -> frozenset[Part]:
-        """Parts of updates that only their sum over clients may be known of."""
-        return frozenset({Part.STATISTICS}) if self.is_summed else frozenset()
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -388,7 +380,7 @@ class Needs:
     Attributes:
         label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
         public: whether the server half needs `RoundContext.public`.
-        cohort: whether clients need `Masking.cohort`.
+        cohort: whether clients need the cohort's secret.
         networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
             asked when a federation is planned.
     """
@@ -426,6 +418,7 @@ class Method:
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         example: what its laws are tested with; it has to fit `Needs.networks`.
+        vote: (state, aggregate, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
@@ -442,6 +435,7 @@ class Method:
     personal: Personal = Personal()
     private_stages: int = 0
     example: Example = Example()
+    vote: Callable[[ClientState, Aggregate, RoundContext], int] | None = None
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
@@ -451,7 +445,7 @@ class Method:
         return ClientState({part: initial[part] for part in sorted(self.payload.parts)})
 
     def init_server(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
-        """The server's state before the first round: everyone starts from the same aggregate."""
+        """The server's state before the first round: everyone starts from the same aggregate, sealed parts that it does not know aside."""
         if self.server_start is not None:
             return self.server_start(spec, initial)
-        return ServerState(Aggregate({part: initial[part] for part in sorted(self.payload.down)}))
+        return ServerState(Aggregate({part: initial[part] for part in sorted(self.payload.down & initial.keys())}))

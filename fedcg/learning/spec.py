@@ -76,7 +76,14 @@ class _Frozen(Settings):
 
 
 # Fields that came later, and what a spec without them means.
-_EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": [], "summed": []}
+_EARLIER_VALUES: dict[str, object] = {
+    "augment_crop": 0,
+    "aggregate_codec": "f32",
+    "with_base": [],
+    "sealed": [],
+    "sealed_range": None,
+    "alternates": False,
+}
 _EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none", "backbones": []}
 
 
@@ -186,7 +193,9 @@ class FederationSpec(_Frozen):
         optional_report: those of them that the method uses when they are reported and does not require.
         codec: of updates; `aggregate_codec` of aggregates.
         with_base: parts of an update that a delta codec takes to the aggregate which the round started from; the others go by value.
-        summed: parts that leave a device only behind masks, which the sum over devices takes off.
+        sealed: parts that leave a device only within `Part.SEALED`: the cohort alone can read their weighted mean, nobody one device's.
+        sealed_range: bound of their numbers whose layout has none, either way; None where nothing is sealed.
+        alternates: every second round exchanges the statistics alone, and the others everything else.
     """
 
     format: Literal[1] = 1
@@ -207,7 +216,9 @@ class FederationSpec(_Frozen):
     codec: parts.UpdateCodec = "f32"
     aggregate_codec: parts.AggregateCodec = "f32"
     with_base: tuple[parts.Part, ...] = ()
-    summed: tuple[parts.Part, ...] = ()
+    sealed: tuple[parts.Part, ...] = ()
+    sealed_range: Annotated[float | None, Field(gt=0, le=parts.MAX_NUMBER)] = None
+    alternates: bool = False
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 
@@ -236,9 +247,31 @@ class FederationSpec(_Frozen):
         """The report fields without which an update can't be merged."""
         return (_WEIGHING & frozenset(self.report)) - frozenset(self.optional_report)
 
+    def shared_in(self, number: int) -> frozenset[parts.Part]:
+        """The parts that a client of a round gives to the others, in the clear or sealed."""
+        every = (frozenset(self.upload) - {parts.Part.SEALED}) | frozenset(self.sealed)
+        if not self.alternates:
+            return every
+        return every & {parts.Part.STATISTICS} if number % 2 == 0 else every - {parts.Part.STATISTICS}
+
+    def sealed_in(self, number: int) -> tuple[parts.Part, ...]:
+        """Those of them that are sealed, sorted."""
+        return tuple(sorted(self.shared_in(number) & frozenset(self.sealed)))
+
+    def update_layouts(self, number: int) -> parts.PartLayouts:
+        """The tensors of an update of a round, as the wire carries them."""
+        sealed = frozenset(part.value for part in self.sealed_in(number))
+        clear = {part: self.layouts[part] for part in sorted(self.shared_in(number) - frozenset(self.sealed))}
+        if not sealed:
+            return clear
+        numbers = tuple(layout for layout in self.layouts[parts.Part.SEALED] if layout.name in sealed)
+        return {**clear, parts.Part.SEALED: numbers}
+
     def meaning_of(self, part: parts.Part) -> str:
         """What a part of an update is, for people."""
-        return parts.SUMMED_MEANING if part in self.summed else part.meaning
+        if part is not parts.Part.SEALED:
+            return part.meaning
+        return f"{' and '.join(one.value for one in self.sealed)} as {part.meaning}"
 
     @staticmethod
     def parse(payload: bytes) -> FederationSpec:
@@ -341,6 +374,18 @@ class FederationPlan(RoundPolicy):
     aggregate_codec: Annotated[parts.AggregateCodec, Field(description="how aggregates are coded")] = (
         parts.DEFAULT_AGGREGATE_CODEC
     )
+    sealed: Annotated[
+        tuple[parts.Part, ...],
+        Field(
+            description="parts that the method shares in the clear and only averages: seal them, for the cohort alone"
+        ),
+    ] = ()
+    sealed_range: Annotated[
+        float,
+        Field(
+            gt=0, le=1e6, description="largest number of a sealed network, either way; a round with a larger one fails"
+        ),
+    ] = 64.0
 
     _classes_differ = field_validator("classes")(_each_once)
     _crop_fits = field_validator("augment_crop")(_within_image)

@@ -14,7 +14,7 @@ WireError
 │   └── OtherSessionError        one of another session, or without any                         other_session
 ├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
 │   └── UnknownBaseError         a difference to an aggregate that is not at hand
-├── SumError                 a masked sum that must not, or can't, be opened                     sum
+├── SumError                 a sealed sum that must not, or can't, be opened                     sum
 ├── CapacityError            a bound of this side is taken up; the other side tries again later capacity
 └── TransportError           the link or the broker refused                                     transport
 """
@@ -133,7 +133,7 @@ class UnknownBaseError(IntegrityError):
 
 
 class SumError(WireError):
-    """A masked sum that must not, or can't, be opened."""
+    """A sealed sum that must not, or can't, be opened."""
 
     reason = "sum"
 

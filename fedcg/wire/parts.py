@@ -5,7 +5,6 @@ Everything that may cross the wire is listed here. Nothing here knows how a part
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Literal
@@ -23,6 +22,8 @@ class Part(str, Enum):
     STATISTICS = "statistics"
     """Numbers that a method computes of the images or their features; their layout is the method's."""
     IMAGE_GENERATOR = "image_generator"
+    SEALED = "sealed"
+    """Other parts as whole numbers that the cohort alone can read, and of them only the sum over its devices."""
 
     @property
     def meaning(self) -> str:
@@ -37,15 +38,8 @@ _MEANINGS: Mapping[Part, str] = {
     Part.DISCRIMINATOR: "tells the generator's features from those of the images",
     Part.STATISTICS: "numbers computed of the images, such as the mean features of each class",
     Part.IMAGE_GENERATOR: "a network that takes images and gives scrambled ones; it was trained on the images themselves",
+    Part.SEALED: "parts behind masks: the coordinator can't read them, and devices of the cohort read only their mean over 4 devices or more",
 }
-
-
-SUMMED_MEANING = (
-    "outputs of the private extractor on images that the cohort's secret makes, behind masks: only their sum over 4 devices or more can be "
-    "read, nobody can inspect a single device's, and one device of the cohort that helps the coordinator lets it learn the mean of all "
-    "extractors, which is near to each. Coordinator and other devices learn this device's number of images up to a cap, its weight in the sum"
-)
-"""What `statistics` are of which only the sum over clients may be known, for the owner of a device."""
 
 
 class ReportField(str, Enum):
@@ -117,12 +111,12 @@ VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
 
 MAX_NUMBER = 3.4e38
 """Of a float32; JSON's numbers are larger, and neither they nor infinity are one."""
-TensorDtype = Literal["float32", "int64"]
+TensorDtype = Literal["float32", "int64", "uint32"]
 
 # Codecs by name; `codecs` describes each one and its laws.
 AggregateCodec = Literal["f32", "f16"]
 UpdateCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta"]
-TensorCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta", "i64"]
+TensorCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta", "i64", "u32"]
 DEFAULT_UPDATE_CODEC: UpdateCodec = "i8-delta"
 DEFAULT_AGGREGATE_CODEC: AggregateCodec = "f16"
 
@@ -157,15 +151,6 @@ class TensorLayout(BaseModel):
 
 
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
-
-SUM_NUMBERS, SUM_WEIGHT = "outputs", "weight"
-"""The two tensors of a part that only its sum over clients may be known of: whole numbers modulo 2^32, and what they count for."""
-
-
-def numbers_size(layouts: tuple[TensorLayout, ...]) -> int:
-    """How many numbers such a part has."""
-    return sum(math.prod(layout.shape) for layout in layouts if layout.name == SUM_NUMBERS)
-
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]

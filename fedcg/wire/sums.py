@@ -1,19 +1,23 @@
-"""Masked sums of numbers of several devices, none of which can be read alone: the protocol of Bonawitz et al. (CCS 2017) for an active server, as functions.
+"""Sealed sums of numbers of several devices, none of which can be read alone: the protocol of Bonawitz et al. (CCS 2017) for an active server, as functions.
 
-What a device draws and announces, the steps of device and coordinator, and their form in messages.
+What a device draws and announces, and the steps of device and coordinator. Pairwise masks cancel in the sum, and the coordinator takes
+own masks off. What it then has is still behind the cohort's masks (`cohort_mask`), which only holders of the cohort's secret can take off:
+the coordinator adds numbers that it can't read, nor their sum.
 
 Three secrets of 16 bytes: one makes the key that shares are sealed with, one the key of the masks that it has with every other device, one its
 own mask. 16 bytes, so that each is one Shamir share over GF(2^128); X25519's 32 bytes follow from them.
 
-1. `SumSecrets.announce`: every device announces keys; each checks all others' against message keys that it has from its owner.
+1. `SumSecrets.announce`: every device announces keys; each checks all others' against the keys for sums that it has from its owner.
 2. `share_out`: it splits the seeds of its masks among all of them, sealed for each.
-3. `masked`: its numbers plus its own mask plus one mask per other device, which that one subtracts.
-4. `sign_survivors`: all sign the one list of those whose masked numbers came.
+3. `masked`: its numbers plus the cohort's mask plus its own one plus one per other device, which that one subtracts.
+4. `sign_survivors`: all sign the one list of those whose masked numbers came, over one digest of all announcements (`Members.digest`).
 5. `reveal`: against enough signatures over that list, each gives its share of a survivor's own mask, or of a lost device's pair masks, never both.
-6. `unmask`: with `threshold` shares of each the coordinator takes the masks off the sum; with one more it does so although one is wrong.
+6. `unmask`: with `threshold` shares of each the coordinator takes these masks off the sum; with one more it does so although one is wrong.
+7. `unsealed`: a device takes the cohort's masks of the survivors off.
 
 With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even when one device and the coordinator work together: of the
-n - 1 honest devices each signs one list, and the one dishonest device both.
+n - 1 honest devices each signs one list, and the one dishonest device both. A coordinator that shows its devices several views of the members
+gets signatures over several digests, and shares that were dealt in one view open in no other: `MIN_SUM_DEVICES` sign one view, or nothing opens.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import SumKeys
+from fedcg.wire.messages.schemas import MIN_SUM_DEVICES, SumKeys
 
 Numbers = npt.NDArray[np.uint32]
 SEED_BYTES = 16
 KEY_BYTES = 32
-_DOMAIN = "fedcg/1 masked sum"
+_DOMAIN = "fedcg/1 sealed sum"
 
 
 @dataclass(frozen=True)
@@ -63,18 +67,19 @@ class SumRound:
 
 def keys_label(at: SumRound, device: str, keys: SumKeys) -> bytes:
     """The bytes that a device's signature of its keys is over."""
-    return at.label("announce", device, keys.cipher.hex(), keys.mask.hex(), keys.mark.hex(), str(keys.weight))
+    told = (keys.cipher.hex(), keys.mask.hex(), keys.mark.hex(), str(keys.weight), str(keys.vote))
+    return at.label("announce", device, *told)
 
 
 def check_keys(at: SumRound, device: str, keys: SumKeys, key: VerifyKey) -> None:
-    """Check that the device of that message key announced these keys for this sum.
+    """Check that the device with that key for sums announced these keys for this one.
 
     Raises:
         SignatureError: it did not.
         MalformedError: a key that nobody can agree on a key with.
     """
     if not key.verifies(keys.signature, keys_label(at, device, keys)):
-        raise SignatureError(f"{device}: its keys for a masked sum are not signed by its message key")
+        raise SignatureError(f"{device}: its keys for a sealed sum are not signed by its key for sums")
     trial = X25519PrivateKey.generate()
     try:
         for public in (keys.cipher, keys.mask):
@@ -103,11 +108,11 @@ class SumSecrets:
         """New ones from the operating system's randomness."""
         return SumSecrets(device, *(secrets.token_bytes(SEED_BYTES) for _ in range(3)))
 
-    def announce(self, at: SumRound, weight: int, key: SigningKey) -> SumKeys:
-        """What others may know of them, signed."""
+    def announce(self, at: SumRound, weight: int, key: SigningKey, vote: int = 0) -> SumKeys:
+        """What others may know of them, signed; `vote`: bits that all members see alike."""
         cipher, mask = (public_of(private_key(at, seed)) for seed in (self.cipher, self.mask))
         mark = own_mark(at, self.device, self.own)
-        unsigned = SumKeys(cipher=cipher, mask=mask, mark=mark, weight=weight, signature=bytes(64))
+        unsigned = SumKeys(cipher=cipher, mask=mask, mark=mark, weight=weight, vote=vote, signature=bytes(64))
         return unsigned.model_copy(update={"signature": key.sign(keys_label(at, self.device, unsigned))})
 
 
@@ -135,12 +140,27 @@ def agreed(private: X25519PrivateKey, public: bytes, label: bytes) -> bytes:
     try:
         return _derived(private.exchange(X25519PublicKey.from_public_bytes(public)), label)
     except ValueError as error:
-        raise MalformedError("a public key for a masked sum is none of X25519") from error
+        raise MalformedError("a public key for a sealed sum is none of X25519") from error
 
 
 def own_mask(at: SumRound, device: str, seed: bytes, size: int) -> Numbers:
     """A device's own mask, [size] uint32."""
     return _stream(_derived(seed, at.label("own mask", device)), size)
+
+
+def cohort_mask(at: SumRound, secret: bytes, digest: str, device: str, size: int) -> Numbers:
+    """A device's mask that only its cohort can take off, [size] uint32.
+
+    One per device: of one for all, n devices would show n times the mask, and with it the low bits of a sum.
+
+    Args:
+        at: the sum.
+        secret: of the cohort.
+        digest: of the announcements (`Members.digest`).
+        device: its name.
+        size: how many numbers.
+    """
+    return _stream(_derived(secret, at.label("cohort mask", digest, device)), size)
 
 
 def pair_mask(at: SumRound, private: X25519PrivateKey, device: str, other: str, public: bytes, size: int) -> Numbers:
@@ -168,13 +188,13 @@ class SealedPair:
     label: bytes
 
     @staticmethod
-    def between(at: SumRound, private: X25519PrivateKey, public: bytes, sender: str, recipient: str) -> SealedPair:
-        """By either side: its own private key, the other's public one.
+    def between(members: Members, private: X25519PrivateKey, public: bytes, sender: str, recipient: str) -> SealedPair:
+        """By either side of one view of the members: its own private key, the other's public one.
 
         Raises:
             MalformedError: a public key that no honest side has.
         """
-        label = at.label("shares", sender, recipient)
+        label = members.at.label("shares", members.digest, sender, recipient)
         return SealedPair(agreed(private, public, label), label)
 
     def seal(self, content: bytes) -> bytes:
@@ -190,14 +210,15 @@ class SealedPair:
         try:
             return self._box.decrypt(bytes(12), sealed, self.label)
         except InvalidTag as error:
-            raise SumError("shares of a masked sum can't be opened: they were changed on the way") from error
+            raise SumError("shares of a sealed sum can't be opened: they were changed on the way") from error
 
     @cached_property
     def _box(self) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(self.key)
 
 
-MIN_DEVICES = 4
+MOST_SHARE = 0.4
+"""The most that one device counts for in a sum: of a device that dominates it, the sum would show the numbers."""
 
 
 def threshold_of(devices: int) -> int:
@@ -217,8 +238,8 @@ class Members:
     announced: Mapping[str, SumKeys]
 
     def __post_init__(self) -> None:
-        if len(self.announced) < MIN_DEVICES:
-            raise SumError(f"a masked sum takes {MIN_DEVICES} devices, not {len(self.announced)}")
+        if len(self.announced) < MIN_SUM_DEVICES:
+            raise SumError(f"a sealed sum takes {MIN_SUM_DEVICES} devices, not {len(self.announced)}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,8 +251,24 @@ class Members:
         """How many shares open a mask."""
         return threshold_of(len(self.announced))
 
+    @property
+    def needed(self) -> int:
+        """How many must be in the sum, and have signed its list."""
+        return max(MIN_SUM_DEVICES, self.threshold)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all announcements, in hex: two views of a sum's members have two."""
+        told = [keys_label(self.at, name, self.announced[name]).hex() for name in self.names]
+        signed = [self.announced[name].signature.hex() for name in self.names]
+        return hashlib.sha256(self.at.label("members", *told, *signed)).hexdigest()
+
+    def share_of(self, device: str, peers: Iterable[str]) -> float:
+        """What a device's numbers count for among these peers, from their announced weights: at most `MOST_SHARE`."""
+        return min(MOST_SHARE, self.announced[device].weight / sum(self.announced[peer].weight for peer in peers))
+
     def check(self, roster: Mapping[str, VerifyKey]) -> None:
-        """Check every announcement against the message keys that a device has from its owner, not from the coordinator.
+        """Check every announcement against the keys for sums that a device has from its owner, not from the coordinator.
 
         Raises:
             SumError: a device that the roster does not have.
@@ -245,7 +282,7 @@ class Members:
 
 def share_out(secrets: SumSecrets, members: Members) -> dict[str, bytes]:
     """The shares of a device's mask seeds, sealed for each member, itself too. Drawn anew at each call: keep them for resends."""
-    count, at = len(members.names), members.at
+    count = len(members.names)
     shares = {
         name: b"".join(both)
         for name, both in zip(
@@ -254,9 +291,9 @@ def share_out(secrets: SumSecrets, members: Members) -> dict[str, bytes]:
             strict=True,
         )
     }
-    private = private_key(at, secrets.cipher)
+    private = private_key(members.at, secrets.cipher)
     return {
-        name: SealedPair.between(at, private, members.announced[name].cipher, secrets.device, name).seal(share)
+        name: SealedPair.between(members, private, members.announced[name].cipher, secrets.device, name).seal(share)
         for name, share in shares.items()
     }
 
@@ -270,7 +307,9 @@ def added(parts: Sequence[Numbers]) -> Numbers:
     return functools.reduce(np.add, parts)
 
 
-def masked(secrets: SumSecrets, members: Members, peers: Iterable[str], numbers: Numbers) -> Numbers:
+def masked(
+    secrets: SumSecrets, members: Members, peers: Iterable[str], numbers: Numbers, cohort_secret: bytes
+) -> Numbers:
     """A device's numbers behind its masks.
 
     Args:
@@ -278,6 +317,7 @@ def masked(secrets: SumSecrets, members: Members, peers: Iterable[str], numbers:
         members: who announced keys.
         peers: the members whose shares arrived; the sum can be opened only where all have the same.
         numbers: [size] uint32.
+        cohort_secret: of the device's cohort.
 
     Returns:
         [size] uint32, modulo 2^32.
@@ -285,17 +325,33 @@ def masked(secrets: SumSecrets, members: Members, peers: Iterable[str], numbers:
     at, private = members.at, private_key(members.at, secrets.mask)
     size, announced = len(numbers), {name: members.announced[name] for name in peers if name != secrets.device}
     pairs = [pair_mask(at, private, secrets.device, other, keys.mask, size) for other, keys in announced.items()]
-    return added([numbers, own_mask(at, secrets.device, secrets.own, size), *pairs])
+    cohorts = cohort_mask(at, cohort_secret, members.digest, secrets.device, size)
+    return added([numbers, cohorts, own_mask(at, secrets.device, secrets.own, size), *pairs])
 
 
-def survivors_label(at: SumRound, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
-    """What the members sign before any share is given away."""
-    return at.label("survivors", *sorted(peers), "of whom came", *sorted(survivors))
+def unsealed(total: Numbers, at: SumRound, digest: str, names: Iterable[str], cohort_secret: bytes) -> Numbers:
+    """The sum of numbers that the coordinator has taken all other masks off, [size] uint32; of another secret it is noise.
+
+    Args:
+        total: [size] uint32.
+        at: the sum.
+        digest: of its announcements.
+        names: whose numbers are in it.
+        cohort_secret: of the cohort.
+    """
+    return functools.reduce(
+        np.subtract, (cohort_mask(at, cohort_secret, digest, name, len(total)) for name in sorted(names)), total
+    )
 
 
-def sign_survivors(at: SumRound, peers: Sequence[str], survivors: Sequence[str], key: SigningKey) -> bytes:
+def survivors_label(members: Members, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
+    """What the members sign before any share is given away: a list of one view of them."""
+    return members.at.label("survivors", members.digest, *sorted(peers), "of whom came", *sorted(survivors))
+
+
+def sign_survivors(members: Members, peers: Sequence[str], survivors: Sequence[str], key: SigningKey) -> bytes:
     """A device's signature that it will open the sum of exactly these."""
-    return key.sign(survivors_label(at, peers, survivors))
+    return key.sign(survivors_label(members, peers, survivors))
 
 
 @dataclass(frozen=True)
@@ -329,7 +385,7 @@ def reveal(
         members: who announced keys.
         received: sealed shares, by the device that dealt them out.
         survivors: the list, signed.
-        roster: message keys from the device's owner.
+        roster: keys for sums, from the device's owner.
 
     Returns:
         By peer; without those whose shares can't be opened: they were dealt out wrong, or changed on the way.
@@ -340,23 +396,21 @@ def reveal(
     peers, names = set(survivors.peers), set(survivors.names)
     if not names <= peers <= members.announced.keys() or secrets.device not in names:
         raise SumError("the list of survivors is not of this sum's members, or lacks this device")
-    if len(names) < max(members.threshold, MIN_DEVICES):
-        raise SumError(
-            f"{len(names)} devices are too few to open a sum: {max(members.threshold, MIN_DEVICES)} are needed"
-        )
+    if len(names) < members.needed:
+        raise SumError(f"{len(names)} devices are too few to open a sum: {members.needed} are needed")
     if peers != received.keys():
         raise SumError("the list names other devices than those whose shares came")
-    label = survivors_label(members.at, survivors.peers, survivors.names)
+    label = survivors_label(members, survivors.peers, survivors.names)
     signed = [
         name
         for name in names
         if name in survivors.signatures and name in roster and roster[name].verifies(survivors.signatures[name], label)
     ]
-    if len(signed) < members.threshold:
-        raise SumError(f"{len(signed)} of {members.threshold} devices that must have signed the list of survivors did")
+    if len(signed) < members.needed:
+        raise SumError(f"{len(signed)} of {members.needed} devices that must have signed the list of survivors did")
     private, shares = private_key(members.at, secrets.cipher), dict[str, bytes]()
     for name in sorted(peers):
-        pair = SealedPair.between(members.at, private, members.announced[name].cipher, name, secrets.device)
+        pair = SealedPair.between(members, private, members.announced[name].cipher, name, secrets.device)
         with contextlib.suppress(SumError):
             share = pair.open(received[name])
             if len(share) == 2 * SEED_BYTES:

@@ -8,11 +8,12 @@ import typer
 
 from fedcg.learning.registry import method_names
 from fedcg.terminal import Result, prints
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUMMED_MEANING
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
 
+_UNSEEN = "; only the devices of the cohort read the mean, and nobody a single device's: no norm, no comparison"
 _LABEL_COUNTS = {
     "never": "",
     "optional": ", and label counts where a device allows it",
@@ -56,7 +57,8 @@ def _described(method: Method) -> dict[str, object]:
         "label_counts": method.needs.label_counts.value,
         "needs_public": method.needs.public,
         "needs_cohort": method.needs.cohort,
-        "summed": sorted(part.value for part in method.payload.summed),
+        "sealed": sorted(part.value for part in method.payload.sealed),
+        "sealable": sorted(part.value for part in method.payload.sealable),
         "params": {key: {"default": field.default, "about": field.description or ""} for key, field in fields.items()},
     }
 
@@ -73,20 +75,14 @@ def _as_text(method: Method) -> str:
         f"  comes down: {names(frozenset(method.payload.down))}",
         f"  stays on the box: {names(frozenset(method.payload.private))}",
         *(
-            f"  {part.value}: {SUMMED_MEANING if part in method.payload.summed else part.meaning}"
-            for part in sorted(method.payload.up - DEFAULT_ALLOW_UPLOAD)
+            f"  {part.value}: {part.meaning}"
+            for part in sorted(method.payload.up - method.payload.sealed - DEFAULT_ALLOW_UPLOAD)
         ),
         *(["  needs unlabelled public images on the coordinator"] if method.needs.public else []),
         *(["  needs the cohort secret on every device"] if method.needs.cohort else []),
-        *(_masked_lines(names(frozenset(method.payload.summed))) if method.payload.summed else []),
+        *([f"  sealed: {names(frozenset(method.payload.sealed))}{_UNSEEN}"] if method.payload.sealed else []),
+        *([f"  a plan may seal: {names(frozenset(method.payload.sealable))}"] if method.payload.sealable else []),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]
     return "\n".join(lines)
-
-
-def _masked_lines(parts: str) -> list[str]:
-    return [
-        f"  leaves behind masks only, which the sum over 4 devices or more takes off: {parts}",
-        "  nobody can inspect these numbers one by one: no norm, no comparison",
-    ]

@@ -94,7 +94,7 @@ def averaging_method(
         name=name,
         title=title,
         params_type=params_type,
-        payload=Payload(shared, shared | downloads, PERSONAL - shared),
+        payload=Payload(shared, shared | downloads, PERSONAL - shared, sealable=frozenset() if aggregator else shared),
         needs=Needs(label_counts, needs_public),
         local_round=half.round_of,
         aggregator=aggregator or partial(average_of, params_type, shared),
@@ -106,11 +106,12 @@ def averaging_method(
 def average_of(
     params_type: type[TrainingParams], shared: frozenset[Part], state: ServerState, ctx: RoundContext, spill: Spill
 ) -> Aggregator:
-    """The server half of a method with these parameters that averages these parts."""
+    """The server half of a method with these parameters that averages these parts, as far as a round brings them in the clear."""
     params = params_type.model_validate(ctx.spec.params)
+    clear = shared & ctx.spec.shared_in(ctx.round) - frozenset(ctx.spec.sealed)
     how: Combination = getattr(params, "average", "mean")
-    momentum: float = getattr(params, "server_momentum", 0.0)
-    average = AverageAggregator(shared, spill, how)
+    momentum: float = getattr(params, "server_momentum", 0.0) if Part.CLASSIFIER in clear else 0.0
+    average = AverageAggregator(clear, spill, how)
     return Then(average, lambda found, _: with_momentum(found, state, momentum)) if momentum else average
 
 

@@ -21,7 +21,8 @@ from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, SUM_NUMBERS, SUM_WEIGHT, Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.sealed_numbers import number_count
 
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
@@ -41,7 +42,7 @@ def initial_parts(
         NetworkError: the weights that the spec pins are not here, or do not fit.
     """
     method = get_method(spec.method)
-    public = method.payload.up | method.payload.down | DEFAULT_ALLOW_UPLOAD
+    public = (method.payload.up | method.payload.down | DEFAULT_ALLOW_UPLOAD) - frozenset(spec.sealed)
     result: dict[Part, Weights] = {}
     for part in sorted(method.payload.parts if wanted is None else method.payload.parts & wanted):
         if part is Part.STATISTICS:
@@ -59,15 +60,42 @@ def _zeros(layout: TensorLayout) -> torch.Tensor:
 
 
 def method_layouts(spec: NetworkSpec, method: Method) -> dict[Part, tuple[TensorLayout, ...]]:
-    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out.
+    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out."""
+    stated = {} if method.payload.statistics is None else {Part.STATISTICS: method.payload.statistics(spec)}
+    return layouts(spec, method.payload.parts - stated.keys()) | stated
+
+
+def wire_layouts(spec: NetworkSpec, method: Method, sealed: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
+    """Those tensors, and of sealed parts the whole numbers too that stand for them on the wire: under the part's name in `Part.SEALED`."""
+    found = method_layouts(spec, method)
+    if not sealed:
+        return found
+    sizes = {part.value: number_count(found[part]) for part in sorted(sealed)}
+    numbers = tuple(TensorLayout(name=name, dtype="uint32", shape=(size,)) for name, size in sizes.items())
+    return {**found, Part.SEALED: numbers}
+
+
+def on_wire(parts: frozenset[Part], sealed: frozenset[Part]) -> frozenset[Part]:
+    """Parts as the wire carries them, where some are sealed."""
+    return parts - sealed | ({Part.SEALED} if parts & sealed else frozenset())
+
+
+def sealed_parts(plan: FederationPlan, method: Method) -> frozenset[Part]:
+    """The parts that a plan's updates seal: the method's own choice, and the plan's.
 
     Raises:
-        NetworkError: statistics that masks can't be put on.
+        NetworkError: parts that the method does not share, or does more with than average them.
     """
-    stated = {} if method.payload.statistics is None else {Part.STATISTICS: method.payload.statistics(spec)}
-    if method.payload.summed and {one.name for one in stated[Part.STATISTICS]} != {SUM_NUMBERS, SUM_WEIGHT}:
-        raise NetworkError(f"{method.name}: its masked statistics must be the tensors {SUM_NUMBERS} and {SUM_WEIGHT}")
-    return layouts(spec, method.payload.parts - stated.keys()) | stated
+    if wrong := frozenset(plan.sealed) - method.payload.sealed - method.payload.sealable:
+        can = ", ".join(sorted(part.value for part in method.payload.sealable)) or "none"
+        names = ", ".join(sorted(part.value for part in wrong))
+        raise NetworkError(f"{method.name}: sealed = {names} can't be had; what it only averages: {can}")
+    sealed = method.payload.sealed | frozenset(plan.sealed)
+    if sealed and plan.params.get("average", "mean") != "mean":
+        raise NetworkError(
+            f"{method.name}: a sealed part has a mean and no median: set average = mean, or seal nothing"
+        )
+    return sealed
 
 
 def complete_spec(plan: FederationPlan) -> FederationSpec:
@@ -85,6 +113,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     if problem := method.needs.networks(plan):
         raise NetworkError(f"{method.name}: {problem}")
     check_backbones(plan, method.payload.up | method.payload.down)
+    sealed = sealed_parts(plan, method)
     counts = () if method.needs.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     optional = method.needs.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(
@@ -98,14 +127,16 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         seed=plan.seed,
         augment_flip=plan.augment_flip,
         augment_crop=plan.augment_crop,
-        upload=tuple(sorted(method.payload.up)),
+        upload=tuple(sorted(on_wire(method.payload.up, sealed))),
         report=(*_REPORT, *counts),
         optional_report=counts if optional else (),
-        layouts=method_layouts(plan, method),
+        layouts=wire_layouts(plan, method, sealed),
         codec=plan.codec,
         aggregate_codec=plan.aggregate_codec,
-        with_base=tuple(sorted(method.payload.with_base)) if is_delta(plan.codec) else (),
-        summed=tuple(sorted(method.payload.summed)),
+        with_base=tuple(sorted(method.payload.with_base - sealed)) if is_delta(plan.codec) else (),
+        sealed=tuple(sorted(sealed)),
+        sealed_range=plan.sealed_range if sealed else None,
+        alternates=method.payload.alternates,
     )
 
 
@@ -123,7 +154,9 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
             "upload": (),
             "report": _REPORT,
             "optional_report": (),
-            "summed": (),
+            "sealed": (),
+            "sealed_range": None,
+            "alternates": False,
             "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
         }
     )

@@ -8,7 +8,7 @@ import torch
 
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Machine, Masking, Precision, RoundContext, Weights
+from fedcg.learning.method import Cohort, Machine, Precision, RoundContext, Weights
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -113,9 +113,9 @@ class Party:
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
         context = self._context(self.roots.devices[client], number, None)
-        masking = Masking(Streams(self.roots.cohort).at(self.spec.federation))
+        cohort = Cohort(Streams(self.roots.cohort).at(self.spec.federation))
         validation = self.datasets[client].val
-        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, masking=masking)
+        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, cohort=cohort)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
+from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
 from fedcg.learning.mechanisms.protected_round import check_mechanisms, neutral_parts
@@ -39,6 +40,7 @@ from fedcg.learning.simulation.tasks import (
     local_task,
     measure_task,
     teacher_task,
+    vote_task,
 )
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
@@ -278,6 +280,9 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     tasks = [
         LocalTask(name, number, now.states[name], now.shadows.get(name)) for name in invited if name not in refusals
     ]
+    if get_method(party.spec.method).vote is not None:
+        votes = dict(runner.answers(vote_task, tasks, now.aggregate))
+        tasks = [replace(task, votes=votes) for task in tasks]
     sent: dict[str, Sent] = {}
     keep = sent if number in schedule.kept_updates else None
     outcomes, sizes = _coded(party, runner.answers(local_task, tasks, now.aggregate), now.aggregate, keep)
@@ -372,7 +377,7 @@ def _aggregate(
         tasks = [TeacherTask(number, update) for update in updates.values()]
         for client, rows in runner.answers(teacher_task, tasks, server):
             spill.put(client, rows)
-        merge = get_method(party.spec.method).aggregator(server, party.server_context(number), spill)
+        merge = server_half(get_method(party.spec.method), server, party.server_context(number), spill)
         return _decoded(party, merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]), None
     except DivergedError as error:
         return server, str(error)

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
@@ -22,6 +23,7 @@ from fedcg.learning.method import (
     Evaluation,
     LocalResult,
     Method,
+    RoundContext,
     ServerState,
     Turn,
     Update,
@@ -39,12 +41,13 @@ from fedcg.wire.parts import Part
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One client's local round: `state` from its last one, `shadow` likewise (None: no shadow is trained)."""
+    """One client's local round: `state` from its last one, `shadow` likewise (None: no shadow is trained), `votes` of all clients."""
 
     client: str
     number: int
     state: ClientState
     shadow: ClientState | None
+    votes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
         Turn(
             task.state,
             party.datasets[task.client].train,
-            replace(party.client_context(task.client, task.number), callbacks=Callbacks(warn=told[task.client].append)),
+            replace(_context(party, task), callbacks=Callbacks(warn=told[task.client].append)),
         )
         for task in tasks
     ]
@@ -177,6 +180,18 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
         replace(_outcome(task, result, shadows.get(task.client)), warning="; ".join(told[task.client]) or None)
         for task, result in zip(tasks, results, strict=True)
     ]
+
+
+def _context(party: Party, task: LocalTask) -> RoundContext:
+    ctx = party.client_context(task.client, task.number)
+    return replace(ctx, cohort=replace(ctx.cohort, votes=task.votes))
+
+
+def vote_task(party: Party, task: LocalTask, aggregate: Aggregate) -> tuple[str, int]:
+    """(client, its vote) before a round, on the aggregate that the round starts from."""
+    method = get_method(party.spec.method)
+    assert method.vote is not None
+    return task.client, method.vote(task.state, aggregate, _context(party, task))
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,7 @@ def _attempt(answer: LocalResult | Exception, seconds: float) -> _Attempt:
 def teacher_task(party: Party, task: TeacherTask, server: ServerState) -> tuple[str, Weights]:
     """(client, the rows that `aggregator.add(update)` spills); no rows where the method's server half spills nothing."""
     client, spill = task.update.client, MemorySpill()
-    get_method(party.spec.method).aggregator(server, party.server_context(task.number), spill).add(task.update)
+    server_half(get_method(party.spec.method), server, party.server_context(task.number), spill).add(task.update)
     return client, spill.get(client) if spill.has(client) else {}
 
 

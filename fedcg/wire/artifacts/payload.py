@@ -8,12 +8,12 @@ Torch-free, no pickle; knows no headers, compression or files.
 | `f16` | its numbers as float16 |
 | `i8` | one byte a number, and one float32 scale per channel (row of the first axis) under the key with `SCALE_SUFFIX` |
 | `f16-delta`, `i8-delta` | the same of the difference to the base, the decoded tensor that sender and receiver both hold |
-| `i64` | of an int64 tensor: its numbers |
+| `i64`, `u32` | of an int64 or uint32 tensor: its numbers |
 
 A codec chosen for a whole artifact is each large float32 tensor's; `tensor_codec` gives the codec of the others. Laws (property-tested), for finite
 x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 
-  * `f32`, `i64`: x' = x, bit for bit;
+  * `f32`, `i64`, `u32`: x' = x, bit for bit;
   * `f16`: |x - x'| <= 2^-11 |d| + 2^-25 + ε |x'|; a |d| of 65520 or more has no float16 and is refused, never sent as infinity;
   * `i8`: |x - x'| <= s/2 + ε (|x'| + s) + 2^-149, where s is the channel's scale, the least float32 of at least max |d| / 127;
   * the same numbers always give the same bytes: everything is computed in float64 and rounded once, halves to even;
@@ -69,18 +69,21 @@ ELEMENT_TYPES: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "I8": np.dtype("i1"),
     "I64": np.dtype("<i8"),
+    "U32": np.dtype("<u4"),
 }
 
 STORED_AS: Mapping[TensorCodec, str] = {
     "f32": "F32",
     "i64": "I64",
+    "u32": "U32",
     "f16": "F16",
     "i8": "I8",
     "f16-delta": "F16",
     "i8-delta": "I8",
 }
 """The element type of a codec's payload."""
-_EXACT = frozenset({"f32", "i64"})
+_EXACT = frozenset({"f32", "i64", "u32"})
+_OF_INTEGERS: Mapping[TensorDtype, TensorCodec] = {"int64": "i64", "uint32": "u32"}
 _BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": "i8"}
 
 
@@ -95,8 +98,8 @@ def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) ->
         codec: the artifact's.
         has_base: whether the tensor's part has a base; without one a delta codec goes by value.
     """
-    if layout.dtype == "int64":
-        return "i64"
+    if layout.dtype in _OF_INTEGERS:
+        return _OF_INTEGERS[layout.dtype]
     if math.prod(layout.shape[1:]) < MIN_CHANNEL or len(layout.shape) < 2:
         return "f32"
     if is_delta(codec) and not has_base:
@@ -106,8 +109,8 @@ def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) ->
 
 def fits(layout: TensorLayout, codec: TensorCodec) -> bool:
     """Whether a codec can hold such a tensor at all."""
-    if (layout.dtype == "int64") != (codec == "i64"):
-        return False
+    if layout.dtype in _OF_INTEGERS or codec in _OF_INTEGERS.values():
+        return _OF_INTEGERS.get(layout.dtype) == codec
     return not codec.startswith("i8") or len(layout.shape) > 0
 
 
@@ -122,7 +125,7 @@ def encode_tensor(key: str, array: npt.NDArray[Any], codec: TensorCodec, base: n
 
     Args:
         key: its name, for messages.
-        array: float32 or int64, finite where the codec is not exact.
+        array: float32, int64 or uint32, finite where the codec is not exact.
         codec: one that fits it.
         base: of the same shape, for a delta codec.
 
@@ -186,7 +189,7 @@ def _decode_i8(key: str, pieces: Pieces) -> Numbers:
     return codes * scales.astype(np.float64).reshape(-1, *(1,) * (codes.ndim - 1))
 
 
-Array = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 PartArrays = Mapping[Part, Mapping[str, Array]]
 Codecs = Mapping[str, TensorCodec]
 """The codec of every tensor by key."""
@@ -200,7 +203,7 @@ class RawTensor(TypedDict):
     data: bytes
 
 
-_DTYPES: Mapping[TensorDtype, str] = {"float32": "F32", "int64": "I64"}
+_DTYPES: Mapping[TensorDtype, str] = {"float32": "F32", "int64": "I64", "uint32": "U32"}
 _LENGTH_BYTES = 8
 # The fields of one tensor in the JSON header of a safetensors file besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
@@ -248,7 +251,7 @@ def encode_tensors(parts: PartArrays, codecs: Codecs, base: PartArrays | None = 
     """Tensors as a safetensors payload; the same tensors, codecs and base always give the same bytes.
 
     Args:
-        parts: per part, float32 or int64 arrays by name, any memory order.
+        parts: per part, float32, int64 or uint32 arrays by name, any memory order.
         codecs: of every tensor.
         base: the tensors that deltas are taken to.
 
@@ -282,7 +285,7 @@ def decode_tensors(
         base: the tensors that deltas were taken to.
 
     Returns:
-        Per part of the layouts, writable float32 and int64 arrays by name in memory of their own.
+        Per part of the layouts, writable arrays by name in memory of their own.
 
     Raises:
         TooLargeError: more bytes than the layouts allow.
@@ -352,7 +355,7 @@ def _dtype_name(key: str, array: Array) -> TensorDtype:
     for name, stored in _DTYPES.items():
         if array.dtype == ELEMENT_TYPES[stored]:
             return name
-    raise MalformedError(f"tensor {key} has element type {array.dtype}; only float32 and int64 cross the wire")
+    raise MalformedError(f"tensor {key} has element type {array.dtype}; only float32, int64 and uint32 cross the wire")
 
 
 def _all(layouts: PartLayouts) -> Iterator[tuple[Part, TensorLayout]]:

@@ -1,4 +1,4 @@
-"""The schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON; conditions of a device, steps of a masked sum, and protocol versions among them.
+"""The schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON; conditions of a device, steps of a sealed sum, and protocol versions among them.
 
 All values are codes from closed sets, never free text of a device. Knows nothing of signatures (`envelopes`), topics or answers.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
-from fedcg.wire.parts import Share, is_absent
+from fedcg.wire.parts import Part, Share, is_absent
 
 DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
@@ -161,7 +161,8 @@ class DeviceCondition(_Strict):
     paused: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
 
 
-MAX_SUM_DEVICES = 32
+MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
+"""Of a sealed sum: one of fewer shows too much of each device."""
 
 
 def _from_hex(value: object) -> object:
@@ -186,7 +187,9 @@ class SumKeys(_Strict):
         cipher, mask: X25519 public keys.
         mark: commits it to its own mask.
         weight: that its numbers will have.
-        signature: by its message key.
+        vote: bits that all members see alike; their meaning is the method's.
+        signature: by its key for sums.
+        key: that key, for the coordinator; the members have it from their owners.
     """
 
     step: Literal["keys"] = "keys"
@@ -194,7 +197,9 @@ class SumKeys(_Strict):
     mask: _SumKey
     mark: _SumKey
     weight: Annotated[int, Field(ge=1, le=1 << 24)]
+    vote: Annotated[int, Field(ge=0, le=255)] = 0
     signature: _SumSignature
+    key: Annotated[_SumKey | None, Field(exclude_if=is_absent)] = None
 
 
 class SumShares(_Strict):
@@ -251,6 +256,22 @@ class SumOff(_Strict):
     """There is no sum in this attempt: the recipient takes part without one."""
 
     step: Literal["off"] = "off"
+
+
+class SealedSum(_Strict):
+    """A sum that only the cohort can read, as an aggregate holds it: what takes the cohort's masks off.
+
+    Attributes:
+        parts: whose numbers were sent together, sorted.
+        digest: of the announcements of its members.
+        names: whose numbers are in it.
+    """
+
+    round: Count
+    attempt: Count
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=8)]
+    digest: Sha256
+    names: Annotated[tuple[Identifier, ...], _Few]
 
 
 FromDevice = SumKeys | SumShares | SumSigned | SumRevealed
@@ -602,14 +623,14 @@ class Receipt(_Message):
 
 
 class SumUp(_Message):
-    """A device's step of the masked sum of (round, attempt)."""
+    """A device's step of the sealed sum of (round, attempt)."""
 
     kind: Literal["sum_up"] = "sum_up"
     body: Annotated[FromDevice, Field(discriminator="step")]
 
 
 class SumDown(_Message):
-    """The coordinator's step of the masked sum of (round, attempt), to one device."""
+    """The coordinator's step of the sealed sum of (round, attempt), to one device."""
 
     kind: Literal["sum_down"] = "sum_down"
     body: Annotated[ToDevice, Field(discriminator="step")]

@@ -1,0 +1,92 @@
+"""The server half of a method whose updates are sealed in part: what is merged in the clear, beside what only the cohort can read.
+
+A simulation opens the sums itself, by the very numbers that devices send (`fedcg.wire.sealed_numbers`); the coordinator gets them added
+and behind the cohort's masks. Either way a round that brings some parts of the aggregate leaves the others as they were.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    DivergedError,
+    Method,
+    RoundContext,
+    ServerState,
+    Spill,
+    Update,
+    Weights,
+)
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.schemas import SealedSum
+from fedcg.wire.parts import Part
+from fedcg.wire.sealed_numbers import from_numbers, to_numbers
+from fedcg.wire.sums import MOST_SHARE, added
+
+Updates = Mapping[str, Callable[[], Update]]
+
+
+def merged(
+    found: tuple[Aggregate, ServerState],
+    before: ServerState,
+    sealed: Mapping[Part, Weights],
+    sums: Collection[SealedSum] = (),
+) -> tuple[Aggregate, ServerState]:
+    """The aggregate of a round and the server's state: what came in the clear and sealed, and the rest as it was.
+
+    Args:
+        found: of what came in the clear.
+        before: the round.
+        sealed: of what was sealed; nothing where its sum could not be opened.
+        sums: all that open what is sealed in it.
+    """
+    parts = {**before.aggregate.parts, **found[0].parts, **sealed}
+    aggregate = Aggregate(parts, found[0].label_distribution, tuple(sums))
+    return aggregate, ServerState(aggregate, {**before.extras, **found[1].extras})
+
+
+def server_half(method: Method, state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """A method's aggregator as a simulation runs it, with sealed parts averaged in the clear."""
+    inner = method.aggregator(state, ctx, spill)
+    return _BesideSums(inner, state, ctx) if ctx.spec.sealed else inner
+
+
+@dataclass(frozen=True)
+class _BesideSums:
+    inner: Aggregator
+    state: ServerState
+    ctx: RoundContext
+
+    def add(self, update: Update) -> None:
+        self.inner.add(self._clear(update))
+
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
+        loaded = {client: updates[client]() for client in sorted(updates)}
+        total = sum(update.examples for update in loaded.values())
+        shares = {client: min(MOST_SHARE, update.examples / total) for client, update in loaded.items()}
+        sealed = {part: self._mean(part, loaded, shares) for part in self.ctx.spec.sealed_in(self.ctx.round)}
+        found = self.inner.finish({client: partial(self._clear, update) for client, update in loaded.items()})
+        return merged(found, self.state, sealed)
+
+    def _clear(self, update: Update) -> Update:
+        sealed = self.ctx.spec.sealed
+        return replace(update, parts={part: one for part, one in update.parts.items() if part not in sealed})
+
+    def _mean(self, part: Part, updates: Mapping[str, Update], shares: Mapping[str, float]) -> Weights:
+        told = {client: to_arrays({part: update.parts[part]})[part] for client, update in updates.items()}
+        layouts, most = self.ctx.spec.layouts[part], range_of(self.ctx.spec)
+        try:
+            total = added([to_numbers(told[client], layouts, most, shares[client]) for client in sorted(told)])
+            return to_weights({part: from_numbers(total, layouts, most)})[part]
+        except WireError as error:
+            raise DivergedError(f"{part.value}: {error}") from error
+
+
+def range_of(spec: FederationSpec) -> float:
+    """The bound of sealed numbers whose layout has none."""
+    assert spec.sealed_range is not None
+    return spec.sealed_range

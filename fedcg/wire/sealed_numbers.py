@@ -1,0 +1,97 @@
+"""Tensors as the whole numbers of a sealed sum, and the weighted mean of them from it.
+
+A number v within [low, high] of its layout is round(2^27 · share · (v - middle) / half): with shares of at most 0.4 the sum of 32 devices
+stays within 2^31, and modulo 2^32 it can be told. The share itself comes first, so that a sum of fewer devices than announced
+weights still gives their weighted mean. Integer tensors (batch norm's counters) are not sent; a mean has zeros for them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcg.wire.artifacts.payload import Array, beyond
+from fedcg.wire.errors import CodecError, SumError
+from fedcg.wire.messages.schemas import MAX_SUM_DEVICES, SealedSum
+from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.sums import MOST_SHARE, Numbers, SumRound, unsealed
+
+STEPS = 1 << 27
+assert STEPS * MOST_SHARE * MAX_SUM_DEVICES < 1 << 31
+_TOLERANCE = 1e-5
+
+
+def bounded(layouts: Sequence[TensorLayout], most: float) -> tuple[TensorLayout, ...]:
+    """The floating-point tensors of a part, each with two bounds: its own ones, or -most and most."""
+    return tuple(
+        layout
+        if layout.low is not None and layout.high is not None
+        else layout.model_copy(update={"low": -most, "high": most})
+        for layout in layouts
+        if layout.dtype == "float32"
+    )
+
+
+def number_count(layouts: Sequence[TensorLayout]) -> int:
+    """How many numbers a part has in a sum: those of its floating-point tensors, and the share."""
+    return 1 + sum(math.prod(layout.shape) for layout in layouts if layout.dtype == "float32")
+
+
+def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], most: float, share: float) -> Numbers:
+    """A device's part of a sum, [number_count] uint32, modulo 2^32.
+
+    Args:
+        tensors: of one part, finite.
+        layouts: of its tensors.
+        most: bound of those that have none of their own.
+        share: what the device counts for, in (0, MOST_SHARE].
+
+    Raises:
+        CodecError: a number beyond its bounds; names the tensor.
+    """
+    pieces = [np.array([np.rint(STEPS * share)])]
+    for layout in bounded(layouts, most):
+        array = tensors[layout.name]
+        if problem := beyond(array, layout):
+            raise CodecError(f"tensor {layout.name}: {problem}, and a sealed sum has no room for it (sealed_range)")
+        middle, half = _middle_and_half(layout)
+        pieces.append(np.rint(STEPS * share * ((array.astype(np.float64).reshape(-1) - middle) / half)))
+    return (np.concatenate(pieces).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
+
+
+def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float) -> dict[str, Array]:
+    """The weighted mean in an opened sum of a part.
+
+    Raises:
+        SumError: it is none: opened with another secret, or of a device that sent what it must not.
+    """
+    signed = numbers.view(np.int32).astype(np.float64) / STEPS
+    total, rest = float(signed[0]), signed[1:]
+    if not 0.0 < total <= 1.0 + _TOLERANCE:
+        raise SumError("the shares in an opened sum don't add up: it is opened with another secret, or a device lied")
+    if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:
+        raise SumError("an opened sum is no mean of numbers within their bounds")
+    found: dict[str, Array] = {}
+    for layout in bounded(layouts, most):
+        size, (middle, half) = math.prod(layout.shape), _middle_and_half(layout)
+        mean: npt.NDArray[np.float64] = rest[:size] / total * half + middle
+        found[layout.name] = np.clip(mean, layout.low, layout.high).astype(np.float32).reshape(layout.shape)
+        rest = rest[size:]
+    counters = (layout for layout in layouts if layout.dtype != "float32")
+    return found | {layout.name: np.zeros(layout.shape, layout.dtype) for layout in counters}
+
+
+def _middle_and_half(layout: TensorLayout) -> tuple[float, float]:
+    assert layout.low is not None
+    assert layout.high is not None
+    return (layout.low + layout.high) / 2, (layout.high - layout.low) / 2
+
+
+def opened(sealed: Mapping[str, Numbers], of: SealedSum, federation: str, cohort_secret: bytes) -> dict[Part, Numbers]:
+    """The numbers of each part of a sum without the cohort's masks; `sealed`: those of an aggregate's part `sealed`."""
+    sizes = [len(sealed[part.value]) for part in of.parts]
+    together = np.concatenate([sealed[part.value] for part in of.parts])
+    at = SumRound(federation, of.round, of.attempt)
+    found = np.split(unsealed(together, at, of.digest, of.names, cohort_secret), np.cumsum(sizes)[:-1])
+    return dict(zip(of.parts, found, strict=True))
