@@ -63,6 +63,7 @@ class Stack:
     broker: str = "mosquitto"
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
+    sealed: tuple[str, ...] = ()  # parts that the plan seals
     min_clients: int | None = None  # all devices when None
     deadline_s: float | None = None  # of a round
     shadow_every: int = 1
@@ -141,7 +142,7 @@ class Stack:
         return (
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
             f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
-            f"{f'deadline_s = {self.deadline_s}' if self.deadline_s else ''}\n"
+            f"{f'deadline_s = {self.deadline_s}' if self.deadline_s else ''}\nsealed = {json.dumps(list(self.sealed))}\n"
             '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
             f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
             f"[params]\n{params}\n"

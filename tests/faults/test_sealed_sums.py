@@ -1,9 +1,10 @@
-"""fedprobe over a real broker: one device's numbers cross behind masks only, and their sum is exact, or absent, whoever is killed when."""
+"""Sealed parts over a real broker: the coordinator adds what it can't read, and boxes open the exact mean, or none, whoever is killed when."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,22 +17,24 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, unpack
 from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.errors import SumError
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
+from fedcg.wire.sealed_numbers import from_numbers, opened
+from fedcg.wire.sums import Numbers
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 
 DEVICES = tuple(f"site-{number}" for number in range(1, 6))
-# Enough steps of the fit, and none left out, for a kill to come within it.
-PARAMS = {"epochs": 12, "probes": 4, "align_steps": 300, "align_until": 0.0}
-SHARED = ("classifier", "statistics")
+SECRET = b"c" * 32
+SHARED = ("classifier", "sealed")
 
 
 def made(root: Path, devices: tuple[str, ...] = DEVICES, *, without_roster: str = "", **wishes: Any) -> Stack:
-    """Devices that know each other's message keys by their owners' files."""
-    uploads = dict.fromkeys(devices, SHARED)
-    stack = Stack(root=root, devices=devices, method="fedprobe", params=PARAMS, allow_upload=uploads, **wishes)
+    """Devices that know each other's keys for sums by their owners' files."""
+    wishes = {"method": "fedavg", "params": {"epochs": 12}, "sealed": ("extractor",), **wishes}
+    stack = Stack(root=root, devices=devices, allow_upload=dict.fromkeys(devices, SHARED), **wishes)
     stack.prepare()
     cards = [stack.command("cohort", "card", "--config", str(stack.config(device))) for device in devices]
     roster = root / "roster.txt"
@@ -42,12 +45,22 @@ def made(root: Path, devices: tuple[str, ...] = DEVICES, *, without_roster: str 
     return stack
 
 
-def sum_events(stack: Stack, of: str = "coordinator") -> list[tuple[str, int]]:
-    return [(event["event"], event["round"]) for event in stack.events(of) if event["event"].startswith("sum_")]
+def ended(stack: Stack) -> list[tuple[str, int]]:
+    found = [(event["event"], event["round"]) for event in stack.events("coordinator") if "round" in event]
+    return [one for one in found if one[0] in ("sum_opened", "sum_off")]
 
 
-def of_round(stack: Stack, number: int) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
-    """The statistics of a round's aggregate, and of each update."""
+@dataclass
+class Seen:
+    """A round as it crossed: the sum that the coordinator published, numbers and images of each update, and the mean that a secret opens."""
+
+    total: Numbers
+    told: dict[str, Numbers]
+    images: dict[str, int]
+    mean: Mapping[str, Array]
+
+
+def of_round(stack: Stack, number: int, secret: bytes = SECRET) -> Seen:
     artifacts = ArtifactStore(Home(stack.home).artifacts)
     with contextlib.closing(Store.of(Home(stack.home))) as store:
         spec = FederationSpec.parse(artifacts.get(store.federation("shapes").spec))
@@ -55,18 +68,40 @@ def of_round(stack: Stack, number: int) -> tuple[dict[str, Array], dict[str, dic
         assert before is not None
         assert aggregate is not None
         updates = store.updates("shapes", RoundAttempt(number, aggregate.attempt))
-    layouts = {part: spec.layouts[part] for part in (Part.CLASSIFIER, Part.STATISTICS)}
+    layouts = {part: spec.layouts[part] for part in (Part.CLASSIFIER, Part.SEALED)}
     base = Base(before.artifact, unpack(artifacts.get(before.artifact), layouts).parts)
     told = {update.client: unpack(artifacts.get(update.artifact), layouts, base=base) for update in updates}
     merged = unpack(artifacts.get(aggregate.artifact), layouts)
-    return dict(merged.parts[Part.STATISTICS]), {name: dict(one.parts[Part.STATISTICS]) for name, one in told.items()}
+    (one,) = merged.header.sums
+    assert (one.round, one.parts) == (number, (Part.EXTRACTOR,))
+    numbers = cast("dict[str, Numbers]", merged.parts[Part.SEALED])
+    assert spec.sealed_range is not None
+    found = opened(numbers, one, "shapes", secret)[Part.EXTRACTOR]
+    mean = from_numbers(found, spec.layouts[Part.EXTRACTOR], spec.sealed_range)
+    crossed = {name: cast("Numbers", each.parts[Part.SEALED]["extractor"]) for name, each in told.items()}
+    images = {name: each.header.report.examples or 0 for name, each in told.items() if each.header.report}
+    return Seen(numbers["extractor"], crossed, images, mean)
 
 
-def private_numbers(stack: Stack, device: str) -> dict[str, Array]:
-    """A device's numbers of its last round, as they never leave it."""
+def own_extractor(stack: Stack, device: str) -> dict[str, Array]:
+    """A device's extractor of its last round, as it never leaves it."""
     stored = PrivateStore.open(stack.store(device), "shapes", device).generations.load()
     assert stored is not None
-    return dict(stored.slots["personal"][Part.STATISTICS])
+    return dict(stored.slots["personal"][Part.EXTRACTOR])
+
+
+def check_mean(stack: Stack, seen: Seen, devices: tuple[str, ...]) -> None:
+    """That the opened mean is that of the private extractors of these devices, by their images."""
+    private = [own_extractor(stack, device) for device in devices]
+    images = [seen.images[device] for device in devices]
+    for name, mean in seen.mean.items():
+        wanted = np.average(np.stack([one[name] for one in private]), axis=0, weights=images)
+        assert np.abs(mean - wanted).max() < 7e-6
+
+
+def looks_uniform(numbers: Numbers) -> bool:
+    ones = [float(np.mean(numbers >> bit & 1)) for bit in range(32)]
+    return max(abs(share - 0.5) for share in ones) < 4.5 * 0.5 / len(numbers) ** 0.5
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +113,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-def test_the_sum_is_that_of_all_private_numbers_and_each_update_looks_like_chance(undisturbed: Stack) -> None:
-    assert sum_events(undisturbed) == [("sum_opened", 1), ("sum_opened", 2)]
-    opened, told = of_round(undisturbed, 2)
-    private = {device: private_numbers(undisturbed, device) for device in DEVICES}
-    assert np.array_equal(opened["outputs"], sum(numbers["outputs"] for numbers in private.values()))
-    assert int(opened["weight"]) == sum(int(numbers["weight"]) for numbers in private.values()) > 0
-    for device, numbers in private.items():
-        assert numbers["outputs"].any()
-        crossed = told[device]["outputs"]
-        assert np.mean(crossed == numbers["outputs"]) < 0.01
-        assert abs(float(np.mean(crossed)) / 2**31 - 1.0) < 0.1, "masks are uniform"
-        assert int(told[device]["weight"]) == int(numbers["weight"])
+def test_holders_of_the_secret_open_the_mean_of_all_extractors_and_for_others_all_that_crosses_looks_like_chance(
+    undisturbed: Stack,
+) -> None:
+    assert ended(undisturbed) == [("sum_opened", 1), ("sum_opened", 2)]
+    seen = of_round(undisturbed, 2)
+    check_mean(undisturbed, seen, DEVICES)
+    assert looks_uniform(seen.total), "the coordinator's own sum"
+    assert all(looks_uniform(numbers) for numbers in seen.told.values())
+    with pytest.raises(SumError, match="another secret"):
+        of_round(undisturbed, 2, b"d" * 32)
 
 
-def test_a_killed_agent_and_a_killed_coordinator_go_on_with_the_same_sum(tmp_path: Path, undisturbed: Stack) -> None:
+def test_a_killed_agent_and_a_killed_coordinator_go_on_to_the_same_mean(tmp_path: Path, undisturbed: Stack) -> None:
     stack = made(tmp_path)
     with stack.up(agents=True):
         stack.wait_event("site-2", trains, "its training is under way")
@@ -101,13 +134,14 @@ def test_a_killed_agent_and_a_killed_coordinator_go_on_with_the_same_sum(tmp_pat
         stack.wait_event("coordinator", lambda event: event["event"] == "update_stored", "an update is stored")
         stack.kill("coordinator")
         stack.start_coordinator()
-        stack.wait_event("site-3", fits, "its fit to the mean of round 1 is under way")
+        stack.wait_event("site-3", lambda event: is_training(event, 2), "its training of round 2 is under way")
         stack.kill("site-3")
-        assert not [event for event in stack.events("site-3") if is_training(event, 2)], "the fit was over"
         stack.start_agent("site-3")
         stack.wait_finished()
-        assert sum_events(stack) == [("sum_opened", 1), ("sum_opened", 2)]
-        assert stack.final_aggregate() == undisturbed.final_aggregate()
+        assert ended(stack) == [("sum_opened", 1), ("sum_opened", 2)]
+        undisturbed_mean = of_round(undisturbed, 2).mean
+        for name, mean in of_round(stack, 2).mean.items():
+            assert np.array_equal(mean, undisturbed_mean[name])
 
 
 def test_a_device_that_is_lost_after_its_masks_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -115,11 +149,9 @@ def test_a_device_that_is_lost_after_its_masks_costs_the_others_nothing(tmp_path
     with stack.up(agents=True):
         stack.wait_event("site-5", trains, "its training is under way")
         stack.kill("site-5")
-        wait_for(lambda: ("sum_opened", 1) in sum_events(stack), "the sum is opened")
+        wait_for(lambda: ("sum_opened", 1) in ended(stack), "the sum is opened")
         wait_for(lambda: any(event["event"] == "finished" for event in stack.events("coordinator")), "it is over")
-    opened, _ = of_round(stack, 1)
-    left = [private_numbers(stack, device)["outputs"] for device in DEVICES[:4]]
-    assert np.array_equal(opened["outputs"], sum(left))
+    check_mean(stack, of_round(stack, 1), DEVICES[:4])
 
 
 def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:
@@ -132,11 +164,10 @@ def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret
         assert "fedcg cohort card" in declined[0]["detail"]
         barred = [event["clients"] for event in stack.events("coordinator") if event["event"] == "barred"]
         assert ["site-5: its cohort secret is not that of most devices"] in barred, "once most have come"
-        assert sum_events(stack) == [("sum_opened", 1)]
-        opened, told = of_round(stack, 1)
-        assert sorted(told) == list(rest)
-        left = [private_numbers(stack, device)["outputs"] for device in rest]
-        assert np.array_equal(opened["outputs"], sum(left))
+        assert ended(stack) == [("sum_opened", 1)]
+        seen = of_round(stack, 1)
+        assert sorted(seen.told) == list(rest)
+        check_mean(stack, seen, rest)
 
 
 def trains(event: dict[str, Any]) -> bool:
@@ -147,8 +178,3 @@ def trains(event: dict[str, Any]) -> bool:
 def is_training(event: dict[str, Any], number: int) -> bool:
     """Progress inside the classifier's training of a round."""
     return bool(event["event"] == "progress" and event["phase"] == "classify" and event["round"] == number)
-
-
-def fits(event: dict[str, Any]) -> bool:
-    """Progress inside the fit to the mean outputs, before the training of round 2."""
-    return bool(event["event"] == "progress" and event["phase"] == "align" and event["round"] == 2)
