@@ -39,7 +39,9 @@ FACTS = {
 }
 Seal = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.uint32]]
 _BOUNDS = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
-"""Parameters of a spec, and the setting of the policy that bounds each."""
+"""Parameters of a spec, and the setting of the policy that bounds each; `max_steps` bounds every other number that a method has."""
+_OF_SERVER = "server_"
+"""Parameters whose names begin so cost the coordinator time, and a device nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,9 @@ def beyond_policy(spec: FederationSpec, policy: PolicySection) -> tuple[tuple[De
 
 def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
     """A policy with what one spec asks for, which the device's owner approved: parts, report fields that its method needs, work of a round."""
-    asked = {bound: spec.params.get(name) for name, bound in _BOUNDS.items()}
-    bounds = {
-        bound: max(getattr(policy, bound), value) for bound, value in asked.items() if isinstance(value, int | float)
-    }
+    bounds = {bound: getattr(policy, bound) for bound in _BOUNDS.values()}
+    for name, bound in _bounded(spec).items():
+        bounds[bound] = max(bounds[bound], spec.params[name])
     return policy.model_copy(
         update={
             "federations": frozenset(),
@@ -151,11 +152,17 @@ def unlisted(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
 def excesses(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
     """The parameters of a round's cost that exceed this device's policy, with that in words. A method's own defaults are modest."""
     found: dict[str, str] = {}
-    for name, bound in _BOUNDS.items():
-        value, most = spec.params.get(name, 0), getattr(policy, bound)
-        if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):
+    for name, bound in _bounded(spec).items():
+        value, most = spec.params[name], getattr(policy, bound)
+        if value > most and not (name == "epochs" and spec.params.get("steps")):
             found[name] = f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
     return found
+
+
+def _bounded(spec: FederationSpec) -> dict[str, str]:
+    """The setting of the policy that bounds each number of a spec's parameters."""
+    numbers = [name for name, value in spec.params.items() if type(value) in (int, float)]
+    return {name: _BOUNDS.get(name, "max_steps") for name in sorted(numbers) if not name.startswith(_OF_SERVER)}
 
 
 def build_update(
