@@ -4,12 +4,14 @@
 database before anything is sent, and opens the sum before the merge. Neither decides about the round: where too few answer in time there is no sum, and the round goes on without one.
 """
 
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
@@ -20,7 +22,7 @@ from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireErro
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
 from fedcg.wire.sealed_numbers import number_count
-from fedcg.wire.sums import Members, Numbers, SumRound, Survivors, check_keys, survivors_label, unmask
+from fedcg.wire.sums import Members, Numbers, SumRound, Survivors, added, check_keys, survivors_label, unmask
 
 KEYS_WAIT_S = 60.0
 """How long devices may take for their keys after the first one's: some load their images meanwhile."""
@@ -41,9 +43,12 @@ class Phase(str, Enum):
     OPENING = "opening"
     OPENED = "opened"
     OFF = "off"
+    GROUPS = "groups"
+    """It is several sums, of a group of devices each."""
 
 
 _TIMED = (Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
+_ENDED = (Phase.OPENED, Phase.OFF)
 
 
 class SumRecord(BaseModel):
@@ -54,6 +59,8 @@ class SumRecord(BaseModel):
         ended: the phase in which it went off.
         signers: the keys for sums that came with `keys`, by device.
         members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
+        told: by device, its number in a sum of weights.
+        groups: the sums of groups that this one was split into.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_bytes="hex")
@@ -70,37 +77,63 @@ class SumRecord(BaseModel):
     survivors: tuple[str, ...] = ()
     signatures: dict[str, schemas.Hex] = {}
     shares: dict[str, dict[str, schemas.Hex]] = {}
+    told: dict[str, schemas.Hex] = {}
+    groups: list["SumRecord"] = []
 
 
 class SumBoard:
-    """One sum.
+    """One sum; of more than `MAX_SUM_DEVICES` devices one for each of several groups, drawn anew each time.
 
     Args:
         at: of the attempt.
         participants: those who were invited.
-        content: of the same attempt's board before a restart.
+        record: of the same attempt's board before a restart.
 
     Attributes:
         record: all that it knows.
     """
 
-    def __init__(self, at: SumRound, participants: Iterable[str], content: str | None = None) -> None:
+    def __init__(self, at: SumRound, participants: Iterable[str], record: SumRecord | None = None) -> None:
         self.at = at
-        self.record = (
-            SumRecord(awaited=set(participants)) if content is None else SumRecord.model_validate_json(content)
-        )
+        self.record = SumRecord(awaited=set(participants)) if record is None else record
+        self.groups = [SumBoard(at, (), group) for group in self.record.groups]
         self._until: float | None = None
         self._repeat_at = 0.0
 
     @property
     def waits(self) -> bool:
         """Whether it goes on by itself as time does."""
-        return self.record.phase in (Phase.KEYS, *_TIMED)
+        return any(one.waits for one in self.groups) or self.record.phase in self._timed
 
     @property
-    def content(self) -> str:
-        """For the same board after a restart."""
-        return self.record.model_dump_json()
+    def phase(self) -> Phase:
+        """What it waits for; of several groups, what the slowest does. Opened where one group is."""
+        phases = {one.phase for one in self.groups} or {self.record.phase}
+        waiting = phases - set(_ENDED)
+        return next(iter(sorted(waiting, key=list(Phase).index)), Phase.OPENED if Phase.OPENED in phases else Phase.OFF)
+
+    @property
+    def ended(self) -> tuple[Phase | None, str]:
+        """In which phase it went off, and why; of several groups, the first one's."""
+        return next((one.ended for one in self.groups), (self.record.ended, self.record.reason))
+
+    @property
+    def opened(self) -> list["SumBoard"]:
+        """Those that are opened, each of one group."""
+        return [one for one in self.groups or [self] if one.phase is Phase.OPENED]
+
+    @property
+    def _timed(self) -> tuple[Phase, ...]:
+        numbers = (Phase.NUMBERS,) if self._is_of_weights else ()  # else they come with updates
+        return (Phase.KEYS, *_TIMED, *numbers)
+
+    @property
+    def _is_of_weights(self) -> bool:
+        return self.at.exchange == "weights"
+
+    def _of(self, device: str) -> "SumBoard | None":
+        """The group that a device is in."""
+        return next((one for one in self.groups if device in one.record.members.announced), None)
 
     def check(self, device: str, step: schemas.FromDevice) -> None:
         """Check what the other devices will check, so that one device can't cost all of them the sum.
@@ -114,6 +147,8 @@ class SumBoard:
         Raises:
             SignatureError, MalformedError: with the device's name.
         """
+        if (group := self._of(device)) is not None:
+            group.check(device, step)
         kept = self.record
         if device not in kept.awaited:
             return
@@ -122,18 +157,22 @@ class SumBoard:
                 raise MalformedError(f"{device}: it announced keys for a sum without the one that signs them")
             check_keys(self.at, device, step, VerifyKey(step.key))
         if isinstance(step, schemas.SumSigned) and kept.phase is Phase.SIGNATURES:
-            label = survivors_label(self._members, kept.peers, kept.survivors)
+            label = survivors_label(self.members, kept.peers, kept.survivors)
             if not VerifyKey(kept.signers[device]).verifies(step.signature, label):
                 raise SignatureError(f"{device}: its signature is not of the list of survivors")
 
     def leave_out(self, device: str, now: float) -> Sends:
         """Wait for a device no longer whose step is not as it must be."""
+        if (group := self._of(device)) is not None:
+            return group.leave_out(device, now)
         self.record.awaited.discard(device)
         is_last = self.waits and not self.record.awaited
         return [(device, schemas.SumOff()), *(self._next(now) if is_last else [])]
 
     def receive(self, device: str, step: schemas.FromDevice, now: float) -> Sends:
         """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
+        if (group := self._of(device)) is not None:
+            return group.receive(device, step, now)
         kept = self.record
         if isinstance(step, schemas.SumKeys) and kept.phase is not Phase.KEYS:
             return self._again(device, step)
@@ -146,6 +185,8 @@ class SumBoard:
             if step.sealed.keys() != kept.members.announced.keys():
                 return []
             kept.sealed[device] = step.sealed
+        elif isinstance(step, schemas.SumNumbers) and kept.phase is Phase.NUMBERS:
+            kept.told[device] = step.numbers
         elif isinstance(step, schemas.SumSigned) and kept.phase is Phase.SIGNATURES:
             kept.signatures[device] = step.signature
         elif isinstance(step, schemas.SumRevealed) and kept.phase is Phase.OPENING:
@@ -164,6 +205,8 @@ class SumBoard:
             there: who may still take part in the attempt; in its first two steps nobody else is waited for.
             now: seconds, of any clock.
         """
+        if self.groups:
+            return [send for one in self.groups if one.waits for send in one.tick(there, now)]
         kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
             kept.awaited &= set(there)
@@ -172,29 +215,33 @@ class SumBoard:
         is_over = self._until is not None and now >= self._until
         if self.waits and (is_over or not kept.awaited):
             return self._next(now)
-        if kept.phase not in _TIMED or now < self._repeat_at:
+        if kept.phase is Phase.KEYS or kept.phase not in self._timed or now < self._repeat_at:
             return []
         self._repeat_at = now + REPEAT_S
-        return [(device, self._asked) for device in sorted(kept.awaited)]
+        return [(device, self._asked_of(device)) for device in sorted(kept.awaited)]
 
     def wait_anew(self) -> None:
         """Nobody could answer for a while: from the next tick on all have their time again."""
         self._until = None
+        for one in self.groups:
+            one.wait_anew()
 
     def close(self, accepted: Iterable[str], now: float) -> Sends:
         """The attempt's updates are these: ask for signatures over the list of those that hold sealed numbers.
 
         The list stays what it was, whatever is called later.
         """
+        if self.groups:
+            return [send for one in self.groups for send in one.close(accepted, now)]
         kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
             return self._off(f"the attempt was closed while it waited for {kept.phase.value}")
         if kept.phase is not Phase.NUMBERS:
             return []
         kept.survivors = tuple(sorted(set(accepted) & set(kept.peers)))
-        if len(kept.survivors) < self._members.needed:
-            return self._off(f"{len(kept.survivors)} of {self._members.needed} sealed updates came")
-        return self._ask(Phase.SIGNATURES, kept.survivors, now)
+        if len(kept.survivors) < self.members.needed:
+            return self._off(f"{len(kept.survivors)} of {self.members.needed} sealed updates came")
+        return self.ask(Phase.SIGNATURES, kept.survivors, now)
 
     def correction(self, size: int) -> Numbers:
         """What is to be added, modulo 2^32, to the sum of the survivors' sealed numbers, [size] uint32.
@@ -202,27 +249,45 @@ class SumBoard:
         Raises:
             SumError: it is not opened, or shares do not fit what was announced; names the device.
         """
+        if self.groups:
+            return added([np.zeros(size, np.uint32), *(one.correction(size) for one in self.opened)])
         kept = self.record
         if kept.phase is not Phase.OPENED:
             raise SumError(f"the sum waits for {kept.phase.value}")
         survivors = Survivors(kept.peers, kept.survivors, kept.signatures)
-        return unmask(np.zeros(size, np.uint32), self._members, survivors, kept.shares)
+        return unmask(np.zeros(size, np.uint32), self.members, survivors, kept.shares)
 
     @property
-    def digest(self) -> str:
-        """Of the members' announcements."""
-        return self._members.digest
+    def named(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Of each group that is opened, the digest of its members' announcements and whose numbers are in it."""
+        return tuple((one.members.digest, one.record.survivors) for one in self.opened)
+
+    def weights(self) -> list[schemas.SumOpened]:
+        """Of a sum of weights, what each group's sum is: for holders of the cohort's secret.
+
+        Raises:
+            SumError: as of `correction`.
+        """
+        found = []
+        for number, one in enumerate(self.opened):
+            told = [np.frombuffer(one.record.told[device], "<u4").astype(np.uint32) for device in one.record.survivors]
+            numbers = added([one.correction(1), *told]).astype("<u4").tobytes()
+            about = {"digest": one.members.digest, "names": one.record.survivors}
+            found.append(schemas.SumOpened(group=number, groups=len(self.opened), numbers=numbers, **about))
+        return found
 
     @property
-    def _members(self) -> Members:
+    def members(self) -> Members:
+        """Who is in it, and what each announced."""
         return Members(self.at, self.record.members.announced)
 
-    @property
-    def _asked(self) -> schemas.ToDevice:
-        """What the devices that are waited for were sent last."""
+    def _asked_of(self, device: str) -> schemas.ToDevice:
+        """What a device that is waited for was sent last."""
         kept = self.record
         if kept.phase is Phase.SHARES:
             return kept.members
+        if kept.phase is Phase.NUMBERS:
+            return self._dealt_to(device)
         if kept.phase is Phase.SIGNATURES:
             return schemas.SumSurvivors(names=kept.survivors)
         return schemas.SumOpening(names=kept.survivors, signatures=kept.signatures)
@@ -232,42 +297,59 @@ class SumBoard:
         if kept.phase is Phase.KEYS:
             return self._begin(now)
         if kept.phase is Phase.SHARES:
-            return self._deal()
+            return self._deal(now)
+        if kept.phase is Phase.NUMBERS:
+            return self.close(kept.told, now)
         signs = kept.phase is Phase.SIGNATURES
         answers, done = (kept.signatures, "signed the list") if signs else (kept.shares, "gave shares")
-        needed = self._members.needed if signs else self._members.threshold
+        needed = self.members.needed if signs else self.members.threshold
         if len(answers) < needed:
             return self._off(f"{len(answers)} of {needed} devices {done}")
         if kept.phase is Phase.SIGNATURES:
-            return self._ask(Phase.OPENING, kept.survivors, now)
+            return self.ask(Phase.OPENING, kept.survivors, now)
         kept.phase, kept.awaited = Phase.OPENED, set()
         return []
 
     def _begin(self, now: float) -> Sends:
         kept = self.record
-        chosen = sorted(kept.keys)[: schemas.MAX_SUM_DEVICES]
-        if len(chosen) < schemas.MIN_SUM_DEVICES:
-            return self._off(f"{len(chosen)} of {schemas.MIN_SUM_DEVICES} devices announced keys")
-        kept.members = schemas.SumMembers(announced={device: kept.keys[device] for device in chosen})
-        left = [(device, schemas.SumOff()) for device in sorted(kept.keys.keys() - set(chosen))]
-        return [*self._ask(Phase.SHARES, chosen, now), *left]
+        if len(kept.keys) < schemas.MIN_SUM_DEVICES:
+            return self._off(f"{len(kept.keys)} of {schemas.MIN_SUM_DEVICES} devices announced keys")
+        total, drawn = sum(keys.weight for keys in kept.keys.values()), groups_of(kept.keys)
+        if len(drawn) == 1:
+            kept.members = schemas.SumMembers(announced=kept.keys, total=total)
+            return self.ask(Phase.SHARES, sorted(kept.keys), now)
+        kept.phase, kept.awaited = Phase.GROUPS, set()
+        kept.groups = [
+            SumRecord(
+                phase=Phase.SHARES,
+                keys=(keys := {device: kept.keys[device] for device in names}),
+                signers={device: kept.signers[device] for device in names},
+                members=schemas.SumMembers(announced=keys, total=total),
+            )
+            for names in drawn
+        ]
+        self.groups = [SumBoard(self.at, (), group) for group in kept.groups]
+        return [send for one in self.groups for send in one.ask(Phase.SHARES, sorted(one.record.keys), now)]
 
-    def _deal(self) -> Sends:
+    def _deal(self, now: float) -> Sends:
         kept = self.record
         kept.peers = tuple(sorted(kept.sealed))
-        if len(kept.peers) < self._members.needed:
-            return self._off(f"{len(kept.peers)} of {self._members.needed} devices dealt out shares")
-        kept.phase, kept.awaited = Phase.NUMBERS, set()
+        if len(kept.peers) < self.members.needed:
+            return self._off(f"{len(kept.peers)} of {self.members.needed} devices dealt out shares")
         others = [(device, schemas.SumOff()) for device in kept.members.announced if device not in kept.peers]
-        return [*((device, self._dealt_to(device)) for device in kept.peers), *others]
+        dealt = self.ask(Phase.NUMBERS, kept.peers, now)
+        if not self._is_of_weights:
+            kept.awaited = set()
+        return [*dealt, *others]
 
     def _dealt_to(self, device: str) -> schemas.SumDealt:
         return schemas.SumDealt(sealed={peer: self.record.sealed[peer][device] for peer in self.record.peers})
 
-    def _ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
+    def ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
+        """Go on to a phase, and wait for these devices."""
         self.record.phase, self.record.awaited = phase, set(devices)
         self._until, self._repeat_at = now + WAIT_S, now + REPEAT_S
-        return [(device, self._asked) for device in devices]
+        return [(device, self._asked_of(device)) for device in devices]
 
     def _off(self, reason: str) -> Sends:
         kept = self.record
@@ -284,7 +366,18 @@ class SumBoard:
         return [(device, self._dealt_to(device) if device in kept.peers else schemas.SumOff())]
 
 
+def groups_of(devices: Iterable[str]) -> list[list[str]]:
+    """The groups that these are drawn into: as few and as equal as can be, of at most `MAX_SUM_DEVICES`, each sorted."""
+    drawn = sorted(devices)
+    secrets.SystemRandom().shuffle(drawn)
+    count = -(-len(drawn) // schemas.MAX_SUM_DEVICES)
+    return [sorted(drawn[number::count]) for number in range(count)]
+
+
 Merge = Callable[[OpenedSum], None]
+
+
+_RECORDS = TypeAdapter(dict[schemas.SumExchange, SumRecord])
 
 
 @dataclass(frozen=True)
@@ -322,7 +415,7 @@ class SealedSums:
     ) -> None:
         self._spec, self._store, self._publisher, self._events, self._clock = spec, store, publisher, events, clock
         self._is_member = is_member
-        self._board: SumBoard | None = None
+        self._boards: dict[schemas.SumExchange, SumBoard] = {}
         self._at = schemas.RoundAttempt(0, 0)
         self._merge: Merge | None = None
         self._stored: str | None = None
@@ -330,21 +423,24 @@ class SealedSums:
 
     def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
+        self._boards, self._merge = {}, None
         if not self._spec.sealed_in(at.round):
-            self._board = self._merge = None
             return
-        self._at, self._merge = at, None
+        self._at = at
         self._stored = self._store.sealed_sums.of(self._spec.federation, self._at)
-        sum_round = SumRound(self._spec.federation, at.round, at.attempt)
-        self._board = SumBoard(sum_round, participants, self._stored)
+        known = {} if self._stored is None else _RECORDS.validate_json(self._stored)
+        for exchange in get_args(schemas.SumExchange):
+            if exchange == "parts" or not self._spec.has_public_counts:
+                where = SumRound(self._spec.federation, at.round, at.attempt, exchange)
+                self._boards[exchange] = SumBoard(where, participants, known.get(exchange))
 
     def end(self) -> None:
         """The attempt failed."""
-        self._board = self._merge = None
+        self._boards, self._merge = {}, None
 
     def receive(self, device: str, message: schemas.SumUp) -> None:
         """Take a device's step, or leave the device out of the sum for it."""
-        board = self._board
+        board = self._boards.get(message.exchange)
         if board is None or not self._is_member(device) or message.at != self._at:
             return
         try:
@@ -357,21 +453,23 @@ class SealedSums:
 
     def link_is_back(self) -> None:
         """Devices could not answer for a while."""
-        if self._board is not None:
-            self._board.wait_anew()
+        for board in self._boards.values():
+            board.wait_anew()
 
     def tick(self, there: Collection[str]) -> None:
         """Time went on, with a link; `there`: who may still take part in the attempt."""
-        if self._board is not None and self._board.waits:
-            self._follow(self._board, self._board.tick(there, self._clock()))
+        for board in self._boards.values():
+            if board.waits:
+                self._follow(board, board.tick(there, self._clock()))
 
     def open(self, accepted: Collection[str], merge: Merge) -> None:
         """Open the sum of these clients' sealed numbers, then call `merge`; where it can't be opened, without it."""
-        if self._board is None:
+        board = self._boards.get("parts")
+        if board is None:
             merge(OpenedSum())
             return
         self._merge = merge
-        self._follow(self._board, self._board.close(accepted, self._clock()))
+        self._follow(board, board.close(accepted, self._clock()))
 
     def lost(self, at: schemas.RoundAttempt, reason: str) -> None:
         """The aggregate of an attempt has no sum although it could be opened."""
@@ -383,18 +481,36 @@ class SealedSums:
         return {"round": self._at.round, "attempt": self._at.attempt}
 
     def _follow(self, board: SumBoard, sends: Sends) -> None:
-        if (content := board.content) != self._stored:
+        content = _RECORDS.dump_json({exchange: one.record for exchange, one in self._boards.items()}).decode()
+        if content != self._stored:
             self._store.sealed_sums.keep(self._spec.federation, self._at, content)
             self._stored = content
         for device, step in sends:
-            self._publisher.sum_step(device, self._at, step)
-        if board.record.phase in (Phase.OPENED, Phase.OFF) and self._merge is not None:
+            self._publisher.sum_step(device, self._at, board.at.exchange, step)
+        if board.phase not in _ENDED:
+            return
+        if board.at.exchange == "weights":
+            self._tell_weights(board)
+        elif self._merge is not None:
             merge, self._merge = self._merge, None
             merge(self._opened(board))
 
+    def _tell_weights(self, board: SumBoard) -> None:
+        """Send the opened sum of weights to those who wait for it, or that there is none: then there is none of parts."""
+        known = self._boards["parts"].record.keys
+        waiting = sorted(board.record.keys.keys() - known.keys())
+        try:
+            steps: list[schemas.ToDevice] = [*board.weights()] or [schemas.SumOff()]
+        except WireError as error:  # a device lied about its shares
+            self._events.write("sum_refused", **self._about, client="", reason=str(error))
+            steps = [schemas.SumOff()]
+        for device in waiting:
+            for step in steps:
+                self._publisher.sum_step(device, self._at, "weights", step)
+
     def _opened(self, board: SumBoard) -> OpenedSum:
-        reason = board.record.reason
-        if board.record.phase is Phase.OPENED:
+        ended, reason = board.ended
+        if board.phase is Phase.OPENED:
             try:
                 parts = self._spec.sealed_in(self._at.round)
                 correction = board.correction(sum(number_count(self._spec.layouts[part]) for part in parts))
@@ -402,8 +518,9 @@ class SealedSums:
                 reason = str(error)
             else:
                 self.failure = None
-                self._events.write("sum_opened", **self._about, clients=list(board.record.survivors))
-                return OpenedSum(board.record.survivors, board.digest, correction.astype("<u4").tobytes())
-        self.failure = SumFailure(self._at.round, reason, board.record.ended)
+                clients = sorted(name for _, names in board.named for name in names)
+                self._events.write("sum_opened", **self._about, clients=clients)
+                return OpenedSum(board.named, correction.astype("<u4").tobytes())
+        self.failure = SumFailure(self._at.round, reason, ended)
         self._events.write("sum_off", **self._about, reason=reason)
         return OpenedSum()

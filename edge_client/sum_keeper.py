@@ -6,7 +6,7 @@ Sums of two rounds whose lists differ by a device or two give their difference a
 a list only if its own numbers moved. It knows no store: the functions that load and save are given.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,19 @@ from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.sums import Members, Numbers, SumRound, SumSecrets, Survivors, masked, reveal, share_out, sign_survivors
+from fedcg.wire.sums import (
+    MOST_SHARE,
+    Members,
+    Numbers,
+    SumRound,
+    SumSecrets,
+    Survivors,
+    masked,
+    reveal,
+    share_out,
+    sign_survivors,
+    unsealed,
+)
 
 MOST_LISTS = 64
 SKETCH_NUMBERS = 256
@@ -32,26 +44,29 @@ class Numbered(BaseModel):
 
     Attributes:
         sketch: random sums of the numbers, [SKETCH_NUMBERS]: distances between two sketches are those of the numbers, to some hundredths.
-        to_mean: distance of the numbers to the mean that the round started from; None before the first mean.
+        parts: whose numbers they are.
+        to_mean: distance of the numbers to the mean that the round started from, or to the cohort's start before the first mean.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     round: int
     attempt: int
+    parts: tuple[str, ...]
     sketch: tuple[float, ...]
-    to_mean: float | None
+    to_mean: float
 
     @staticmethod
     def of(
-        at: SumRound, numbers: npt.NDArray[np.float64], mean: npt.NDArray[np.float64] | None, seed: int
+        at: SumRound, parts: tuple[str, ...], numbers: npt.NDArray[np.float64], mean: npt.NDArray[np.float64], seed: int
     ) -> "Numbered":
-        """Of numbers [P] and, where there is one, the last mean [P]; `seed`: this device's own, the same for all its rounds."""
-        distance = None if mean is None else float(np.linalg.norm(numbers - mean))
+        """Of the numbers [P] of some parts and that mean [P]; `seed`: this device's own, the same for all its rounds."""
+        distance = float(np.linalg.norm(numbers - mean))
         stream = np.random.default_rng(seed)
         signs, places = stream.choice((-1.0, 1.0), len(numbers)), stream.integers(0, SKETCH_NUMBERS, len(numbers))
         sketch = np.bincount(places, signs * numbers, SKETCH_NUMBERS)
-        return Numbered(round=at.round, attempt=at.attempt, sketch=tuple(sketch.tolist()), to_mean=distance)
+        told = tuple(sketch.tolist())
+        return Numbered(round=at.round, attempt=at.attempt, parts=parts, sketch=told, to_mean=distance)
 
 
 class _List(BaseModel):
@@ -60,6 +75,7 @@ class _List(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     names: tuple[str, ...]
+    parts: tuple[str, ...]
     sketch: tuple[float, ...]
 
 
@@ -67,7 +83,9 @@ class _Kept(BaseModel):
     """The record on disk, bytes in hex.
 
     Attributes:
+        count: this device's images. `total`: of all devices', where that is known from a sum of its own; else weights are announced.
         sealed: shares that this device dealt out; `dealt` those that it got.
+        opened: of a sum of weights, that of each group by its number, of `groups`.
         signed: the list that it signed.
         masked_until: the highest round before this one in whose sum this device's numbers may be.
         lists: those that it signed in earlier rounds, each once, with its numbers of the last time, the newest last.
@@ -79,12 +97,15 @@ class _Kept(BaseModel):
     round: int
     attempt: int
     secrets: tuple[schemas.Hex, schemas.Hex, schemas.Hex]
-    weight: int
+    count: int
+    total: int | None = None
     vote: int = 0
     members: schemas.SumMembers | None = None
     sealed: dict[str, schemas.Hex] = {}
     dealt: dict[str, schemas.Hex] = {}
     signed: tuple[str, ...] | None = None
+    opened: dict[int, int] = {}
+    groups: int = 0
     masked_until: int = 0
     lists: tuple[_List, ...] = ()
 
@@ -104,6 +125,8 @@ class SumKeeper:
         load, save: the record on disk, empty before the first sum; `save` returns once it is durable.
         numbered: what the training process told last of this device's numbers (`Numbered`), empty before the first sum.
         least: the fewest devices of a sum that this device's owner accepts.
+        exchange: what the sums are of.
+        secret: of the cohort.
     """
 
     def __init__(
@@ -115,18 +138,21 @@ class SumKeeper:
         save: Callable[[Mapping[str, Any]], None],
         numbered: Callable[[], Mapping[str, Any]],
         least: int,
+        exchange: schemas.SumExchange = "parts",
+        secret: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         self._device, self._key, self._roster = device, key, roster
         self._load, self._save, self._numbered, self._least = load, save, numbered, least
+        self._exchange, self._secret = exchange, secret
 
-    def announce(self, at: SumRound, weight: int, vote: int = 0) -> schemas.SumKeys | None:
+    def announce(self, at: SumRound, count: int, vote: int = 0, total: int | None = None) -> schemas.SumKeys | None:
         """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
 
         Raises:
             StoreError: the record can't be read.
         """
         kept = self._read()
-        if kept is None or _at(kept) != at:
+        if kept is None or _at(kept, self._exchange) != at:
             before = None if kept is None or kept.federation != at.federation else kept
             masked_until = 0 if before is None else before.last_masked
             # A coordinator that goes back, as from a backup, gets no second sum of a round.
@@ -136,12 +162,14 @@ class SumKeeper:
             seeds = (drawn.cipher, drawn.mask, drawn.own)
             where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
             lists = () if before is None else before.lists
-            kept = _Kept(**where, secrets=seeds, weight=weight, vote=vote, masked_until=masked_until, lists=lists)
+            told: dict[str, Any] = {"count": count, "total": total, "vote": vote}
+            kept = _Kept(**where, secrets=seeds, **told, masked_until=masked_until, lists=lists)
             self._write(kept)
         return self._announced(at, kept).model_copy(update={"key": self._key.public.raw})
 
     def _announced(self, at: SumRound, kept: _Kept) -> schemas.SumKeys:
-        return SumSecrets(self._device, *kept.secrets).announce(at, kept.weight, self._key, kept.vote)
+        weight = kept.count if self._exchange == "parts" and kept.total is None else 1
+        return SumSecrets(self._device, *kept.secrets).announce(at, weight, self._key, kept.vote)
 
     def members(self, at: SumRound, step: schemas.SumMembers) -> schemas.SumShares:
         """Deal out shares among the members.
@@ -200,22 +228,20 @@ class SumKeeper:
         if kept.signed not in (None, names):
             raise SumError("the coordinator asks for a second list of survivors")
         if kept.signed is None:
-            own = self._moved(at, kept, names)
-            lists = (*(one for one in kept.lists if one.names != names), _List(names=names, sketch=own.sketch))
+            lists = kept.lists if self._exchange == "weights" else self._with_list(at, kept, names)
             self._write(kept.model_copy(update={"signed": names, "lists": lists[-MOST_LISTS:]}))
         return schemas.SumSigned(signature=sign_survivors(members, sorted(kept.dealt), names, self._key))
 
-    def _moved(self, at: SumRound, kept: _Kept, names: Iterable[str]) -> Numbered:
-        """This device's numbers in the sum of that list, where they may be in it beside earlier ones."""
+    def _with_list(self, at: SumRound, kept: _Kept, names: tuple[str, ...]) -> tuple[_List, ...]:
+        """The lists that this device has signed with this one, where its numbers may be in it beside the earlier ones."""
         try:
             own = Numbered.model_validate(self._numbered())
         except ValidationError as error:
             raise SumError("what this device's numbers of the round are is not known") from error
         if (own.round, own.attempt) != (at.round, at.attempt):
             raise SumError("this device has no numbers of the round")
-        if own.to_mean is None:
-            return own
-        for earlier in kept.lists:
+        alike = [one for one in kept.lists if one.parts == own.parts]
+        for earlier in alike:
             unlike = set(earlier.names) ^ set(names)
             moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
             if 0 < len(unlike) <= NEAR and moved < LEAST_MOVE * own.to_mean:
@@ -223,7 +249,8 @@ class SumKeeper:
                     f"the sum would differ from an earlier one by {' and '.join(sorted(unlike))} alone, and this device's numbers "
                     "have hardly moved since: it sits out"
                 )
-        return own
+        new = _List(names=names, parts=own.parts, sketch=own.sketch)
+        return (*(one for one in kept.lists if (one.names, one.parts) != (names, own.parts)), new)
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
@@ -239,6 +266,41 @@ class SumKeeper:
         secrets, members = SumSecrets(self._device, *kept.secrets), Members(at, kept.members.announced)
         return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._roster()))
 
+    def number(self, at: SumRound) -> schemas.SumNumbers:
+        """This device's count behind its masks, once it has its peers.
+
+        Raises:
+            SumError: it has no cohort secret.
+        """
+        kept, secret = self._of(at), self._secret()
+        if secret is None or kept.members is None:
+            raise SumError("this device has no secret of its cohort, or no peers")
+        secrets, members = SumSecrets(self._device, *kept.secrets), Members(at, kept.members.announced)
+        behind = masked(secrets, members, kept.dealt, np.array([kept.count], np.uint32), secret)
+        return schemas.SumNumbers(numbers=behind.astype("<u4").tobytes())
+
+    def opened(self, at: SumRound, step: schemas.SumOpened) -> None:
+        """Keep the sum of one group's counts.
+
+        Raises:
+            SumError: it can't be one, or other numbers of groups than before.
+        """
+        kept, secret = self._of(at), self._secret()
+        if secret is None or step.group >= step.groups or kept.groups not in (0, step.groups):
+            raise SumError("the groups of a sum of weights are not those of before")
+        numbers = np.frombuffer(step.numbers, "<u4").astype(np.uint32)
+        found = int(unsealed(numbers, at, step.digest, step.names, secret)[0])
+        if not len(step.names) <= found < 1 << 31 or (self._device in step.names and found < kept.count):
+            raise SumError("a sum of weights can't be: another secret, or a device lied")
+        self._write(kept.model_copy(update={"groups": step.groups, "opened": {**kept.opened, step.group: found}}))
+
+    def found(self, at: SumRound) -> tuple[int, int, int] | None:
+        """This device's count, that of all devices, and its vote; None before the sums of all groups are opened."""
+        kept = self._read()
+        if kept is None or _at(kept, self._exchange) != at or not kept.groups or len(kept.opened) < kept.groups:
+            return None
+        return kept.count, sum(kept.opened.values()), kept.vote
+
     def answer(
         self, at: SumRound, step: schemas.SumMembers | schemas.SumSurvivors | schemas.SumOpening
     ) -> schemas.SumShares | schemas.SumSigned | schemas.SumRevealed:
@@ -253,7 +315,7 @@ class SumKeeper:
 
     def _of(self, at: SumRound) -> _Kept:
         kept = self._read()
-        if kept is None or _at(kept) != at:
+        if kept is None or _at(kept, self._exchange) != at:
             raise SumError(f"this device announced no keys for the sum of round {at.round}, attempt {at.attempt}")
         return kept
 
@@ -287,11 +349,14 @@ def masks_in(record: Mapping[str, Any], device: str, at: SumRound, cohort_secret
         StoreError: the record can't be read.
     """
     kept = _read(record)
-    if kept is None or _at(kept) != at or kept.members is None or not kept.dealt:
+    if kept is None or _at(kept, at.exchange) != at or kept.members is None or not kept.dealt:
         return None
     secrets, members, peers = SumSecrets(device, *kept.secrets), Members(at, kept.members.announced), tuple(kept.dealt)
     votes = {name: keys.vote for name, keys in members.announced.items()}
-    share = members.share_of(device, peers)
+    if kept.total is None:
+        share = members.share_of(device, peers, kept.members.total)
+    else:
+        share = min(MOST_SHARE, kept.count / kept.total)
     return SumMasks(share, votes, lambda numbers: masked(secrets, members, peers, numbers, cohort_secret))
 
 
@@ -305,5 +370,5 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         ) from error
 
 
-def _at(kept: _Kept) -> SumRound:
-    return SumRound(kept.federation, kept.round, kept.attempt)
+def _at(kept: _Kept, exchange: schemas.SumExchange) -> SumRound:
+    return SumRound(kept.federation, kept.round, kept.attempt, exchange)

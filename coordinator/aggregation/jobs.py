@@ -83,13 +83,11 @@ class OpenedSum:
     """What takes all masks but the cohort's off a sum of sealed numbers: empty where it can't be opened.
 
     Attributes:
-        names: the clients in it.
-        digest: of the announcements of its members.
+        groups: of each group, the digest of its members' announcements, and the clients in it.
         correction: 4 bytes a number, little endian, to be added to the sum.
     """
 
-    names: tuple[str, ...] = ()
-    digest: str = ""
+    groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
     correction: bytes = b""
 
 

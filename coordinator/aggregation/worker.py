@@ -258,20 +258,20 @@ class JobRunner:
 
         before, opened, spec = self._before.aggregate, request.opened, self._spec
         sealed, sums, lost, parts = before.parts[Part.SEALED], before.sums, "", spec.sealed_in(self._job.round)
-        told = {client: artifact for client, artifact, _ in request.updates if client in opened.names}
-        if len(told) < len(opened.names):
+        names = frozenset(name for _, names in opened.groups for name in names)
+        told = {client: artifact for client, artifact, _ in request.updates if client in names}
+        if names - told.keys():
             lost = "it holds numbers of devices whose updates are not merged: "
-            lost += ", ".join(sorted(opened.names - told.keys()))
+            lost += ", ".join(sorted(names - told.keys()))
         elif told:
             correction = np.frombuffer(opened.correction, "<u4").astype(np.uint32)
             total = added([correction, *(self._numbers(told[client], parts) for client in sorted(told))])
             sizes = [len(sealed[part.value]) for part in parts]
             each = dict(zip((part.value for part in parts), np.split(total, np.cumsum(sizes)[:-1]), strict=True))
             sealed = {**sealed, **to_weights({Part.SEALED: each})[Part.SEALED]}
-            new = SealedSum(
-                round=self._job.round, attempt=self._job.attempt, parts=parts, digest=opened.digest, names=opened.names
-            )
-            sums = (*(one for one in sums if not set(one.parts) & set(parts)), new)
+            at: dict[str, Any] = {"round": self._job.round, "attempt": self._job.attempt, "parts": parts}
+            new = [SealedSum(**at, digest=digest, names=names) for digest, names in opened.groups]
+            sums = (*(one for one in sums if not set(one.parts) & set(parts)), *new)
         return *merged((aggregate, state), self._before, {Part.SEALED: sealed}, sums), lost
 
     def _numbers(self, artifact: str, parts: tuple[Part, ...]) -> npt.NDArray[np.uint32]:

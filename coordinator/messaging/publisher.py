@@ -15,7 +15,6 @@ from coordinator.pki.signing_keys import SigningIdentity
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, seal
-from fedcg.wire.messages.schemas import ToDevice
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
 from fedcg.wire.transfer.chunks import chunk_bytes_for
@@ -172,9 +171,11 @@ class Publisher:
         """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
         return self._publish(self.topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key)))
 
-    def sum_step(self, device: str, at: schemas.RoundAttempt, step: ToDevice) -> bool:
+    def sum_step(
+        self, device: str, at: schemas.RoundAttempt, exchange: schemas.SumExchange, step: schemas.ToDevice
+    ) -> bool:
         """Send a step of the sealed sum of (round, attempt)."""
-        return self._send(device, schemas.SumDown(**self._to(device, at), body=step))
+        return self._send(device, schemas.SumDown(**self._to(device, at), exchange=exchange, body=step))
 
     def need(self, device: str, manifest: schemas.Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""

@@ -3,7 +3,8 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from edge_client.agent.owner import OwnerControl
 from edge_client.agent.reports import describe_end
@@ -28,7 +29,17 @@ from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, RoundAttempt, SumDealt, SumOff, SumUp
+from fedcg.wire.messages.schemas import (
+    ArtifactRef,
+    DeclineReason,
+    FromDevice,
+    RoundAttempt,
+    SumDealt,
+    SumExchange,
+    SumOff,
+    SumOpened,
+    SumUp,
+)
 from fedcg.wire.sums import SumRound
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 
@@ -68,18 +79,10 @@ class CommandExecutor:
     _sent: str = field(default="", init=False)
     why: dict[DeclineReason, str] = field(default_factory=dict, init=False)
     outcome: bool | None = field(default=None, init=False)
-    _announced: RoundAttempt | None = field(default=None, init=False)
+    _announced: tuple[RoundAttempt, SumExchange] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._sums = SumKeeper(
-            self.config.device,
-            self.signing,
-            self.store.roster,
-            self.store.sum_record,
-            self.store.save_sum_record,
-            self.store.numbered,
-            self.config.policy.least_sum,
-        )
+        self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             signals.SendHello: self._send_hello,
             signals.Send: self._send,
@@ -99,6 +102,20 @@ class CommandExecutor:
             signals.Note: self._note,
             signals.Done: self._done,
         }
+
+    def _keeper(self, exchange: SumExchange) -> SumKeeper:
+        store = self.store
+        return SumKeeper(
+            self.config.device,
+            self.signing,
+            store.roster,
+            partial(store.sum_record, exchange),
+            partial(store.save_sum_record, exchange),
+            store.numbered,
+            self.config.policy.least_sum,
+            exchange,
+            store.cohort_secret,
+        )
 
     def carry_out(self, command: signals.Command, state: SessionState) -> Event | None:
         """Carry out a command; returns an event that follows at once."""
@@ -172,42 +189,72 @@ class CommandExecutor:
         return DeclineReason.SPEC_REFUSED, f"sealed sums need the roster of the cohort: {way}"
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
-        at = command.round_attempt
-        keys = self._sums.announce(self._sum_round(at), command.images, command.vote)
+        """Announce keys for the next sum of the round: of the weights first, where nobody may know them."""
+        at, spec = command.round_attempt, self.store.spec("" if state.offer is None else state.offer.spec.id)
+        if spec is None or spec.has_public_counts:
+            return self._announce("parts", at, state, command.images, command.vote)
+        found = self._sums["weights"].found(self._sum_round(at, "weights"))
+        if found is None:
+            return self._announce("weights", at, state, command.images, command.vote)
+        return self._announce_parts(at, state, found)
+
+    def _announce_parts(self, at: RoundAttempt, state: SessionState, found: tuple[int, int, int]) -> Event | None:
+        count, total, vote = found
+        return self._announce("parts", at, state, count, vote, total)
+
+    def _announce(
+        self,
+        exchange: SumExchange,
+        at: RoundAttempt,
+        state: SessionState,
+        count: int,
+        vote: int,
+        total: int | None = None,
+    ) -> Event | None:
+        keys = self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
             self.events.write(
                 "sum_off", **where, reason="this device's numbers of the round, or of a later one, are in a sum"
             )
             return SumReady(at)
-        if self._announced != at:
-            self._announced = at
-            self.events.write("sum_keys", **where, weight=keys.weight)
-        self.link.send(SumUp(**state.addressed(at), body=keys))
+        if self._announced != (at, exchange):
+            self._announced = at, exchange
+            self.events.write("sum_keys", **where, of=exchange)
+        self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=keys))
         return None
 
     def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> Event | None:
         """Answer, or refuse what an honest coordinator does not ask for; a device that dealt shares and can't mask declines the round."""
-        at, step, sum_round = command.round_attempt, command.step, self._sum_round(command.round_attempt)
+        at, step, exchange = command.round_attempt, command.step, command.exchange
+        keeper, sum_round = self._sums[exchange], self._sum_round(at, exchange)
+        is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
         if isinstance(step, SumOff):
-            if at == state.offered and state.sum_ready != at:
+            if is_due:
                 reason = "too few devices answered in time, or the coordinator refused what this one announced"
                 self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
             return SumReady(at)
         try:
+            if isinstance(step, SumOpened):
+                keeper.opened(sum_round, step)
+                found = keeper.found(sum_round)
+                return None if found is None or not is_due else self._announce_parts(at, state, found)
             if isinstance(step, SumDealt):
-                self._sums.dealt(sum_round, step)
-                return SumReady(at)
-            answer = self._sums.answer(sum_round, step)
+                keeper.dealt(sum_round, step)
+                if exchange == "parts":
+                    return SumReady(at)
+                answer: FromDevice = keeper.number(sum_round)
+            else:
+                answer = keeper.answer(sum_round, step)
         except WireError as error:
             self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
-            is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
-            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if isinstance(step, SumDealt) and is_due else None
-        self.link.send(SumUp(**state.addressed(at), body=answer))
+            is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
+            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if is_lost else None
+        self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=answer))
         return None
 
-    def _sum_round(self, at: RoundAttempt) -> SumRound:
-        return SumRound(self.config.federation, at.round, at.attempt)
+    def _sum_round(self, at: RoundAttempt, exchange: SumExchange) -> SumRound:
+        return SumRound(self.config.federation, at.round, at.attempt, exchange)
 
     def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> Event | None:
         try:

@@ -386,7 +386,7 @@ class CoordinatorLink:
         if isinstance(message, Need | Receipt):
             return message
         if isinstance(message, SumDown):
-            return signals.SumStepped(message.at, message.body)
+            return signals.SumStepped(message.at, message.body, message.exchange)
         if isinstance(message, Left):
             return signals.Left()
         raise errors.MalformedError(f"a {message.kind} message on a device's own topic")

@@ -128,6 +128,7 @@ class SumStepped(Event):
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
+    exchange: schemas.SumExchange = "parts"
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,7 @@ class AnswerSum(Command):
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
+    exchange: schemas.SumExchange = "parts"
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def _weighed(state: SessionState, event: signals.Weighed, now: float) -> Step:
 
 
 def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
-    return state, (AnswerSum(event.round_attempt, event.step),)
+    return state, (AnswerSum(event.round_attempt, event.step, event.exchange),)
 
 
 def _sum_ready(state: SessionState, event: signals.SumReady, now: float) -> Step:

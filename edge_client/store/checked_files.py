@@ -38,6 +38,7 @@ _LOST = {
     "left_out.json": "It lists images that could not be read and nothing else: delete it; the next round writes it anew",
     "format.json": "It holds whose store this is: restore it from a backup; the trained state beside it is untouched",
     "numbers.json": "It tells of this device's numbers in the last sealed sum: delete it, and the round that is open has none",
+    "weights.json": "It holds the secrets of the open round's sum of weights: when that round is over, delete it, and the next one has a sum again",
     "sums.json": "It holds the secrets of the open round's sealed sum: when that round is over, delete it, and the next one has a sum again",
     "roster.json": "It holds the message keys of the cohort's devices and nothing else: delete it, and give them again with `fedcg cohort roster`",
     "seen.json": f"Without it an old broadcast could be played again: {_RESTORE}",
@@ -49,7 +50,7 @@ _LOST = {
 
 _MADE_ANEW = frozenset({"accepted.json", "left_out.json", "memory.json"})
 """The files that are written anew where they are damaged: nothing that was trained depends on them."""
-_COUNTED = frozenset({"seen.json", "sums.json", "coordinator.json", "privacy.json"})
+_COUNTED = frozenset({"seen.json", "sums.json", "weights.json", "coordinator.json", "privacy.json"})
 """The files whose older copies undo a promise. Each write of one takes the next number, which the file and `COUNTER` keep."""
 
 

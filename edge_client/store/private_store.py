@@ -47,7 +47,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import START, PinnedKey, Position, VerifyKey
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, SumExchange
 from fedcg.wire.transfer.partial_files import Partials
 
 FORMAT_FILE = "format.json"
@@ -56,7 +56,7 @@ _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
 _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", generations.CHECKPOINT_FILE)
 _OWN = re.compile(
     r"secrets|specs|artifacts|generations|models|audit|defence|control|CURRENT|lock|trainer\.lock|checkpoint\.bin|signing\.pub|"
-    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|numbers|"
+    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|weights|numbers|"
     r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
 """Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
@@ -66,6 +66,7 @@ AUDIT_FOLDER = "audit"
 DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"
+_SUMS: Mapping[SumExchange, str] = {"weights": "weights.json", "parts": "sums.json"}
 REVOKED_FILE = "revoked.json"
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
@@ -409,13 +410,13 @@ class PrivateStore:
         """Store what decides whether these numbers may be in a sum."""
         write_json(self.root / "numbers.json", found)
 
-    def sum_record(self) -> dict[str, Any]:
-        """What this device keeps of the last sealed sum; empty before the first one."""
-        return read_json(self.root / "sums.json")
+    def sum_record(self, exchange: SumExchange) -> dict[str, Any]:
+        """What this device keeps of the last sealed sum of weights or parts; empty before the first one."""
+        return read_json(self.root / _SUMS[exchange])
 
-    def save_sum_record(self, record: Mapping[str, Any]) -> None:
+    def save_sum_record(self, exchange: SumExchange, record: Mapping[str, Any]) -> None:
         """Store what this device keeps of a sealed sum."""
-        write_json(self.root / "sums.json", record)
+        write_json(self.root / _SUMS[exchange], record)
 
     def roster(self) -> dict[str, VerifyKey]:
         """Message keys of the cohort's devices, as this device's owner gave them; empty before that."""

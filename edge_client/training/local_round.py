@@ -207,15 +207,16 @@ def opened_parts(
 ) -> dict[Part, dict[str, Array]]:
     """The means in an aggregate's sealed sums."""
     secret, header, found = work.store.cohort_secret(), decoded.header, dict[Part, dict[str, Array]]()
-    for one in header.sums:
-        due = max(
-            (number for number in (header.round, header.round - 1) if spec.sealed_in(number) == one.parts), default=0
-        )
+    sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
+    for parts in sorted({one.parts for one in header.sums}):
+        groups = [one for one in header.sums if one.parts == parts]
+        one, near = groups[0], (header.round, header.round - 1)
+        due = max((number for number in near if spec.sealed_in(number) == parts), default=0)
         if secret is None or (has_state and one.round < due):
             continue
         try:
-            numbers = opened(cast("dict[str, Numbers]", decoded.parts[Part.SEALED]), one, spec.federation, secret)
-            found |= {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in one.parts}
+            numbers = opened(sealed, groups, spec.federation, secret)
+            found |= {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in parts}
         except WireError as error:
             about: dict[str, str | int] = {"what": "sum", "round": one.round, "attempt": one.attempt}
             work.events.write("refused", **about, detail=f"{error}. This device goes on from its own")
@@ -339,7 +340,7 @@ def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks 
     secret = work.store.cohort_secret()
     if not spec.sealed_in(at.round) or secret is None:
         return None
-    return masks_in(work.store.sum_record(), work.config.device, _sum_round(spec, at), secret)
+    return masks_in(work.store.sum_record("parts"), work.config.device, _sum_round(spec, at), secret)
 
 
 def _sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
@@ -467,13 +468,14 @@ def _numbered(work: Workplace, spec: FederationSpec, done: _Outcome, shared: Par
         return np.concatenate(scaled).astype(np.float64)
 
     sealed, before = spec.sealed_in(done.ctx.round), done.aggregate.parts
-    numbers = np.concatenate([flat(shared, part) for part in sealed])
-    mean = None
-    if all(part in before for part in sealed):
-        known = to_arrays({part: before[part] for part in sealed})
-        mean = np.concatenate([flat(known, part) for part in sealed])
+    if not all(part in before for part in sealed):  # before the first mean: from the start that all have in common
+        before = initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed))
+    known = to_arrays({part: before[part] for part in sealed})
+    numbers, mean = (np.concatenate([flat(parts, part) for part in sealed]) for parts in (shared, known))
     seed = Streams(work.store.device_secret()).at(spec.federation).seed("sketch")
-    return Numbered.of(_sum_round(spec, RoundAttempt(done.ctx.round, done.ctx.attempt)), numbers, mean, seed)
+    names = tuple(part.value for part in sealed)
+    at = _sum_round(spec, RoundAttempt(done.ctx.round, done.ctx.attempt))
+    return Numbered.of(at, names, numbers, mean, seed)
 
 
 def _audit(

@@ -247,6 +247,11 @@ class FederationSpec(_Frozen):
         """The report fields without which an update can't be merged."""
         return (_WEIGHING & frozenset(self.report)) - frozenset(self.optional_report)
 
+    @property
+    def has_public_counts(self) -> bool:
+        """Whether devices tell how many images they have: what is averaged in the clear is weighted by it."""
+        return bool(frozenset(self.upload) - {parts.Part.SEALED})
+
     def shared_in(self, number: int) -> frozenset[parts.Part]:
         """The parts that a client of a round gives to the others, in the clear or sealed."""
         every = (frozenset(self.upload) - {parts.Part.SEALED}) | frozenset(self.sealed)

@@ -88,10 +88,20 @@ def _middle_and_half(layout: TensorLayout) -> tuple[float, float]:
     return (layout.low + layout.high) / 2, (layout.high - layout.low) / 2
 
 
-def opened(sealed: Mapping[str, Numbers], of: SealedSum, federation: str, cohort_secret: bytes) -> dict[Part, Numbers]:
-    """The numbers of each part of a sum without the cohort's masks; `sealed`: those of an aggregate's part `sealed`."""
-    sizes = [len(sealed[part.value]) for part in of.parts]
-    together = np.concatenate([sealed[part.value] for part in of.parts])
-    at = SumRound(federation, of.round, of.attempt)
-    found = np.split(unsealed(together, at, of.digest, of.names, cohort_secret), np.cumsum(sizes)[:-1])
-    return dict(zip(of.parts, found, strict=True))
+def opened(
+    sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], federation: str, cohort_secret: bytes
+) -> dict[Part, Numbers]:
+    """The numbers of each part of a sum without the cohort's masks.
+
+    Args:
+        sealed: those of an aggregate's part `sealed`.
+        groups: whose sums were added to it, all of the same parts and attempt; at least one.
+        federation: its name.
+        cohort_secret: of the cohort.
+    """
+    parts = groups[0].parts
+    total = np.concatenate([sealed[part.value] for part in parts])
+    for one in groups:
+        at = SumRound(federation, one.round, one.attempt)
+        total = unsealed(total, at, one.digest, one.names, cohort_secret)
+    return dict(zip(parts, np.split(total, np.cumsum([len(sealed[part.value]) for part in parts])[:-1]), strict=True))

@@ -44,7 +44,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import MIN_SUM_DEVICES, SumKeys
+from fedcg.wire.messages.schemas import MIN_SUM_DEVICES, SumExchange, SumKeys
 
 Numbers = npt.NDArray[np.uint32]
 SEED_BYTES = 16
@@ -54,15 +54,16 @@ _DOMAIN = "fedcg/1 sealed sum"
 
 @dataclass(frozen=True)
 class SumRound:
-    """The sum of one round attempt; keys and signatures of another one do not fit it."""
+    """One sum of a round attempt; keys and signatures of another one do not fit it."""
 
     federation: str
     round: int
     attempt: int
+    exchange: SumExchange = "parts"
 
     def label(self, purpose: str, *names: str) -> bytes:
         """Separates every use of a key, and of a signature, from all others."""
-        return json.dumps([_DOMAIN, self.federation, self.round, self.attempt, purpose, *names]).encode()
+        return json.dumps([_DOMAIN, self.federation, self.round, self.attempt, self.exchange, purpose, *names]).encode()
 
 
 def keys_label(at: SumRound, device: str, keys: SumKeys) -> bytes:
@@ -263,9 +264,16 @@ class Members:
         signed = [self.announced[name].signature.hex() for name in self.names]
         return hashlib.sha256(self.at.label("members", *told, *signed)).hexdigest()
 
-    def share_of(self, device: str, peers: Iterable[str]) -> float:
-        """What a device's numbers count for among these peers, from their announced weights: at most `MOST_SHARE`."""
-        return min(MOST_SHARE, self.announced[device].weight / sum(self.announced[peer].weight for peer in peers))
+    def share_of(self, device: str, peers: Iterable[str], total: int) -> float:
+        """What a device's numbers count for, from the announced weights: of these peers' at most `MOST_SHARE`.
+
+        Args:
+            device: one of the peers.
+            peers: whose shares were dealt out in its group.
+            total: of the weights in all groups, as the coordinator tells it; one that is less than the peers' weights is theirs.
+        """
+        together = sum(self.announced[peer].weight for peer in peers)
+        return min(self.announced[device].weight, MOST_SHARE * together) / max(total, together)
 
     def check(self, roster: Mapping[str, VerifyKey]) -> None:
         """Check every announcement against the keys for sums that a device has from its owner, not from the coordinator.

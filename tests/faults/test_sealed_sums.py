@@ -1,7 +1,8 @@
 """Sealed parts over a real broker: the coordinator adds what it can't read, and boxes open the exact mean, or none, whoever is killed when."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -68,19 +69,24 @@ def of_round(stack: Stack, number: int, secret: bytes = SECRET) -> Seen:
         assert before is not None
         assert aggregate is not None
         updates = store.updates("shapes", RoundAttempt(number, aggregate.attempt))
-    layouts = {part: spec.layouts[part] for part in (Part.CLASSIFIER, Part.SEALED)}
+    layouts = {part: spec.layouts[part] for part in spec.upload}
     base = Base(before.artifact, unpack(artifacts.get(before.artifact), layouts).parts)
     told = {update.client: unpack(artifacts.get(update.artifact), layouts, base=base) for update in updates}
     merged = unpack(artifacts.get(aggregate.artifact), layouts)
     (one,) = merged.header.sums
-    assert (one.round, one.parts) == (number, (Part.EXTRACTOR,))
+    assert (one.round, one.parts) == (number, spec.sealed)
     numbers = cast("dict[str, Numbers]", merged.parts[Part.SEALED])
     assert spec.sealed_range is not None
-    found = opened(numbers, one, "shapes", secret)[Part.EXTRACTOR]
+    found = opened(numbers, [one], "shapes", secret)[Part.EXTRACTOR]
     mean = from_numbers(found, spec.layouts[Part.EXTRACTOR], spec.sealed_range)
     crossed = {name: cast("Numbers", each.parts[Part.SEALED]["extractor"]) for name, each in told.items()}
-    images = {name: each.header.report.examples or 0 for name, each in told.items() if each.header.report}
-    return Seen(numbers["extractor"], crossed, images, mean)
+    return Seen(numbers["extractor"], crossed, images_of(stack, told), mean)
+
+
+def images_of(stack: Stack, devices: Iterable[str]) -> dict[str, int]:
+    """The training images of devices, as their own logs have them."""
+    last = {name: [event for event in stack.events(name) if event["event"] == "committed"][-1] for name in devices}
+    return {name: int(event["train_images"]) for name, event in last.items()}
 
 
 def own_extractor(stack: Stack, device: str) -> dict[str, Array]:
@@ -123,6 +129,23 @@ def test_holders_of_the_secret_open_the_mean_of_all_extractors_and_for_others_al
     assert all(looks_uniform(numbers) for numbers in seen.told.values())
     with pytest.raises(SumError, match="another secret"):
         of_round(undisturbed, 2, b"d" * 32)
+
+
+def test_with_everything_sealed_counts_are_of_the_boxes_alone_and_the_mean_is_weighted_by_them(tmp_path: Path) -> None:
+    stack = made(tmp_path, sealed=("extractor", "classifier"), rounds=1)
+    for image in sorted((tmp_path / "data" / "site-1" / "train").rglob("*.png"))[::3]:
+        image.unlink()
+    with stack.up(agents=True):
+        stack.wait_finished()
+    assert ended(stack) == [("sum_opened", 1)]
+    seen = of_round(stack, 1)
+    assert len(set(seen.images.values())) > 1
+    check_mean(stack, seen, DEVICES)
+    with contextlib.closing(Store.of(Home(stack.home))) as store:
+        kept = json.loads(store.sealed_sums.of("shapes", RoundAttempt(1, 1)) or "")
+        updates = store.updates("shapes", RoundAttempt(1, 1))
+    assert {keys["weight"] for record in kept.values() for keys in record["keys"].values()} == {1}
+    assert not any("examples" in (update.report or "") for update in updates)
 
 
 def test_a_killed_agent_and_a_killed_coordinator_go_on_to_the_same_mean(tmp_path: Path, undisturbed: Stack) -> None:

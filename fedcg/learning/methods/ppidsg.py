@@ -99,7 +99,9 @@ class PpidsgParams(TrainingParams):
     semantic_weight: float = Field(default=1.0, ge=0, description="of eq. 8, the distance to the encrypted images")
     classification_weight: float = Field(default=2.0, ge=0, description="of the cross-entropy through both networks")
     generator_steps: int = Field(default=1, ge=1, le=100, description="steps of the generator a batch")
-    pool_images: int = Field(default=10, ge=0, le=4096, description="earlier generated images that are kept; 0 for none")
+    pool_images: int = Field(
+        default=10, ge=0, le=4096, description="earlier generated images that are kept; 0 for none"
+    )
 
     @property
     def etc(self) -> EtcParams:

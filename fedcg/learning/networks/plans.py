@@ -114,6 +114,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         raise NetworkError(f"{method.name}: {problem}")
     check_backbones(plan, method.payload.up | method.payload.down)
     sealed = sealed_parts(plan, method)
+    clear = method.payload.up - sealed or not sealed
     counts = () if method.needs.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     optional = method.needs.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(
@@ -128,7 +129,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         augment_flip=plan.augment_flip,
         augment_crop=plan.augment_crop,
         upload=tuple(sorted(on_wire(method.payload.up, sealed))),
-        report=(*_REPORT, *counts),
+        report=(*(one for one in _REPORT if clear or one is not ReportField.EXAMPLES), *counts),
         optional_report=counts if optional else (),
         layouts=wire_layouts(plan, method, sealed),
         codec=plan.codec,

@@ -26,7 +26,7 @@ from fedcg.wire.artifacts.payload import (
     tensor_key,
 )
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError, problem_in
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, Count, Identifier, SealedSum, Sha256
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_SUM_GROUPS, Count, Identifier, SealedSum, Sha256
 from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec, is_delta
 
 MAGIC = b"FCGA"
@@ -114,7 +114,7 @@ class ArtifactHeader(BaseModel):
         client: its maker; "coordinator" for an aggregate.
         base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
         label_distribution: the published p(y), one number per class.
-        sums: of an aggregate, what the cohort opens its part `sealed` with.
+        sums: of an aggregate, what the cohort opens its part `sealed` with: one for each group of devices.
         codecs: how each tensor ("part/name") is coded; `pack` fills it in.
         versions, determinism: the facts that a repetition with the same bits needs; given by the caller.
     """
@@ -133,7 +133,7 @@ class ArtifactHeader(BaseModel):
     label_distribution: (
         Annotated[tuple[Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)], ...], Field(max_length=10_000)] | None
     ) = None
-    sums: Annotated[tuple[SealedSum, ...], Field(max_length=8, exclude_if=lambda sums: not sums)] = ()
+    sums: Annotated[tuple[SealedSum, ...], Field(max_length=2 * MAX_SUM_GROUPS, exclude_if=lambda sums: not sums)] = ()
     codecs: dict[str, TensorCodec] = {}
     versions: _Lines = {}
     determinism: _Lines = {}

@@ -162,7 +162,10 @@ class DeviceCondition(_Strict):
 
 
 MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
-"""Of a sealed sum: one of fewer shows too much of each device."""
+"""Of a sealed sum: one of fewer shows too much of each device; more are in several groups, whose sums are added."""
+MAX_SUM_GROUPS = 32
+SumExchange = Literal["weights", "parts"]
+"""What a sum is of: the devices' weights, or parts of their updates."""
 
 
 def _from_hex(value: object) -> object:
@@ -202,6 +205,13 @@ class SumKeys(_Strict):
     key: Annotated[_SumKey | None, Field(exclude_if=is_absent)] = None
 
 
+class SumNumbers(_Strict):
+    """A device's number behind its masks, of a sum that is no part of an update."""
+
+    step: Literal["numbers"] = "numbers"
+    numbers: Annotated[Hex, Field(min_length=4, max_length=4)]
+
+
 class SumShares(_Strict):
     """A device deals out its shares, sealed for each member."""
 
@@ -224,10 +234,11 @@ class SumRevealed(_Strict):
 
 
 class SumMembers(_Strict):
-    """Who takes part in the sum, and what each announced."""
+    """Who takes part in the sum, and what each announced; `total`: of the weights of all its groups."""
 
     step: Literal["members"] = "members"
     announced: Annotated[dict[Identifier, SumKeys], _Few]
+    total: Annotated[int, Field(ge=0, le=1 << 53)] = 0
 
 
 class SumDealt(_Strict):
@@ -252,6 +263,21 @@ class SumOpening(_Strict):
     signatures: Annotated[dict[Identifier, _SumSignature], _Few]
 
 
+class SumOpened(_Strict):
+    """The sum of one group as the coordinator has it: still behind the cohort's masks of these devices.
+
+    Attributes:
+        groups: how many there are, of which this is one by its number from 0.
+    """
+
+    step: Literal["opened"] = "opened"
+    group: Annotated[int, Field(ge=0, lt=MAX_SUM_GROUPS)]
+    groups: Annotated[int, Field(ge=1, le=MAX_SUM_GROUPS)]
+    numbers: Annotated[Hex, Field(min_length=4, max_length=4)]
+    digest: Sha256
+    names: Annotated[tuple[Identifier, ...], _Few]
+
+
 class SumOff(_Strict):
     """There is no sum in this attempt: the recipient takes part without one."""
 
@@ -274,8 +300,8 @@ class SealedSum(_Strict):
     names: Annotated[tuple[Identifier, ...], _Few]
 
 
-FromDevice = SumKeys | SumShares | SumSigned | SumRevealed
-ToDevice = SumMembers | SumDealt | SumSurvivors | SumOpening | SumOff
+FromDevice = SumKeys | SumShares | SumNumbers | SumSigned | SumRevealed
+ToDevice = SumMembers | SumDealt | SumSurvivors | SumOpening | SumOpened | SumOff
 
 
 FIRST_SERVED = 2
@@ -626,6 +652,7 @@ class SumUp(_Message):
     """A device's step of the sealed sum of (round, attempt)."""
 
     kind: Literal["sum_up"] = "sum_up"
+    exchange: SumExchange = "parts"
     body: Annotated[FromDevice, Field(discriminator="step")]
 
 
@@ -633,6 +660,7 @@ class SumDown(_Message):
     """The coordinator's step of the sealed sum of (round, attempt), to one device."""
 
     kind: Literal["sum_down"] = "sum_down"
+    exchange: SumExchange = "parts"
     body: Annotated[ToDevice, Field(discriminator="step")]
 
 
