@@ -262,6 +262,12 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
     if stored is not None and command.round_attempt == stored.generation.round_attempt:
         return stored.generation  # committed before a crash: never trained twice
+    if spec.sealed and command.share < (least := work.config.policy.least_share):
+        problem = (
+            f"the coordinator asks for {command.share:g} of the local steps, and policy.least_share of this device is {least:g}: sums of "
+            "devices that stand still give away one of them by their difference"
+        )
+        raise RoundError(DeclineReason.WITHHELD, problem)
     started, attempt = work.clock(), command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)

@@ -168,13 +168,43 @@ def test_a_killed_agent_and_a_killed_coordinator_go_on_to_the_same_mean(tmp_path
 
 
 def test_a_device_that_is_lost_after_its_masks_costs_the_others_nothing(tmp_path: Path) -> None:
-    stack = made(tmp_path, min_clients=4, deadline_s=25.0, rounds=1)
+    stack = made(tmp_path, min_clients=4, deadline_s=25.0)
     with stack.up(agents=True):
-        stack.wait_event("site-5", trains, "its training is under way")
+        stack.wait_event("site-5", lambda event: is_training(event, 2), "its training of round 2 is under way")
         stack.kill("site-5")
-        wait_for(lambda: ("sum_opened", 1) in ended(stack), "the sum is opened")
+        wait_for(lambda: ("sum_opened", 2) in ended(stack), "the sum of those that are left, who have moved, is opened")
         wait_for(lambda: any(event["event"] == "finished" for event in stack.events("coordinator")), "it is over")
-    check_mean(stack, of_round(stack, 1), DEVICES[:4])
+    check_mean(stack, of_round(stack, 2), DEVICES[:4])
+
+
+def refusals(stack: Stack, device: str) -> list[str]:
+    return [event["detail"] for event in stack.events(device) if event["event"] == "refused" and event["what"] == "sum"]
+
+
+def test_of_a_split_view_of_the_members_no_sum_opens(tmp_path: Path) -> None:
+    stack = made(tmp_path, attack="split-view", rounds=1)
+    with stack.up(agents=True):
+        wait_for(lambda: ended(stack), "the coordinator gives up, or opens it", 90)
+        assert ended(stack) == [("sum_off", 1)]
+        said = [text for device in DEVICES[:3] for text in refusals(stack, device)]
+        assert said
+        assert all("3 of 4 devices that must have signed the list" in text for text in said)
+
+
+def test_devices_that_stand_still_sit_out_where_the_list_differs_by_one_of_them(tmp_path: Path) -> None:
+    stack = made(tmp_path, attack="freeze", min_clients=4)
+    with stack.up(agents=True):
+        wait_for(lambda: len(ended(stack)) == 2, "both rounds' sums have ended", 120)
+        assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
+        for device in DEVICES[:4]:
+            assert any("by site-5 alone" in text and "hardly moved" in text for text in refusals(stack, device))
+
+
+def test_a_device_declines_a_sealed_round_of_next_to_no_training(tmp_path: Path) -> None:
+    stack = made(tmp_path, attack="hurry", rounds=1)
+    with stack.up(agents=True):
+        declined = stack.wait_event("site-1", lambda event: event["event"] == "declined", "it declines")
+        assert "least_share" in declined["detail"]
 
 
 def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class Stack:
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     sealed: tuple[str, ...] = ()  # parts that the plan seals
+    attack: str = ""  # of the coordinator, by `hostile_coordinator`
     min_clients: int | None = None  # all devices when None
     deadline_s: float | None = None  # of a round
     shadow_every: int = 1
@@ -166,11 +167,11 @@ class Stack:
             },
         )
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *arguments: str, program: tuple[str, ...] = ("fedcg",)) -> subprocess.Popen[bytes]:
         """Start a process of the federation; its output goes to `<root>/<name>.log`."""
         log = (self.root / f"{name}.log").open("ab")
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedcg", *arguments],
+            [sys.executable, "-m", *program, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -185,7 +186,8 @@ class Stack:
         wait_for(lambda: b"ready" in (self.root / "broker.log").read_bytes(), "the broker is ready", 30)
 
     def start_coordinator(self) -> None:
-        self.start("coordinator", "coordinator", "run", "--dir", str(self.home))
+        program = ("tests.support.hostile_coordinator", self.attack) if self.attack else ("fedcg",)
+        self.start("coordinator", "coordinator", "run", "--dir", str(self.home), program=program)
 
     def start_agent(self, device: str) -> None:
         self.start(device, "agent", "run", "--config", str(self.config(device)), "--until-finished")

@@ -1,0 +1,84 @@
+"""A coordinator that attacks sealed sums: the real program with one lie in it.
+
+python -m tests.support.hostile_coordinator ATTACK coordinator run ...
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.aggregation.jobs import OpenedSum
+from coordinator.messaging.publisher import Publisher
+from coordinator.sums import SealedSums, SumBoard
+from fedcg.cli import main
+from fedcg.wire.messages import schemas
+
+LAST = "site-5"
+
+
+def views_of(device: str) -> str:
+    """The device that a view of the members lacks which is shown to this one."""
+    return "site-1" if device in ("site-4", LAST) else LAST
+
+
+def split_view() -> None:
+    """Shows some devices other members than the rest, and opens a list that three of its four have signed."""
+    sent, received = Publisher.sum_step, SumBoard.receive
+
+    def sum_step(publisher: Publisher, device: str, at: Any, exchange: Any, step: Any) -> bool:
+        hidden = views_of(device)
+        changed: dict[str, Any] = {}
+        for name in ("announced", "sealed", "signatures"):
+            if hasattr(step, name):
+                changed[name] = {one: value for one, value in getattr(step, name).items() if one != hidden}
+        if hasattr(step, "names"):
+            changed["names"] = tuple(one for one in step.names if one != hidden)
+        return sent(publisher, device, at, exchange, step.model_copy(update=changed))
+
+    def receive(board: SumBoard, device: str, step: Any, now: float) -> Any:
+        if isinstance(step, schemas.SumShares):
+            step = step.model_copy(update={"sealed": dict.fromkeys(board.record.keys, bytes(48)) | step.sealed})
+        return received(board, device, step, now)
+
+    Publisher.sum_step = sum_step  # type: ignore[method-assign]
+    SumBoard.receive = receive  # type: ignore[method-assign]
+    SumBoard.check = lambda *_: None  # type: ignore[method-assign]
+
+
+def freeze() -> None:
+    """Withholds the mean, has the devices stand still in round 2, and leaves one of them out of it: what differs is that one's."""
+    opened, invited, received = SealedSums._opened, Publisher.invite, SealedSums.receive
+
+    def withheld(sums: SealedSums, board: SumBoard) -> OpenedSum:
+        opened(sums, board)
+        return OpenedSum()
+
+    def receive(sums: SealedSums, device: str, message: schemas.SumUp) -> None:
+        if device != LAST or message.round == 1:
+            received(sums, device, message)
+        else:
+            board = sums._boards["parts"]
+            sums._follow(board, board.leave_out(device, 0.0))
+
+    SealedSums._opened = withheld  # type: ignore[method-assign]
+    SealedSums.receive = receive  # type: ignore[method-assign]
+    Publisher.invite = lambda publisher, device, at, share=1.0: invited(  # type: ignore[method-assign]
+        publisher, device, at, 1.0 if at.round == 1 else STILL
+    )
+
+
+STILL = 0.05
+"""The least share of the local steps that a device's policy allows as it comes."""
+
+
+def hurry() -> None:
+    """Asks for next to no training at all."""
+    invited = Publisher.invite
+    Publisher.invite = lambda publisher, device, at, share=1.0: invited(publisher, device, at, 1e-6)  # type: ignore[method-assign]
+
+
+ATTACKS: dict[str, Callable[[], None]] = {"split-view": split_view, "freeze": freeze, "hurry": hurry}
+
+if __name__ == "__main__":
+    ATTACKS[sys.argv.pop(1)]()
+    main()
