@@ -48,7 +48,7 @@ class BackupError(EdgeError):
 
 
 class CohortError(EdgeError):
-    """Text that is not a cohort code."""
+    """Text that is no cohort code or card, or a secret that can't be replaced."""
 
     exit_code = BAD_INPUT
 

@@ -14,8 +14,8 @@ from fedcg.errors import in_words
 
 COHORT_ADVICE = (
     "On the device that differs: stop the agent, `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
-    "first one, start the agent. One that has trained, or has another secret, needs an empty store before `join`: `mv STORE STORE.before`. "
-    "Its private networks begin anew then"
+    "first one, start the agent; after `fedcg cohort renew` with its code and `--replace`. One that has trained without that secret or a "
+    "renewed one needs an empty store before `join`: `mv STORE STORE.before`. Its private networks begin anew then"
 )
 DECLINE_ADVICE = {
     "upload_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the part under [policy] allow_upload in agent.toml",

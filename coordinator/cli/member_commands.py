@@ -188,7 +188,9 @@ def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result
     done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
     text = f"{device} is revoked; certificates on the revocation list: {done['certificates']}."
     applied = "" if done["broker_reloaded"] else f"\n{NOT_APPLIED}"
-    return done, f"{text}{applied}\nNext: to put a new machine in its place, fedcg token create --replaces {device}"
+    kept = "It keeps the secret of its cohort, where there is one: replace that on the others, beginning with `fedcg cohort renew` on one."
+    following = f"Next: to put a new machine in its place, fedcg token create --replaces {device}"
+    return done, f"{text}{applied}\n{kept}\n{following}"
 
 
 def _devices(found: Sequence[dict[str, Any]]) -> str:

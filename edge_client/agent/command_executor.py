@@ -27,7 +27,7 @@ from edge_client.sum_keeper import SumKeeper
 from edge_client.training.trainer_handle import TrainerHandle
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.errors import IntegrityError, WireError
+from fedcg.wire.errors import IntegrityError, SumError, WireError
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import (
     ArtifactRef,
@@ -82,6 +82,7 @@ class CommandExecutor:
     _announced: tuple[RoundAttempt, SumExchange] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._sum_key = self.store.sum_key()
         self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             signals.SendHello: self._send_hello,
@@ -107,7 +108,7 @@ class CommandExecutor:
         store = self.store
         return SumKeeper(
             self.config.device,
-            self.signing,
+            self._sum_key,
             store.roster,
             partial(store.sum_record, exchange),
             partial(store.save_sum_record, exchange),
@@ -183,10 +184,10 @@ class CommandExecutor:
         return SpecChecked(command.digest, reason)
 
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
-        if not spec.sealed or self.config.device in self.store.roster():
+        if not spec.sealed or self.store.roster().get(self.config.device) == self._sum_key.public:
             return None
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
-        return DeclineReason.SPEC_REFUSED, f"sealed sums need the roster of the cohort: {way}"
+        return DeclineReason.SPEC_REFUSED, f"sealed sums need the cohort's roster with this device's card: {way}"
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
         """Announce keys for the next sum of the round: of the weights first, where nobody may know them."""
@@ -211,12 +212,12 @@ class CommandExecutor:
         vote: int,
         total: int | None = None,
     ) -> Event | None:
-        keys = self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
+        obstacle = self.store.sum_gate.obstacle(at.round)
+        keys = None if obstacle else self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
-            self.events.write(
-                "sum_off", **where, reason="this device's numbers of the round, or of a later one, are in a sum"
-            )
+            known = "this device's numbers of the round, or of a later one, are in a sum"
+            self.events.write("sum_off", **where, reason=obstacle or known)
             return SumReady(at)
         if self._announced != (at, exchange):
             self._announced = at, exchange
@@ -235,6 +236,8 @@ class CommandExecutor:
                 self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
             return SumReady(at)
         try:
+            if obstacle := self.store.sum_gate.obstacle(at.round):
+                raise SumError(obstacle)  # keys from before a restore, or under another secret
             if isinstance(step, SumOpened):
                 keeper.opened(sum_round, step)
                 found = keeper.found(sum_round)

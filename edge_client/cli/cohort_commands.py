@@ -1,22 +1,25 @@
-"""`fedcg cohort create|join|status|card|roster`: what the devices of a federation know of each other and not from the coordinator."""
+"""`fedcg cohort create|renew|join|status|card|roster|resume-sums`: what the devices of a federation know of each other and not from the coordinator."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, read_config
+from edge_client.cli.shared_options import ConfigOption, alone_with_store, read_config
 from fedcg.errors import NOT_FOUND, BadInputError
-from fedcg.terminal import Result, ask_secret, prints
+from fedcg.terminal import Result, ask_secret, confirm, prints
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
 
 app = typer.Typer(
-    help="Give the devices of a federation their common secret; the coordinator never sees it.", no_args_is_help=True
+    help="Give the devices of a federation their common secret and roster; the coordinator never sees the secret.",
+    no_args_is_help=True,
 )
 
 
@@ -30,15 +33,40 @@ def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     Example: fedcg cohort create
     """
-    from edge_client.store.cohort_secret import create, mark_in
+    from edge_client.store.cohort_secret import create
 
-    store, federation = _store_of(config)
-    code = create(store)
-    mark = mark_in(store, federation)
-    return {"code": code, "mark": mark}, (
-        f"Code of this cohort, shown this once:\n\n  {code}\n\n"
-        f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n"
-        "Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML"
+    store, _ = _store_of(config)
+    following = "Next: on every other device, before its first round, fedcg cohort join --config AGENT.TOML"
+    return _with_code(create(store), store, config, following)
+
+
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+_REPLACED = (
+    "The device keeps its networks and its model. It is in no more sums of the rounds that it knows, and later in sums with the devices that "
+    "have the new secret alone."
+)
+
+
+@app.command("renew")
+@prints
+def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = False) -> Result:
+    """Replace the cohort's secret, starting on ONE device: after a device was revoked, lost or stolen, whose old secret would open later sums.
+
+    The agent must not run meanwhile. Print the code for the others; it is shown this once.
+    Exit codes: 0 done; 1 failed; 2 not confirmed, or configuration or private store can't be used; 5 an agent runs; 7 there is no secret.
+
+    Example: fedcg cohort renew
+    """
+    from edge_client.store.cohort_secret import renew
+
+    with _replacing(config, yes=yes, code=None) as store:
+        code = renew(store)
+    return _with_code(
+        code,
+        store,
+        config,
+        f"{_REPLACED}\nNext: with the agent stopped, on every other device that stays: fedcg cohort join --replace --config AGENT.TOML\n"
+        f"Then start the agents. A device that is gone comes off the roster as well: fedcg cohort roster FILE --config {config}",
     )
 
 
@@ -52,10 +80,16 @@ def join_command(
             "--code-file", help="read the code from this file, - for stdin; otherwise the command asks for it"
         ),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also in the place of another secret, after `fedcg cohort renew`.")
+    ] = False,
+    yes: YesOption = False,
 ) -> Result:
-    """Take the code that `fedcg cohort create` printed on the first device.
+    """Take the code that `fedcg cohort create` printed on the first device, or with --replace that of `fedcg cohort renew`.
 
-    Exit codes: 0 done, also when the same secret was there; 1 failed; 2 a bad code, configuration or private store; 6 there is another secret.
+    With --replace the agent must not run meanwhile.
+    Exit codes: 0 done, also when the same secret was there; 1 failed; 2 a bad code, not confirmed, configuration or private store; 5 an agent
+    runs; 6 there is another secret.
 
     Example: fedcg cohort join --code-file -
     """
@@ -63,47 +97,62 @@ def join_command(
 
     secret_of(code := _code(code_file))  # a wrong one makes no store
     store, federation = _store_of(config)
-    joined = join(store, code)
+    if replace:
+        with _replacing(config, yes=yes, code=code) as store:
+            joined = join(store, code, replace=True)
+    else:
+        joined = join(store, code)
     mark = mark_in(store, federation)
-    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: fedcg cohort card --config {config}"
+    following = f"fedcg agent run --config {config}" if replace else f"fedcg cohort card --config {config}"
+    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: {following}"
     return {"joined": joined, "mark": mark}, text
 
 
 @app.command("status")
 @prints
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Print the mark of this device's secret: the same on all devices of a cohort.
+    """Print the marks of this device's secret and roster, the same on all devices of a cohort, and its last round with a sum.
 
     Exit codes: 0 there is a secret; 1 failed; 2 configuration or private store can't be used; 7 there is none.
 
     Example: fedcg cohort status
     """
     from edge_client.store.cohort_secret import mark_in
+    from edge_client.store.roster import roster_mark
 
     store, federation = _store_of(config, make=False)
-    mark = mark_in(store, federation)
-    values = {"mark": mark, "roster": sorted(store.roster())}
+    mark, roster = mark_in(store, federation), store.roster()
+    rosters = roster_mark(roster, federation) if roster else None
+    last, obstacle = store.sum_gate.last_round, store.sum_gate.obstacle(store.seen()[1] + 1)
+    values = {"mark": mark, "roster": sorted(roster), "roster_mark": rosters, "last_sum_round": last, "sums": obstacle}
     if mark is None:
         following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
-    return values, f"mark {mark}; devices on the roster of masked sums: {len(store.roster()) or 'none'}"
+    lines = [
+        f"mark {mark}",
+        f"roster {f'of {len(roster)} devices, mark {rosters}' if rosters else 'none'}",
+        f"last round with a sum {'unknown' if last is None else last or 'none'}",
+        *([f"sums: {obstacle}"] if obstacle else []),
+        "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
+    ]
+    return values, "\n".join(lines)
 
 
 @app.command("card")
 @prints
 def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Print this device's name and public message key: a line of the cohort's roster, which methods with masked sums need.
+    """Print this device's line of the cohort's roster: its name and its key for sums, which is made for this alone.
 
     Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
-    Exit codes: 0 done; 1 failed; 2 configuration or keys can't be used.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used.
 
     Example: fedcg cohort card >> roster.txt
     """
-    from edge_client.identity.credentials import load_keys
+    from edge_client.store.roster import card_of
 
     settings = read_config(config)
-    key = load_keys(settings).signing.public.hex
-    return {"device": settings.device, "key": key}, f"{settings.device} {key}"
+    card = card_of(settings.device, settings.federation, _store_of(config)[0].sum_key())
+    return {"device": settings.device, "card": card}, card
 
 
 @app.command("roster")
@@ -112,24 +161,85 @@ def roster_command(
     file: Annotated[str, typer.Argument(help="lines of `fedcg cohort card`, one for each device; - for stdin")],
     config: ConfigOption = Path("agent.toml"),
 ) -> Result:
-    """Take the message keys of all devices of the cohort, in the place of those that were given before.
+    """Take the cards of all devices of the cohort, in the place of those that were given before, and print their mark.
 
-    A masked sum counts only devices whose keys are here, so that nobody can invent some.
+    A sum counts only devices whose keys are here, so that nobody can invent some.
     Exit codes: 0 done; 1 failed; 2 a bad line, configuration or private store; 7 there is no such file.
 
     Example: fedcg cohort roster roster.txt
     """
-    from edge_client.identity.credentials import load_keys
-    from edge_client.store.cohort_secret import roster_of
+    from edge_client.store.roster import COMPARE, MAX_ROSTER_BYTES, card_of, roster_mark, roster_of
 
-    text = _text_of(file, "FILE", 1 << 20)
+    text = _text_of(file, "FILE", MAX_ROSTER_BYTES)
     settings = read_config(config)
-    roster = roster_of(text)
-    own = load_keys(settings).signing.public
-    if roster.get(settings.device) != own:
-        raise BadInputError(f"{file} lacks this device's own card: {settings.device} {own.hex}")
-    _store_of(config)[0].save_roster(roster)
-    return {"devices": sorted(roster)}, f"{len(roster)} devices: {', '.join(sorted(roster))}"
+    roster = roster_of(text, settings.federation, "the roster" if file == "-" else file)
+    store, federation = _store_of(config)
+    own = store.sum_key()
+    if roster.get(settings.device) != own.public:
+        raise BadInputError(f"{file} lacks this device's own card: {card_of(settings.device, federation, own)}")
+    store.save_roster(roster)
+    mark, names = roster_mark(roster, federation), sorted(roster)
+    return {"devices": names, "mark": mark}, f"{len(names)} devices: {', '.join(names)}\nmark {mark}\n{COMPARE}."
+
+
+@app.command("resume-sums")
+@prints
+def resume_sums_command(
+    last: Annotated[
+        int,
+        typer.Argument(
+            metavar="ROUND", min=0, max=1 << 53, help="the highest last round with a sum of the other devices"
+        ),
+    ],
+    config: ConfigOption = Path("agent.toml"),
+) -> Result:
+    """Let this device be in sums again, above ROUND, after its private store was restored or its record of sums was lost.
+
+    Such a store does not know the last sums that this device was in, and two sums of one round could show what one hides. The other devices
+    know them: ROUND is the highest number that `fedcg cohort status` shows on any of them. The coordinator's word is no proof.
+    The agent must not run meanwhile. Exit codes: 0 done, also when sums were not blocked; 1 failed; 2 configuration or private store can't be used;
+    5 an agent runs.
+
+    Example: fedcg cohort resume-sums 17
+    """
+    with alone_with_store(read_config(config)) as store:
+        known = store.sum_gate.first_round
+        first = known or store.sum_gate.resume(max(last, store.seen()[1]))
+    text = "Sums are not blocked here; " if known else ""
+    return (
+        {"was_blocked": known is None, "first_round": first},
+        f"{text}this device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",
+    )
+
+
+@contextmanager
+def _replacing(config: Path, *, yes: bool, code: str | None) -> Iterator[PrivateStore]:
+    """A store whose secret is about to be replaced: confirmed by its owner, while no agent uses it."""
+    from edge_client.store.cohort_secret import secret_of
+
+    settings = read_config(config)
+    with alone_with_store(settings) as store:
+        kept = store.cohort_secret()
+        if kept is not None and (code is None or kept != secret_of(code)):
+            if settings.data.defence_params.get("key") == "cohort":
+                raise BadInputError(
+                    "data.defence encrypts this device's images with a key of the cohort's secret (key = cohort), and trained networks "
+                    "know no other: open a new federation, with a new secret"
+                )
+            if not yes:
+                confirm(f"This replaces the cohort secret of {settings.device}. {_REPLACED}\nGo on?")
+        yield store
+
+
+def _with_code(code: str, store: PrivateStore, config: Path, following: str) -> Result:
+    """The result of a command that made a secret."""
+    from edge_client.store.cohort_secret import mark_in
+
+    mark = mark_in(store, read_config(config).federation)
+    return {"code": code, "mark": mark}, (
+        f"Code of this cohort, shown this once:\n\n  {code}\n\n"
+        f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n{following}"
+    )
 
 
 def _code(code_file: str | None) -> str:
@@ -139,15 +249,16 @@ def _code(code_file: str | None) -> str:
 
 
 def _text_of(path: str, option: str, most: int) -> str:
-    if path == "-":
-        return sys.stdin.read(most)
     try:
-        with Path(path).open(encoding="ascii") as file:
-            return file.read(most)
+        with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="ascii") as file:
+            text = file.read(most + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise BadInputError(f"{option} {path} can't be read: {error}") from error
+    if len(text) > most:
+        raise BadInputError(f"{option} {path} has more than {most} characters")
+    return text
 
 
 def _store_of(config: Path, *, make: bool = True) -> tuple[PrivateStore, str]:

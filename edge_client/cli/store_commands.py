@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from edge_client.cli.shared_options import ConfigOption, read_config
+from edge_client.cli.shared_options import ConfigOption, alone_with_store, read_config
 from fedcg.errors import EXISTS, NOT_FOUND, BadInputError
 from fedcg.event_log import EventValue, follow_events, read_events
 from fedcg.sentences import DEBUG, LEVELS, sentence_of
 from fedcg.terminal import PassphraseFile, Result, passphrase_of, print_data, prints
 from fedcg.text_output import moment, moment_of, table
-
-if TYPE_CHECKING:
-    from edge_client.config import AgentConfig
-    from edge_client.store.private_store import PrivateStore
-
 
 store_app = typer.Typer(help="Check this device's private store.", no_args_is_help=True)
 
@@ -43,7 +37,7 @@ def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
             f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...), "
             "otherwise its agent could not read the files any more"
         )
-    with _alone(settings) as store:
+    with alone_with_store(settings) as store:
         generation, problems = store.generations.current()
         problems += store.damage()
         store.take_over()
@@ -70,7 +64,7 @@ def backup_command(
     from edge_client.store.backup import write_backup
 
     settings = read_config(config)
-    with _alone(settings) as store:
+    with alone_with_store(settings) as store:
         if damage := damage_that_matters(settings, store):
             raise StoreError("; ".join((*damage, "no backup was written")))
         facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
@@ -107,19 +101,13 @@ def restore_command(
             "Rounds that were trained with DP-SGD after the backup are not in its record of spent privacy: count them in by hand, or "
             "enrol the device anew."
         )
+    if (settings.store / "roster.json").exists():
+        lines.append(
+            "It is in no sum of its cohort until you confirm: look at `fedcg cohort status` on the other devices, then here type "
+            f"fedcg cohort resume-sums ROUND --config {config}"
+        )
     values = {"config": str(config), "store": str(settings.store), **facts.model_dump()}
     return values, "\n".join([*lines, f"Next: fedcg doctor --config {config}"])
-
-
-@contextmanager
-def _alone(settings: AgentConfig) -> Iterator[PrivateStore]:
-    """The store, while no agent and no training process uses it."""
-    from edge_client.store.private_store import existing_store, open_store
-
-    existing_store(settings)
-    store = open_store(settings)
-    with store.alone():
-        yield store
 
 
 FOLLOW_EVERY_S = 0.5

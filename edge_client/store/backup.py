@@ -133,6 +133,7 @@ def _restore(source: Path, passphrase: str, config: AgentConfig) -> None:
         for entry, content in _entries(source, passphrase):
             if entry.name.startswith("store/"):
                 _take(staging, entry.name.removeprefix("store/"), content)
+        PrivateStore(staging).sum_gate.block()
         for name, data in _identity(source, passphrase):
             places[name].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not places[name].exists():

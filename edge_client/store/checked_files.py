@@ -25,6 +25,7 @@ from fedcg.wire.artifacts.inspection import inspect
 
 _CHECK, _NUMBER = "check", "number"
 COUNTER = "counter.json"
+_SUMS_BLOCKED = "rounds are then trained without sealed parts until `fedcg cohort resume-sums ROUND`"
 _RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or enrol this device anew with a new store"
 _LOST = {
     "delivered.json": "It holds the receipts of updates and nothing else: delete it, and the last update is offered once more",
@@ -38,9 +39,10 @@ _LOST = {
     "left_out.json": "It lists images that could not be read and nothing else: delete it; the next round writes it anew",
     "format.json": "It holds whose store this is: restore it from a backup; the trained state beside it is untouched",
     "numbers.json": "It tells of this device's numbers in the last sealed sum: delete it, and the round that is open has none",
-    "weights.json": "It holds the secrets of the open round's sum of weights: when that round is over, delete it, and the next one has a sum again",
-    "sums.json": "It holds the secrets of the open round's sealed sum: when that round is over, delete it, and the next one has a sum again",
-    "roster.json": "It holds the message keys of the cohort's devices and nothing else: delete it, and give them again with `fedcg cohort roster`",
+    "weights.json": f"It says which sums of weights this device has been in: delete it, and {_SUMS_BLOCKED}",
+    "sum_gate.json": f"It says from which round on this device is in sums: delete it, and {_SUMS_BLOCKED}",
+    "sums.json": f"It says which sums this device has been in: delete it, and {_SUMS_BLOCKED}",
+    "roster.json": "It holds the cohort's roster and nothing else: delete it, and give it again with `fedcg cohort roster`",
     "seen.json": f"Without it an old broadcast could be played again: {_RESTORE}",
     "signing.pub": "It holds this device's public keys and nothing else: delete it; models that were signed with an earlier key are then not used",
     COUNTER: f"It says which copies of other files are the newest ones: {_RESTORE}",
@@ -50,7 +52,7 @@ _LOST = {
 
 _MADE_ANEW = frozenset({"accepted.json", "left_out.json", "memory.json"})
 """The files that are written anew where they are damaged: nothing that was trained depends on them."""
-_COUNTED = frozenset({"seen.json", "sums.json", "weights.json", "coordinator.json", "privacy.json"})
+_COUNTED = frozenset({"seen.json", "sums.json", "weights.json", "sum_gate.json", "coordinator.json", "privacy.json"})
 """The files whose older copies undo a promise. Each write of one takes the next number, which the file and `COUNTER` keep."""
 
 
@@ -79,6 +81,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if number > _count(before, _NUMBER) + 1 and number > _count(_read(counter), _NUMBER) + 1:
         raise damaged(counter, f"is missing, or older than {path.name}")
     return values
+
+
+def is_gone(path: Path) -> bool:
+    """Whether a file whose older copies are refused was there once and is not any more."""
+    return not path.exists() and _count(_read(path.with_name(COUNTER)), path.name) > 0
 
 
 def damage_of(path: Path) -> str:
@@ -123,15 +130,22 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     if path.name not in _COUNTED:
         _write(path, values)
         return
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with writing_alone(path.parent):
         kept = _read(path.with_name(COUNTER))
         number = _count(kept, _NUMBER) + 1
         _write(path, {**values, _NUMBER: number})  # first: a crash between both leaves the counter one behind
         _write(path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
+
+
+@contextlib.contextmanager
+def writing_alone(folder: Path) -> Iterator[None]:
+    """Wait until no other thread or process writes in a folder this way, and keep them out meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

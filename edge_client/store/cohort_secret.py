@@ -1,7 +1,8 @@
 """The cohort's secret: 32 random bytes that all devices of a federation have and the coordinator never sees.
 
-The private networks of all devices start from it (design §5). People carry it from the first device to the others as a code, which is the
-secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal secrets are recognised.
+The private networks of all devices start from it (design §5), and it opens the cohort's sealed sums. People carry it from the first device to
+the others as a code, which is the secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal
+secrets are recognised. A revoked device keeps the secret that it had, so the others then get another one (`renew`).
 """
 
 import base64
@@ -12,10 +13,8 @@ import secrets
 
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.private_store import PrivateStore
-from fedcg.errors import EXISTS
+from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import SECRET_BYTES
-from fedcg.wire.errors import WireError
-from fedcg.wire.messages.envelopes import VerifyKey
 
 _CHECK_BYTES = 3
 _GROUP = 4
@@ -35,17 +34,41 @@ def create(store: PrivateStore) -> str:
     return code_of(secret)
 
 
-def join(store: PrivateStore, code: str) -> bool:
+def renew(store: PrivateStore) -> str:
+    """Make another secret on a device of the cohort, in the place of the one there is; the code to carry to the others.
+
+    Raises:
+        CohortError: there is none here.
+    """
+    if store.cohort_secret() is None:
+        raise CohortError(
+            f"{store.root} has no cohort secret to renew: `fedcg cohort create` makes the first one",
+            exit_code=NOT_FOUND,
+        )
+    secret = secrets.token_bytes(SECRET_BYTES)
+    store.keep_cohort_secret(secret)
+    return code_of(secret)
+
+
+def join(store: PrivateStore, code: str, *, replace: bool = False) -> bool:
     """Put the secret that a code holds into the store; False when it was there already.
+
+    Args:
+        store: of the device.
+        code: of `create`, or with `replace` of `renew`.
+        replace: also in the place of another secret.
 
     Raises:
         CohortError: the text is not a cohort code.
         StoreError: another secret is here, or private networks of this store have started without it.
     """
-    secret = secret_of(code)
-    if store.cohort_secret() == secret:
+    secret, kept = secret_of(code), store.cohort_secret()
+    if kept == secret:
         return False
-    _keep(store, secret)
+    if replace and kept is not None:
+        store.keep_cohort_secret(secret)
+    else:
+        _keep(store, secret)
     return True
 
 
@@ -53,7 +76,8 @@ def _keep(store: PrivateStore, secret: bytes) -> None:
     anew = f"To begin anew with an empty store: stop the agent, `mv {store.root} {store.root}.before`, give this command again, start the agent"
     if store.cohort_secret() is not None:
         raise StoreError(
-            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs. {anew}",
+            f"{store.root} has a cohort secret already. Where the whole cohort gets another one: `fedcg cohort renew` on one device, "
+            f"`fedcg cohort join --replace` on the others. {anew}",
             exit_code=EXISTS,
         )
     if store.generations.current()[0] is not None:
@@ -103,26 +127,6 @@ def mark_in(store: PrivateStore, federation: str) -> str | None:
     """The mark of a store's secret, None without one."""
     secret = store.cohort_secret()
     return None if secret is None else mark_of(secret, federation)
-
-
-def roster_of(text: str) -> dict[str, VerifyKey]:
-    """The message keys in lines of `fedcg cohort card`.
-
-    Raises:
-        CohortError: names the line that is none, or a device that is there twice.
-    """
-    roster: dict[str, VerifyKey] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        device, _, key = line.strip().partition(" ")
-        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", device) or device in roster:
-            raise CohortError(f"line {number} of the roster: {device!r} is no device, or there twice")
-        try:
-            roster[device] = VerifyKey.from_hex(key.strip())
-        except WireError as error:
-            raise CohortError(f"line {number} of the roster: not a card of `fedcg cohort card`: {error}") from error
-    return roster
 
 
 def _check(secret: bytes) -> bytes:

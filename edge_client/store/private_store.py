@@ -2,7 +2,7 @@
 
 format.json     the format version, and whose store it is
 lock            held by the agent; trainer.lock is held by its training process
-secrets/        device.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
+secrets/        device.key and sums.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
 specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
 generations/    private state, see `generations`   CURRENT      which one counts
 checkpoint.bin  the round that is being trained, see `generations`
@@ -10,6 +10,8 @@ accepted.json   the data snapshot of the round that was accepted last
 left_out.json   images that could not be read for it, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
+roster.json     the keys for sums of the cohort's devices
+sums.json, weights.json   this device's part in sums       sum_gate.json   from which round on it may be in one, see `sum_gate`
 counter.json    the newest numbers of the files whose older copies are refused, see `checked_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
@@ -37,16 +39,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from edge_client.config import AgentConfig
 from edge_client.errors import DamagedFileError, StoreError, StoreFormatError, StoreLockedError, unreadable
 from edge_client.store import generations
-from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, damage_of, damaged, read_json, write_json
+from edge_client.store.checked_files import (
+    COUNTER,
+    LEDGER_FILE,
+    SENT_FILE,
+    damage_of,
+    damaged,
+    read_json,
+    write_json,
+    writing_alone,
+)
+from edge_client.store.sum_gate import GATE_FILE, RECORDS, SumGate
 from fedcg.errors import NOT_FOUND
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.envelopes import START, PinnedKey, Position, VerifyKey
+from fedcg.wire.messages.envelopes import START, PinnedKey, Position, SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, SumExchange
 from fedcg.wire.transfer.partial_files import Partials
 
@@ -56,7 +70,7 @@ _FOLDERS = ("secrets", "specs", "generations", "generations/[0-9]*")
 _PRIVATE_FILES = ("secrets/*.key", "specs/*.json", "generations/[0-9]*/*", "*.json", generations.CHECKPOINT_FILE)
 _OWN = re.compile(
     r"secrets|specs|artifacts|generations|models|audit|defence|control|CURRENT|lock|trainer\.lock|checkpoint\.bin|signing\.pub|"
-    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|weights|numbers|"
+    r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|sum_gate|weights|numbers|"
     r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
 """Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
@@ -66,8 +80,8 @@ AUDIT_FOLDER = "audit"
 DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"
-_SUMS: Mapping[SumExchange, str] = {"weights": "weights.json", "parts": "sums.json"}
 REVOKED_FILE = "revoked.json"
+SECRET_FILES = ("device.key", "sums.key", "cohort.key")
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
@@ -90,6 +104,7 @@ class PrivateStore:
         self.root = root
         self.generations = generations.Generations(root)
         self.checkpoint = generations.CheckpointFile(root)
+        self.sum_gate = SumGate(root)
         self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
@@ -118,6 +133,7 @@ class PrivateStore:
             if not make:
                 return PrivateStore(root)
             root.chmod(0o700)
+            SumGate(root).make()
             found = {**owner, "format": STORE_FORMAT}
             write_json(path, found)
         if found.get("format") != STORE_FORMAT:
@@ -160,7 +176,7 @@ class PrivateStore:
             raise StoreError(
                 f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
             )
-        for name in ("device.key", "cohort.key"):
+        for name in SECRET_FILES:
             _secret(self.root / "secrets" / name)
 
     def damage(self) -> tuple[str, ...]:
@@ -232,10 +248,20 @@ class PrivateStore:
 
     def device_secret(self) -> bytes:
         """This device's own root of randomness: made once, never sent."""
-        path = self.root / "secrets" / "device.key"
+        return self._own_secret("device.key")
+
+    def sum_key(self) -> SigningKey:
+        """This device's key for sums alone: made once. Its public half is on the cohort's roster; nothing else derives from it."""
+        return SigningKey(Ed25519PrivateKey.from_private_bytes(self._own_secret("sums.key")))
+
+    def _own_secret(self, name: str) -> bytes:
+        """A secret of this device, made at its first use; one, also where two processes come to it at once."""
+        path = self.root / "secrets" / name
         kept = _secret(path)
         if kept is None:
-            replace_durably(path, checked_secret(kept := secrets.token_bytes(SECRET_BYTES)))
+            with writing_alone(path.parent):
+                kept = _secret(path) or secrets.token_bytes(SECRET_BYTES)
+                replace_durably(path, checked_secret(kept))
         return kept
 
     def cohort_secret(self) -> bytes | None:
@@ -247,7 +273,12 @@ class PrivateStore:
         return _secret(self.root / "secrets" / "cohort.key")
 
     def keep_cohort_secret(self, secret: bytes) -> None:
-        """Keep the cohort's secret, for its owner's eyes only; replaces none."""
+        """Keep the cohort's secret, for its owner's eyes only.
+
+        Where it replaces another one, the sums of rounds that this device knows are over for it: they began under the one before.
+        """
+        if self.cohort_secret() is not None and self.sum_gate.first_round is not None:
+            self.sum_gate.resume(self.seen()[1])
         replace_durably(self.root / "secrets" / "cohort.key", checked_secret(secret))
 
     def save_spec(self, payload: bytes) -> FederationSpec:
@@ -412,14 +443,15 @@ class PrivateStore:
 
     def sum_record(self, exchange: SumExchange) -> dict[str, Any]:
         """What this device keeps of the last sealed sum of weights or parts; empty before the first one."""
-        return read_json(self.root / _SUMS[exchange])
+        return read_json(self.root / RECORDS[exchange])
 
     def save_sum_record(self, exchange: SumExchange, record: Mapping[str, Any]) -> None:
-        """Store what this device keeps of a sealed sum."""
-        write_json(self.root / _SUMS[exchange], record)
+        """Store what this device keeps of a sealed sum; `round` in it is its round."""
+        self.sum_gate.note(int(record["round"]))
+        write_json(self.root / RECORDS[exchange], record)
 
     def roster(self) -> dict[str, VerifyKey]:
-        """Message keys of the cohort's devices, as this device's owner gave them; empty before that."""
+        """Keys for sums of the cohort's devices, as this device's owner gave them; empty before that."""
         path = self.root / "roster.json"
         try:
             return {
@@ -430,7 +462,7 @@ class PrivateStore:
             raise damaged(path) from error
 
     def save_roster(self, roster: Mapping[str, VerifyKey]) -> None:
-        """Store the message keys of the cohort's devices."""
+        """Store the keys for sums of the cohort's devices."""
         write_json(self.root / "roster.json", {"keys": {name: key.hex for name, key in roster.items()}})
 
     def prune_artifacts(self, kept: set[str]) -> None:
@@ -492,8 +524,9 @@ def _check_empty(root: Path) -> None:
     """
     try:
         found = {str(path.relative_to(root)) for path in (*root.iterdir(), *root.glob("secrets/*"))}
-        found -= {"secrets", "secrets/device.key", "secrets/cohort.key", "models", "lost+found"}
-        names = sorted(name for name in found if not name.startswith(f".{FORMAT_FILE}."))
+        found -= {"secrets", *(f"secrets/{name}" for name in SECRET_FILES), "models", "lost+found", GATE_FILE, COUNTER}
+        torn = tuple(f".{name}." for name in (FORMAT_FILE, GATE_FILE, COUNTER))
+        names = sorted(name for name in found if not name.startswith(torn))
     except FileNotFoundError:
         return
     except OSError as error:

@@ -344,7 +344,7 @@ class _Outcome:
 def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks | None:
     """This device's masks in the sum of an attempt; None where it has no part in one."""
     secret = work.store.cohort_secret()
-    if not spec.sealed_in(at.round) or secret is None:
+    if not spec.sealed_in(at.round) or secret is None or work.store.sum_gate.obstacle(at.round):
         return None
     return masks_in(work.store.sum_record("parts"), work.config.device, _sum_round(spec, at), secret)
 

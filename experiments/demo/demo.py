@@ -25,6 +25,9 @@ from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
+from edge_client.config import load_config
+from edge_client.store.private_store import open_store
+from edge_client.store.roster import card_of, roster_of
 from experiments.data.deal import client_names
 from experiments.data.partition_folders import image_counts, prepare
 from experiments.data.source import Source
@@ -118,7 +121,7 @@ class Demo:
         for client in self._clients:
             write_secrets(run.bundle(client) / "store" / "secrets", run.setting.seed, client)
         if self._is_sealed:
-            await self._give_rosters(processes)
+            self._give_rosters()
         agents = [self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
@@ -174,21 +177,13 @@ class Demo:
             outlives_others=True,
         )  # fmt: skip
 
-    async def _give_rosters(self, processes: Children) -> None:
-        """Give every device the message keys of all, as people do on real boxes."""
-        roster = self._run.root / "roster.txt"
-        with contextlib.closing(Store.of(Home(self._run.home))) as store:
-            lines = [f"{device.id} {device.public_key}\n" for device in store.members()]
-        roster.write_text("".join(lines), encoding="ascii")
-        given = [
-            processes.fork(
-                f"{client}-roster", "cohort", "roster", roster, "--config", self._run.bundle(client) / "agent.toml"
-            )
-            for client in self._clients
-        ]
-        for child in given:
-            if await child.wait():
-                raise child.ended_too_early()
+    def _give_rosters(self) -> None:
+        """Give every device the cards of all, as people do on real boxes."""
+        configs = [load_config(self._run.bundle(client) / "agent.toml", {}) for client in self._clients]
+        stores = {config.device: open_store(config) for config in configs}
+        cards = "\n".join(card_of(device, FEDERATION, store.sum_key()) for device, store in stores.items())
+        for store in stores.values():
+            store.save_roster(roster_of(cards, FEDERATION, "the demo's roster"))
 
     def _start_agent(self, processes: Children, client: str) -> Child:
         run, bundle = self._run, self._run.bundle(client)

@@ -6,6 +6,7 @@ Each refusal stands beside the same thing done rightly, on the same broker, so t
 import itertools
 import socket
 import ssl
+import string
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ import pytest
 from coordinator.paths import BROKER_NAME
 from coordinator.pki.authority import Credential, create_ca, credential_of, issue
 from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import connection_name
 from fedcg.wire.transport.transport import Will
-from tests.support.broker.broker_plant import TOPICS, Plant, open_plant
+from tests.support.broker.broker_plant import FEDERATION, TOPICS, Plant, open_plant
 from tests.support.broker.brokers import Client, Intruder
+from tests.support.commands import run_fedcg
+from tests.support.coordinator.homes import bundle, message_key
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.broker
@@ -212,6 +216,24 @@ def test_a_certificate_of_a_with_the_client_id_of_b_gets_nothing_of_b_and_leaves
     scene.coordinator.await_payload(TOPICS.up_control("b"), secret)
     assert scene.victim.links == [True]
     assert thief.deliveries == []
+
+
+def test_nothing_on_a_boxs_card_of_the_cohort_cuts_it_off_and_its_message_key_would(scene: Scene) -> None:
+    plant, own = scene.plant, bundled(scene.plant, "a")
+
+    def connect_as_b(word: str) -> None:
+        secret = bytes.fromhex(word) if len(word) % 2 == 0 and set(word) <= set(string.hexdigits) else word.encode()
+        greet(plant, context_with(plant, own), f"b.{connection_name(FEDERATION, secret)}")
+
+    card = run_fedcg("cohort", "card", "--config", bundle(plant.home, "b") / "agent.toml").stdout.split()
+    for word in card:
+        connect_as_b(word)
+    words = unique("for b")
+    scene.coordinator.transport.publish(TOPICS.down_control("b"), words)
+    scene.victim.await_payload(TOPICS.down_control("b"), words)
+    assert scene.victim.links == [True]
+    connect_as_b(message_key(plant.home, "b"))
+    wait_until(lambda: False in scene.victim.links, "who has the message key cuts it off")
 
 
 def test_a_will_in_anothers_name_is_not_published_and_ones_own_is(scene: Scene) -> None:

@@ -75,6 +75,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "defence": _defence,
         "policy": _policy,
         "cohort secret": _cohort_secret,
+        "sums": _sums,
         "training": check_training,
         "predictions": check_predictions,
         "audit": _audit,
@@ -376,6 +377,20 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     except EdgeError as error:
         return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
     return "ok", "there", ""
+
+
+def _sums(config: AgentConfig, now: datetime) -> Result:
+    store = PrivateStore(config.store)
+    try:
+        has_roster, first = store.is_made and bool(store.roster()), store.sum_gate.first_round
+    except EdgeError as error:
+        return "failed", str(error), "the next step is in that line"
+    if not has_roster:
+        return "ok", "no roster of the cohort: this device is in no sum", ""
+    if first is not None:
+        return "ok", f"this device is in sums from round {first} on", ""
+    advice = "read the highest `last round with a sum` of `fedcg cohort status` on the other devices, then `fedcg cohort resume-sums ROUND`"
+    return "warning", f"this device is in no sum: {store.sum_gate.obstacle(0)}", advice
 
 
 def _audit(config: AgentConfig, now: datetime) -> Result:

@@ -28,6 +28,7 @@ COHORT = b"cohort secret of thirty-two byte"
 def fill(store: PrivateStore) -> None:
     """Put in what two rounds leave."""
     store.device_secret()
+    store.sum_key()
     store.keep_cohort_secret(COHORT)
     store.save_spec(SPEC.canonical())
     store.artifacts.put(b"an aggregate")
@@ -39,7 +40,8 @@ def fill(store: PrivateStore) -> None:
     store.accept_snapshot(SPEC.digest, 3, toy_snapshot)
     store.save_left_out({"dot/1.png": "not an image"})
     store.save_finalised({"aggregate": "f" * 64})
-    store.save_sum_record({"round": 1})
+    store.save_sum_record("weights", {"round": 1})
+    store.save_sum_record("parts", {"round": 1})
     store.save_roster({"a": ENROLLED})
     Consent(store.root).approve(SPEC.digest, 1e9)
     PauseFile(store.root).write(Pause(since=1e9, until=1e9))
@@ -62,6 +64,7 @@ def contents(store: PrivateStore) -> dict[str, Any]:
     looks = {
         "generation": lambda: _described(store),
         "device secret": store.device_secret,
+        "key for sums": lambda: store.sum_key().public,
         "cohort secret": store.cohort_secret,
         "spec": lambda: store.spec(SPEC.digest),
         "specs": store.spec_digests,

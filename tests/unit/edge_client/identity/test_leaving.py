@@ -219,6 +219,7 @@ def test_a_store_is_made_beside_the_folder_of_models_and_on_a_disk_of_its_own(tm
 
 def test_a_store_whose_making_was_cut_off_is_made(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / ".format.json.abcd1234.new").touch()
+    for name in (".format.json.abcd1234.new", ".sum_gate.json.abcd1234.new", ".counter.json.abcd1234.new"):
+        (tmp_path / "store" / name).touch()
     store = PrivateStore.open(tmp_path / "store", FEDERATION, "line-4")
-    assert (store.is_made, len(store.own())) == (True, 7)
+    assert (store.is_made, len(store.own())) == (True, 11)

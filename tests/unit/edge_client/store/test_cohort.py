@@ -1,9 +1,12 @@
 """The cohort's secret: its code, where it is kept, what a device shows of it, and the commands that carry it."""
 
+import json
 import re
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -12,15 +15,16 @@ from hypothesis import strategies as st
 from coordinator.messaging.incoming import Cohorts
 from edge_client.config import load_config
 from edge_client.errors import CohortError, StoreError
-from edge_client.store.cohort_secret import code_of, create, join, mark_of, roster_of, secret_of
+from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
 from edge_client.store.private_store import PrivateStore
+from edge_client.store.roster import card_of, roster_mark, roster_of
 from fedcg.cli import app
-from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import CohortVerdict, Hello, RoundAttempt
-from tests.support.commands import data_of
-from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
+from fedcg.wire.messages.schemas import CohortVerdict, Hello, RoundAttempt, SumExchange
+from tests.support.commands import data_of, fails, run_fedcg
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, newest, toy_generation, toy_spec, write_device
 
 SECRETS = st.binary(min_size=32, max_size=32)
 
@@ -53,7 +57,7 @@ def test_a_mark_is_equal_for_equal_secrets_of_a_federation_alone() -> None:
     assert len({mark_of(first, "shapes"), mark_of(other, "shapes"), mark_of(first, "herbs")}) == 3
 
 
-def test_the_secret_is_its_owners_alone_and_is_never_replaced(tmp_path: Path) -> None:
+def test_the_secret_is_its_owners_alone_and_is_replaced_on_request_alone(tmp_path: Path) -> None:
     first, second = open_store(tmp_path), open_store(tmp_path, "site-2")
     code = create(first)
     assert join(second, code)
@@ -138,7 +142,8 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     assert run("join", "--config", str(second), "--code-file", str(code)) == 0
     assert f"Joined; mark {made['mark']}\nNext: fedcg cohort card --config {second}\n" in capsys.readouterr().out
     assert run("status", "--config", str(second), "--json") == 0
-    assert data_of(capsys.readouterr().out) == {"mark": made["mark"], "roster": []}
+    nothing: dict[str, object] = {"roster": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
+    assert data_of(capsys.readouterr().out) == {"mark": made["mark"], **nothing}
     assert run("create", "--config", str(first)) == EXISTS
     assert "has a cohort secret already" in capsys.readouterr().err
     code.write_text("ABCD")
@@ -160,14 +165,184 @@ def test_an_agent_sends_its_mark_and_records_when_others_have_another_secret(mak
     )
 
 
-def test_a_roster_names_the_line_that_is_no_card() -> None:
-    keys = [SigningKey.generate().public for _ in range(2)]
-    lines = [f"line-{number} {key.hex}" for number, key in enumerate(keys, 1)]
-    assert roster_of("\n".join(["", *lines, ""])) == {"line-1": keys[0], "line-2": keys[1]}
+def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_file() -> None:
+    keys = [SigningKey.generate() for _ in range(2)]
+    lines = [card_of(f"line-{number}", FEDERATION, key) for number, key in enumerate(keys, 1)]
+    known = {"line-1": keys[0].public, "line-2": keys[1].public}
+    assert roster_of("\n".join(["", *lines, ""]), FEDERATION, "roster.txt") == known
+    device, federation, key, signature = lines[0].split()
+    other = SigningKey.generate().public.hex
     for bad, problem in (
-        (lines[0], "line 3 of the roster: 'line-1' is no device, or there twice"),
-        ("Line-3 " + keys[0].hex, "line 3 of the roster: 'Line-3' is no device"),
-        ("line-3 " + keys[0].hex[:-1], "line 3 of the roster: not a card of `fedcg cohort card`"),
+        (lines[0], "line-1 or its key is there twice"),
+        (card_of("line-3", FEDERATION, keys[0]), "line-3 or its key is there twice"),
+        (f"line-3 {federation} {key} {signature}", "the card of line-3 is not signed by its own key"),
+        (f"{device} {federation} {other} {signature}", "the card of line-1 is not signed by its own key"),
+        (f"{device} herbs {key} {signature}", "the card of line-1 is not signed by its own key"),
+        (card_of("line-3", "herbs", SigningKey.generate()), f"line-3 is for federation herbs, not for {FEDERATION}"),
+        (f"Line-3 {federation} {key} {signature}", "is not a whole card of `fedcg cohort card`"),
+        (f"{lines[0][:-1]}", "is not a whole card"),
+        (f"line-3 {key}", "is not a whole card"),
     ):
-        with pytest.raises(CohortError, match=problem):
-            roster_of("\n".join([*lines, bad]))
+        with pytest.raises(CohortError, match=f"roster.txt, line 3.*{problem}"):
+            roster_of("\n".join([*lines, bad]), FEDERATION, "roster.txt")
+    with pytest.raises(CohortError, match=r"roster\.txt holds no card"):
+        roster_of("\n", FEDERATION, "roster.txt")
+
+
+def test_the_mark_of_a_roster_changes_with_every_name_key_and_line_and_not_with_their_order() -> None:
+    keys = {f"line-{number}": SigningKey.generate().public for number in range(3)}
+    mark = roster_mark(keys, FEDERATION)
+    assert re.fullmatch(r"[0-9a-f]{32}", mark)
+    assert roster_mark(dict(reversed(keys.items())), FEDERATION) == mark
+    exchanged = {**keys, "line-1": keys["line-2"], "line-2": keys["line-1"]}
+    others = (
+        {name: key for name, key in keys.items() if name != "line-2"},
+        {**keys, "line-2": SigningKey.generate().public},
+        {**keys, "line-3": SigningKey.generate().public},
+        exchanged,
+    )
+    assert len({mark, roster_mark(keys, "herbs"), *(roster_mark(other, FEDERATION) for other in others)}) == 6
+
+
+def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: Path) -> None:
+    configs = [write_device(tmp_path / name, name) for name in ("first", "second")]
+    cards = [run_fedcg("cohort", "card", "--config", config).stdout for config in configs]
+    assert cards[0] == run_fedcg("cohort", "card", "--config", configs[0]).stdout, "the key is made once"
+    for config, card in zip(configs, cards, strict=True):
+        assert SigningKey.load(config.with_name("signing.key")).public.hex not in card
+        assert stat.S_IMODE((config.parent / "store" / "secrets" / "sums.key").stat().st_mode) == 0o600
+    roster = tmp_path / "roster.txt"
+    roster.write_text("".join(cards))
+    marks = []
+    for config in configs:
+        done = run_fedcg("cohort", "roster", roster, "--config", config)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("2 devices: first, second\nmark ")
+        assert "Compare this mark with that of every other device" in done.stdout
+        marks.append(done.stdout.split("mark ")[1].split()[0])
+        values = json.loads(run_fedcg("cohort", "status", "--config", config, "--json").stdout)["data"]
+        assert (values["roster"], values["roster_mark"]) == (["first", "second"], marks[0])
+    roster.write_text(cards[0])
+    assert f"lacks this device's own card: {cards[1].strip()}" in fails(
+        BAD_INPUT, "cohort", "roster", roster, "--config", configs[1]
+    )
+    roster.write_text("x" * ((1 << 20) + 1))
+    assert "has more than 1048576 characters" in fails(BAD_INPUT, "cohort", "roster", roster, "--config", configs[1])
+
+
+def test_two_processes_that_come_to_a_boxs_key_at_once_get_the_same_one(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        keys = {key.public for key in threads.map(lambda _: PrivateStore(store.root).sum_key(), range(32))}
+    assert len(keys) == 1
+    assert keys == {PrivateStore(store.root).sum_key().public}
+
+
+@pytest.fixture
+def cohort(tmp_path: Path) -> tuple[Path, Path]:
+    """Two devices with one secret that have trained up to round 4."""
+    configs = write_device(tmp_path / "first", "first"), write_device(tmp_path / "second", "second")
+    for config in configs:
+        store = PrivateStore.open(load_config(config, {}).store, FEDERATION, config.parent.name)
+        store.keep_cohort_secret(b"c" * 32)
+        store.generations.commit(toy_generation(toy_spec(), RoundAttempt(4, 1)))
+        store.save_seen((1, 4, 1))
+    return configs
+
+
+def store_of(config: Path) -> PrivateStore:
+    return PrivateStore(load_config(config, {}).store)
+
+
+def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Path, Path], tmp_path: Path) -> None:
+    first, second = cohort
+    assert "give --yes" in fails(BAD_INPUT, "cohort", "renew", "--config", first)
+    assert store_of(first).cohort_secret() == b"c" * 32
+    done = run_fedcg("cohort", "renew", "--config", first, typed="y\n")
+    assert done.exit_code == 0, done.output
+    assert "This replaces the cohort secret of first." in done.stderr
+    code, mark = (re.search(pattern, done.stdout) for pattern in (r"\n  ([A-Z2-7-]{69})\n", r"everywhere: (\w+)"))
+    assert code is not None
+    assert mark is not None
+    carried = tmp_path / "code"
+    carried.write_text(code[1])
+    join = ("cohort", "join", "--config", second, "--code-file", carried)
+    assert "`fedcg cohort join --replace` on the others" in fails(EXISTS, *join)
+    assert store_of(second).cohort_secret() == b"c" * 32
+    with store_of(second).locked():
+        assert "stop it first" in fails(ALREADY_RUNNING, *join, "--replace", "--yes")
+    joined = run_fedcg(*join, "--replace", "--yes")
+    assert joined.stdout.startswith(f"Joined; mark {mark[1]}\n"), joined.output
+    assert run_fedcg(*join, "--replace").stdout.startswith("This device had joined before"), "nothing is asked"
+    for config in cohort:
+        store = store_of(config)
+        assert store.cohort_secret() == secret_of(code[1])
+        assert newest(store.generations)[0].round_attempt == RoundAttempt(4, 1), "networks stay"
+        assert store.sum_gate.first_round == 5, "the open round's sum began under the secret before"
+
+
+def test_a_secret_that_is_not_there_or_encrypts_images_is_not_renewed(cohort: tuple[Path, Path]) -> None:
+    first, second = cohort
+    (store_of(second).root / "secrets" / "cohort.key").unlink()
+    assert "has no cohort secret to renew" in fails(NOT_FOUND, "cohort", "renew", "--config", second, "--yes")
+    text = first.read_text().replace("[data]\n", '[data]\ndefence = "etc"\ndefence_params = {key = "cohort"}\n')
+    first.write_text(text)
+    assert "(key = cohort), and trained networks know no other" in fails(
+        BAD_INPUT, "cohort", "renew", "--config", first, "--yes"
+    )
+    assert store_of(first).cohort_secret() == b"c" * 32
+
+
+def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    gate = store.sum_gate
+    assert (gate.first_round, gate.last_round, gate.obstacle(1)) == (1, 0, "")
+    for exchange, number in (("weights", 2), ("parts", 3)):
+        store.save_sum_record(cast("SumExchange", exchange), {"round": number})
+    assert (gate.first_round, gate.last_round) == (1, 3)
+    gate.block()
+    assert (gate.first_round, gate.last_round) == (None, None)
+    assert store.sum_record("parts")["round"] == 3, "what it knows of earlier sums stays"
+    store.save_sum_record("parts", {"round": 4})
+    assert "`fedcg cohort resume-sums ROUND`" in gate.obstacle(99)
+    assert gate.resume(2) == 5, "never below what it knows itself"
+    assert gate.obstacle(4) == "it takes part in sums from round 5 on"
+    assert gate.obstacle(5) == ""
+
+
+@pytest.mark.parametrize("name", ["sums.json", "weights.json", "sum_gate.json"])
+def test_a_record_of_sums_that_is_gone_blocks_them_until_they_are_resumed(tmp_path: Path, name: str) -> None:
+    store = open_store(tmp_path)
+    store.save_sum_record("weights", {"round": 3})
+    store.save_sum_record("parts", {"round": 3})
+    (store.root / name).unlink()
+    store = PrivateStore.open(store.root, FEDERATION, "site-1")
+    assert store.check_small_files() == (), "the agent starts"
+    assert store.sum_gate.first_round is None
+    store.save_sum_record("parts" if name == "weights.json" else "weights", {"round": 4})
+    assert store.sum_gate.first_round is None
+    assert store.sum_gate.resume(7) == 8
+    assert PrivateStore(store.root).sum_gate.obstacle(8) == ""
+
+
+def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them(
+    cohort: tuple[Path, Path], tmp_path: Path
+) -> None:
+    first, _ = cohort
+    roster = tmp_path / "roster.txt"
+    roster.write_text(run_fedcg("cohort", "card", "--config", first).stdout)
+    assert run_fedcg("cohort", "roster", roster, "--config", first).exit_code == 0
+    sums = ("cohort", "resume-sums", "17", "--config", first)
+    assert "Sums are not blocked here" in run_fedcg(*sums).stdout
+    (store_of(first).root / "sum_gate.json").unlink()
+    shown = (("cohort", "status"), ("agent", "status"), ("doctor",))
+    for words in shown:
+        output = " ".join(run_fedcg(*words, "--config", first).stdout.split())
+        assert "or its record of sums is gone: `fedcg cohort resume-sums ROUND`" in output, words
+    assert "last round with a sum unknown" in run_fedcg("cohort", "status", "--config", first).stdout
+    with store_of(first).locked():
+        assert "stop it first" in fails(ALREADY_RUNNING, *sums)
+    assert "in sums from round 18 on" in run_fedcg(*sums).stdout
+    assert "last round with a sum 17" in run_fedcg("cohort", "status", "--config", first).stdout
+    for words in shown:
+        assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())

@@ -27,7 +27,9 @@ from tests.support.edge.world import DEVICE, FEDERATION, newest, toy_generation,
 ENROLLED = SigningKey.generate().public
 WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
     "seen.json": lambda store, number: store.save_seen((1, number, 1)),
-    "sums.json": lambda store, number: store.save_sum_record({"round": number}),
+    "sums.json": lambda store, number: store.save_sum_record("parts", {"round": number}),
+    "weights.json": lambda store, number: store.save_sum_record("weights", {"round": number}),
+    "sum_gate.json": lambda store, number: store.sum_gate.resume(number),
     "privacy.json": lambda store, number: store.save_privacy({"spent": number}),
     "coordinator.json": lambda store, number: store.save_pinned_key(ENROLLED, PinnedKey(ENROLLED, number)),
     "delivered.json": lambda store, number: store.save_delivery(DeliveryRecord("f" * 64, number, 1, "accepted", "")),
@@ -36,14 +38,16 @@ WRITES: dict[str, Callable[[PrivateStore, int], object]] = {
 }
 READS: dict[str, Callable[[PrivateStore], object]] = {
     "seen.json": lambda store: store.seen(),
-    "sums.json": lambda store: store.sum_record(),
+    "sums.json": lambda store: store.sum_record("parts"),
+    "weights.json": lambda store: store.sum_record("weights"),
+    "sum_gate.json": lambda store: store.sum_gate.first_round,
     "privacy.json": lambda store: store.privacy(),
     "coordinator.json": lambda store: store.pinned_key(ENROLLED),
     "delivered.json": lambda store: store.deliveries(),
     "finalised.json": lambda store: store.finalised(),
     "accepted.json": lambda store: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
 }
-COUNTED = ("seen.json", "sums.json", "privacy.json", "coordinator.json")
+COUNTED = ("seen.json", "sums.json", "weights.json", "sum_gate.json", "privacy.json", "coordinator.json")
 """Files of which an older copy is told by the counter."""
 
 
@@ -94,11 +98,12 @@ def test_only_absent_state_files_are_empty(store: PrivateStore) -> None:
     assert (store.deliveries(), store.finalised()) == ((), {})
 
 
-@pytest.mark.parametrize("name", ["device.key", "cohort.key"])
+@pytest.mark.parametrize("name", ["device.key", "sums.key", "cohort.key"])
 def test_a_secret_that_can_not_be_read_is_not_made_anew(store: PrivateStore, name: str) -> None:
     (store.root / "secrets" / name).mkdir()
+    read = {"device.key": store.device_secret, "sums.key": store.sum_key, "cohort.key": store.cohort_secret}[name]
     with pytest.raises(StoreError, match=rf"{name} can't be read"):
-        store.device_secret() if name == "device.key" else store.cohort_secret()
+        read()
 
 
 @pytest.fixture
@@ -292,7 +297,7 @@ def test_a_file_of_a_promise_that_is_gone_or_an_older_counter_is_refused(lived: 
     with pytest.raises(DamagedFileError, match=r"seen\.json is missing"):
         store.seen()
     (store.root / "sums.json").unlink()  # as its remedy says
-    assert store.sum_record() == {}
+    assert store.sum_record("parts") == {}
     shutil.copyfile(earlier / "counter.json", store.root / "counter.json")
     with pytest.raises(DamagedFileError, match=r"counter\.json is missing, or older than privacy\.json"):
         store.privacy()

@@ -50,15 +50,20 @@ def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Pa
     code, output = run("restore", file, "--config", new, root=tmp_path)
     assert code == 0, output
     assert f"Restored device {DEVICE} of {FEDERATION}, trained up to round 2" in output
-    for told in ("must not run again", "`conflict`", "spent privacy"):
+    for told in ("must not run again", "`conflict`", "spent privacy", f"fedcg cohort resume-sums ROUND --config {new}"):
         assert told in output
     before, after = (open_store(load_config(path, {})) for path in (box, new))
     assert contents(after) == contents(before) | {"checkpoint": {}}
     for name in ("agent.toml", "signing.key", "coordinator.pub"):
         assert new.with_name(name).read_bytes() == box.with_name(name).read_bytes()
     assert after.open_to_others() == ()
-    left_out = {"lock", "trainer.lock", "checkpoint.bin"}
-    assert files_of(after.root) == {name: data for name, data in files_of(before.root).items() if name not in left_out}
+    assert (before.sum_gate.first_round, after.sum_gate.first_round) == (1, None), "it does not know its last sums"
+    assert after.sum_record("parts") == before.sum_record("parts")
+    left_out = {"lock", "trainer.lock", "checkpoint.bin", "sum_gate.json", "counter.json"}
+    kept = [
+        {name: data for name, data in files_of(store.root).items() if name not in left_out} for store in (before, after)
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
