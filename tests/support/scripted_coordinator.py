@@ -29,6 +29,7 @@ from fedcg.wire.messages.schemas import (
     Outcome,
     Receipt,
     SelfReport,
+    SumUp,
     Welcome,
 )
 from fedcg.wire.messages.topics import Topics
@@ -182,7 +183,7 @@ class ScriptedCoordinator:
         if isinstance(message, Hello):
             if self.answers_hello:
                 self._welcome(message)
-        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need | SelfReport):
+        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need | SelfReport | SumUp):
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)

@@ -5,6 +5,7 @@ import re
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -18,11 +19,22 @@ from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.roster import card_of, roster_mark, roster_of
+from edge_client.sum_keeper import SumKeeper
 from fedcg.cli import app
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import CohortVerdict, Hello, RoundAttempt, SumExchange
+from fedcg.wire.messages.schemas import (
+    CohortVerdict,
+    Hello,
+    RoundAttempt,
+    SumDown,
+    SumExchange,
+    SumMembers,
+    SumShares,
+    SumUp,
+)
+from fedcg.wire.sums import SumRound, SumSecrets
 from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, newest, toy_generation, toy_spec, write_device
 
@@ -346,3 +358,24 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     assert "last round with a sum 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
         assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
+
+
+def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_restored(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.connect()
+    store, at = PrivateStore(world.config.store), SumRound(FEDERATION, 1, 1, "parts")
+    keys = {DEVICE: store.sum_key(), **{f"other-{number}": SigningKey.generate() for number in range(3)}}
+    store.save_roster({name: key.public for name, key in keys.items()})
+    load, save = partial(store.sum_record, "parts"), partial(store.save_sum_record, "parts")
+    own = SumKeeper(DEVICE, keys[DEVICE], store.roster, load, save, store.numbered, 4).announce(at, 5)
+    assert own is not None
+    announced = {name: SumSecrets.draw(name).announce(at, 5, key) for name, key in keys.items()}
+    members = SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
+    asked = SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)
+    world.coordinator.tell(asked)
+    assert isinstance(world.coordinator.wait(SumUp).body, SumShares)
+    store.sum_gate.block()
+    world.coordinator.tell(asked)
+    world.coordinator.work_until(lambda: bool(world.events("refused")), "it refuses")
+    assert "its private store was restored" in str(world.events("refused")[0]["detail"])
+    assert sum(isinstance(message, SumUp) for message in world.coordinator.heard) == 1
