@@ -1,19 +1,30 @@
-"""Devices that take part in masked sums, each with a message key and a keeper on a disk."""
+"""Devices that take part in sealed sums, each with a key for sums and a keeper on a disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
-from edge_client.sum_keeper import SumKeeper, SumMasks, masks_in
+from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import FromDevice, SumDealt, SumMembers, SumOpening, SumSurvivors, ToDevice
-from fedcg.wire.sums import Numbers, SumRound
+from fedcg.wire.messages.schemas import (
+    MIN_SUM_DEVICES,
+    FromDevice,
+    SumDealt,
+    SumKeys,
+    SumMembers,
+    SumOpening,
+    SumSurvivors,
+    ToDevice,
+)
+from fedcg.wire.sums import Numbers, SumRound, unsealed
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 5
+SECRET = bytes(range(32))
+"""Of the cohort."""
 
 
 @dataclass
@@ -32,7 +43,12 @@ class Disk:
 
 
 class Cohort:
-    """Devices with keys, disks and keepers; a keeper is made anew for each step, as after a power cut."""
+    """Devices with keys, disks and keepers; a keeper is made anew for each step, as after a power cut.
+
+    Attributes:
+        weights: images of each; `votes` likewise.
+        numbered: what the training process of each told of its numbers.
+    """
 
     def __init__(self, count: int) -> None:
         self.names = [f"box-{number:02}" for number in range(count)]
@@ -41,6 +57,9 @@ class Cohort:
         self.now = 0.0
         stream = np.random.default_rng(0)
         self.numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in self.names}
+        self.weights = dict.fromkeys(self.names, 5)
+        self.votes = dict.fromkeys(self.names, 0)
+        self.numbered = dict[str, Numbered]()
 
     def later(self) -> float:
         """A time at which all that was waited for is late."""
@@ -56,13 +75,16 @@ class Cohort:
         return board.tick(self.names, self.later())
 
     def masks(self, name: str, at: SumRound = AT) -> SumMasks | None:
-        return masks_in(self.disks[name].content, name, at)
+        return masks_in(self.disks[name].content, name, at, SECRET)
 
-    def masked(self, name: str) -> Numbers:
-        masks = self.masks(name)
+    def masked(self, name: str, at: SumRound = AT) -> Numbers:
+        masks = self.masks(name, at)
         assert masks is not None
-        assert masks.weight == 5
         return masks.mask(self.numbers[name])
+
+    def opened(self, total: Numbers, digest: str, survivors: Iterable[str], at: SumRound = AT) -> Numbers:
+        """What a device of the cohort reads in the sum that the coordinator publishes."""
+        return unsealed(total, at, digest, survivors, SECRET)
 
     @property
     def roster(self) -> dict[str, VerifyKey]:
@@ -70,7 +92,10 @@ class Cohort:
 
     def keeper(self, name: str) -> SumKeeper:
         disk = self.disks[name]
-        return SumKeeper(name, self.keys[name], lambda: self.roster, disk.load, disk.save)
+        told = self.numbered[name].model_dump() if name in self.numbered else {}
+        return SumKeeper(
+            name, self.keys[name], lambda: self.roster, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES
+        )
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
         """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""
@@ -95,9 +120,14 @@ class Cohort:
             return keeper.opening(at, step)
         return None
 
+    def keys_of(self, name: str, at: SumRound = AT) -> SumKeys | None:
+        """A device's announcement; its numbers, of which nothing is known to be compared with, follow in training."""
+        self.numbered[name] = Numbered(round=at.round, attempt=at.attempt, sketch=(0.0,), to_mean=None)
+        return self.keeper(name).announce(at, self.weights[name], self.votes[name])
+
     def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:
         following: Sends = []
         for name in self.names:
-            if name not in deaf and (keys := self.keeper(name).announce(at, 5)) is not None:
+            if name not in deaf and (keys := self.keys_of(name, at)) is not None:
                 following += board.receive(name, keys, self.now)
         return following or self.late(board)

@@ -26,22 +26,26 @@ DEVICE_KEY = b"d" * 32
 FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
 
 
+def real_plan(
+    method: str = "fedcg", *, network: NetworkChoice | None = None, **params: ParameterValue
+) -> FederationPlan:
+    known = FAST if method == "fedcg" else {"epochs": 1}
+    return FederationPlan(
+        federation=FEDERATION,
+        classes=CLASSES,
+        image=FORM,
+        network=network or get_method(method).example.network,
+        method=method,
+        params={**known, **params},
+        rounds=3,
+        seed=7,
+    )
+
+
 def real_spec(
     method: str = "fedcg", *, network: NetworkChoice | None = None, **params: ParameterValue
 ) -> FederationSpec:
-    known = FAST if method == "fedcg" else {"epochs": 1}
-    return complete_spec(
-        FederationPlan(
-            federation=FEDERATION,
-            classes=CLASSES,
-            image=FORM,
-            network=network or get_method(method).example.network,
-            method=method,
-            params={**known, **params},
-            rounds=3,
-            seed=7,
-        )
-    )
+    return complete_spec(real_plan(method, network=network, **params))
 
 
 class Site:

@@ -8,7 +8,7 @@ import torch
 
 from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, Aggregator, Example, LocalResult, Masking, RoundContext, Update, Weights
+from fedcg.learning.method import Aggregate, Aggregator, Cohort, Example, LocalResult, RoundContext, Update, Weights
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
@@ -83,8 +83,8 @@ def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device"
     """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
     streams = Streams(root).at(spec.federation, round_number, 1)
     public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs.public else None
-    cohort = Streams(b"cohort").at(spec.federation)
-    return RoundContext(spec, round_number, 1, streams, public=public, masking=Masking(cohort))
+    cohort = Cohort(Streams(b"cohort").at(spec.federation))
+    return RoundContext(spec, round_number, 1, streams, public=public, cohort=cohort)
 
 
 def same(first: Weights, second: Weights) -> bool:

@@ -1,4 +1,4 @@
-"""Masked sums against real keepers of devices: exact whoever is lost, off where too few are left; a device that lies is left out."""
+"""Sealed sums against real keepers of devices: exact whoever is lost, off where too few are left; a device that lies is left out."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
-from coordinator.sums import WAIT_S, MaskedSums, Phase, Sends, SumBoard, SumFailure
+from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFailure
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SumError
@@ -33,7 +33,7 @@ from fedcg.wire.messages.schemas import (
     SumUp,
     ToDevice,
 )
-from fedcg.wire.parts import SUM_NUMBERS, SUM_WEIGHT, Part, TensorLayout
+from fedcg.wire.parts import Part, TensorLayout
 from fedcg.wire.sums import Numbers, SumRound, SumSecrets, added, keys_label, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
@@ -42,7 +42,9 @@ from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningServi
 
 def opened(cohort: Cohort, board: SumBoard, survivors: tuple[str, ...]) -> Numbers:
     sent = [cohort.masked(name) for name in survivors]
-    return added([*sent, board.correction(SIZE)])
+    published = added([*sent, board.correction(SIZE)])
+    assert not np.array_equal(published, added([cohort.numbers[name] for name in survivors]))
+    return cohort.opened(published, board.digest, survivors)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +81,7 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
         cohort.answer(board, sends, deaf)
     board = restarted()
     if board.record.phase is Phase.OPENED:
-        survivors = tuple(board.weights)
+        survivors = board.record.survivors
         expected = added([cohort.numbers[name] for name in survivors])
         assert np.array_equal(opened(cohort, board, survivors), expected)
         assert len(survivors) >= max(4, threshold_of(len(board.record.peers)))
@@ -135,7 +137,9 @@ def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
     name = cohort.names[0]
     members = dict(sends)[name]
     assert isinstance(members, SumMembers)
-    assert cohort.keeper(name).announce(AT, 5) == members.announced[name]
+    again = cohort.keeper(name).announce(AT, 5)
+    assert again is not None
+    assert again.model_copy(update={"key": None}) == members.announced[name]
     assert cohort.keeper(name).members(AT, members) == cohort.keeper(name).members(AT, members)
     sends = cohort.answer(board, sends, set())
     dealt = dict(sends)[name]
@@ -190,25 +194,18 @@ LOW_ORDER = bytes(32)
 """A public key of X25519 that nobody can agree on a key with."""
 
 
-def summing_spec() -> FederationSpec:
-    layouts = (
-        TensorLayout(name=SUM_NUMBERS, dtype="int64", shape=(SIZE,), low=0.0, high=2.0**32 - 1),
-        TensorLayout(name=SUM_WEIGHT, dtype="int64", shape=(), low=0.0, high=1000.0),
-    )
+def sealing_spec() -> FederationSpec:
+    weights = TensorLayout(name="weight", dtype="float32", shape=(SIZE - 1,))
     spec = tiny_spec(2)
-    changes = {
-        "summed": (Part.STATISTICS,),
-        "params": {**spec.params, "weight_cap": 100},
-        "layouts": {**spec.layouts, Part.STATISTICS: layouts},
-    }
+    changes = {"sealed": (Part.EXTRACTOR,), "layouts": {**spec.layouts, Part.EXTRACTOR: (weights,)}}
     return spec.model_copy(update=changes)
 
 
 class Attempt:
-    """The coordinator's masked sums of an attempt, and devices that answer what they are sent; some of them otherwise than they should."""
+    """The coordinator's sealed sums of an attempt, and devices that answer what they are sent; some of them otherwise than they should."""
 
     def __init__(self, world: World, count: int = 5) -> None:
-        self.spec = summing_spec()
+        self.spec = sealing_spec()
         self.cohort = Cohort(count)
         self.at = SumRound(self.spec.federation, HERE.round, HERE.attempt)
         self.store, self.log = world.store, world.root / "sums.jsonl"
@@ -220,11 +217,10 @@ class Attempt:
         self.header = {**about, "recipient": COORDINATOR, "epoch": 1, "session": "0" * 64, "counter": 1}
         self.sums = self.started()
 
-    def started(self) -> MaskedSums:
+    def started(self) -> SealedSums:
         """A coordinator's, as after a start."""
-        keys = {name: key.public for name, key in self.cohort.keys.items()}
-        events = EventLog(self.log, time.time)
-        sums = MaskedSums(self.spec, self.store, cast(Publisher, self), events, lambda: self.now, keys.get)
+        events, devices = EventLog(self.log, time.time), set(self.cohort.names)
+        sums = SealedSums(self.spec, self.store, cast(Publisher, self), events, lambda: self.now, devices.__contains__)
         sums.begin(HERE, self.cohort.names)
         return sums
 
@@ -240,7 +236,7 @@ class Attempt:
 
     def announce(self) -> None:
         for name in self.cohort.names:
-            keys = self.cohort.keeper(name).announce(self.at, 5)
+            keys = self.cohort.keys_of(name, self.at)
             assert keys is not None
             self.answer(name, keys)
 
@@ -272,15 +268,10 @@ class Attempt:
 
     def exact(self, opened: OpenedSum) -> bool:
         """Whether the correction gives the sum of the clients' numbers."""
-        names = [client for client, _ in opened.weights]
-        sent = added([self._masked(name) for name in names])
-        wanted = added([self.cohort.numbers[name] for name in names])
-        return np.array_equal(sent + np.frombuffer(opened.correction, "<u4"), wanted)
-
-    def _masked(self, name: str) -> np.ndarray[Any, Any]:
-        masks = self.cohort.masks(name, self.at)
-        assert masks is not None
-        return masks.mask(self.cohort.numbers[name])
+        sent = added([self.cohort.masked(name, self.at) for name in opened.names])
+        published = sent + np.frombuffer(opened.correction, "<u4").astype(np.uint32)
+        wanted = added([self.cohort.numbers[name] for name in opened.names])
+        return np.array_equal(self.cohort.opened(published, opened.digest, opened.names, self.at), wanted)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.log) if event["event"] == name]
@@ -291,26 +282,28 @@ def attempt(make_world: MakeWorld) -> Attempt:
     return Attempt(make_world())
 
 
-def bad_keys(attempt: Attempt, key: SigningKey, weight: int = 5, **changes: bytes) -> SumKeys:
-    """Keys of box-00, with changes, signed by `key`."""
-    unsigned = SumSecrets.draw("box-00").announce(attempt.at, weight, key).model_copy(update=changes)
-    return unsigned.model_copy(update={"signature": key.sign(keys_label(attempt.at, "box-00", unsigned))})
+def bad_keys(attempt: Attempt, signing: SigningKey, **changes: bytes | None) -> SumKeys:
+    """Keys of box-00, with changes, signed by `signing`."""
+    told = {"key": attempt.cohort.keys["box-00"].public.raw, **changes}
+    unsigned = SumSecrets.draw("box-00").announce(attempt.at, 5, signing).model_copy(update=told)
+    return unsigned.model_copy(update={"signature": signing.sign(keys_label(attempt.at, "box-00", unsigned))})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("by", "changes", "said"),
     [
-        ({"mask": LOW_ORDER}, "box-00: a public key for a masked sum is none of X25519"),
-        ({"cipher": LOW_ORDER}, "box-00: a public key for a masked sum is none of X25519"),
-        ({"weight": 101}, "box-00: its weight 101 is above the plan's weight_cap, 100"),
-        ({"key": SigningKey.generate()}, "box-00: its keys for a masked sum are not signed by its message key"),
+        (None, {"mask": LOW_ORDER}, "box-00: a public key for a sealed sum is none of X25519"),
+        (None, {"cipher": LOW_ORDER}, "box-00: a public key for a sealed sum is none of X25519"),
+        (None, {"key": None}, "box-00: it announced keys for a sum without the one that signs them"),
+        (SigningKey.generate(), {}, "box-00: its keys for a sealed sum are not signed by its key for sums"),
     ],
 )
-def test_a_device_with_bad_keys_is_left_out_of_the_sum(attempt: Attempt, changes: dict[str, Any], said: str) -> None:
-    given = {"key": attempt.cohort.keys["box-00"], **changes}
-    attempt.lies["keys"] = lambda keys: bad_keys(attempt, **given)
+def test_a_device_with_bad_keys_is_left_out_of_the_sum(
+    attempt: Attempt, by: SigningKey | None, changes: dict[str, bytes | None], said: str
+) -> None:
+    attempt.lies["keys"] = lambda keys: bad_keys(attempt, by or attempt.cohort.keys["box-00"], **changes)
     opened = attempt.run()
-    assert [client for client, _ in opened.weights] == attempt.cohort.names[1:]
+    assert list(opened.names) == attempt.cohort.names[1:]
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
     assert (refused["client"], refused["reason"]) == ("box-00", said)
@@ -320,7 +313,7 @@ def test_a_device_with_bad_keys_is_left_out_of_the_sum(attempt: Attempt, changes
 def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> None:
     attempt.lies["signed"] = lambda step: SumSigned(signature=bytes(64))
     opened = attempt.run()
-    assert len(opened.weights) == 5
+    assert len(opened.names) == 5
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
     assert refused["reason"] == "box-00: its signature is not of the list of survivors"
@@ -352,7 +345,7 @@ def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt
     attempt.wait(5.0)
     attempt.answer_all()
     assert attempt.exact(attempt.merged[0])
-    assert len(attempt.merged[0].weights) == 5
+    assert len(attempt.merged[0].names) == 5
 
 
 class LosesTheSum(PlainWorker):
@@ -366,7 +359,7 @@ def test_a_sum_that_is_in_no_aggregate_is_a_problem_too(make_world: MakeWorld) -
     with RunningService(world) as running:
         world.start_devices()
         world.wait_event("finished")
-        problem = world.problems(running.service)["no masked sum"]
+        problem = world.problems(running.service)["no sealed sum"]
     assert problem.what == "round 1 went on without the sum over its devices: the sum has clients: b"
     assert problem.remedy.startswith("After one round, nothing")
     assert [event["reason"] for event in world.events("sum_off")] == ["the sum has clients: b"]

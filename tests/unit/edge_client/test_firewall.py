@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
-from edge_client.firewall import Mask, UpdateFacts, build_update, check_kept, check_spec
+from edge_client.firewall import Sealing, UpdateFacts, build_update, check_kept, check_spec
+from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
@@ -30,6 +31,7 @@ from fedcg.wire.parts import (
     RoundCost,
     TensorLayout,
 )
+from fedcg.wire.sealed_numbers import number_count, to_numbers
 from tests.support.edge.world import DEVICE, LAYOUTS, MakeWorld, connected, toy_parts, toy_spec
 from tests.support.waiting import wait_until
 
@@ -65,7 +67,7 @@ def built(
     report: Report = REPORT,
     spec: FederationSpec | None = None,
     policy: PolicySection | None = None,
-    mask: Mask | None = None,
+    sealing: Sealing | None = None,
 ) -> bytes:
     return build_update(
         toy_parts(1, SHARED) if shared is None else shared,
@@ -74,7 +76,7 @@ def built(
         policy=policy or PolicySection(),
         facts=FACTS,
         base=Base(BASE_ID, {}),
-        mask=mask,
+        sealing=sealing,
     )
 
 
@@ -247,6 +249,7 @@ def test_a_spec_that_names_code_nobody_installed_or_allowed_here_is_refused_and_
 
 
 parts_sets = st.sets(st.sampled_from(Part)).map(frozenset)
+plain_sets = parts_sets.map(lambda parts: parts - {Part.SEALED})
 # `model` belongs to a device's report of itself, not to an update's.
 field_sets = st.sets(st.sampled_from(sorted(set(ReportField) - {ReportField.MODEL, ReportField.TELEMETRY}))).map(
     frozenset
@@ -255,29 +258,42 @@ field_sets = st.sets(st.sampled_from(sorted(set(ReportField) - {ReportField.MODE
 
 @settings(max_examples=200, deadline=None)
 @given(
-    offered=parts_sets, asked=parts_sets, allowed=parts_sets, told=field_sets, wanted=field_sets, permitted=field_sets
+    offered=plain_sets,
+    asked=plain_sets,
+    sealing=plain_sets,
+    allowed=parts_sets,
+    told=field_sets,
+    wanted=field_sets,
+    permitted=field_sets,
 )
 def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     offered: frozenset[Part],
     asked: frozenset[Part],
+    sealing: frozenset[Part],
     allowed: frozenset[Part],
     told: frozenset[ReportField],
     wanted: frozenset[ReportField],
     permitted: frozenset[ReportField],
 ) -> None:
+    sealed, leaving = asked & sealing, on_wire(asked, asked & sealing)
     layouts = {part: LAYOUTS.get(part, LAYOUTS[Part.EXTRACTOR]) for part in Part}
+    layouts[Part.SEALED] = tuple(
+        TensorLayout(name=part.value, dtype="uint32", shape=(number_count(layouts[part]),)) for part in sorted(sealed)
+    )
     tensors = {part: toy_parts(1).get(part, toy_parts(2)[Part.EXTRACTOR]) for part in Part}
-    spec = toy_spec(upload=tuple(sorted(asked)), report=tuple(sorted(wanted)), layouts=layouts)
+    spec = toy_spec(upload=tuple(sorted(leaving)), report=tuple(sorted(wanted)), layouts=layouts)
+    spec = spec.model_copy(update={"sealed": tuple(sorted(sealed)), "sealed_range": 8.0})
     policy = PolicySection(allow_upload=allowed, allow_report=permitted)
     try:
         data = built({part: tensors[part] for part in offered}, REPORT.only(told), spec, policy)
     except FirewallError:
         needed = {ReportField.EXAMPLES, ReportField.LABEL_COUNTS} & wanted
-        assert offered != asked or not offered <= allowed or not needed <= permitted & told
+        assert offered != asked or not leaving <= allowed or not needed <= permitted & told
         return
     seen = inspect(data)
-    assert {name.split("/")[0] for name in seen.tensors} == {part.value for part in offered & asked & allowed}
-    header = unpack(data, {part: layouts[part] for part in asked}).header
+    assert offered == asked
+    assert {name.split("/")[0] for name in seen.tensors} == {part.value for part in leaving & allowed}
+    header = unpack(data, dict(spec.update_layouts(FACTS.round))).header
     assert header.report is not None
     assert header.report.fields() == told & (wanted | VOLUNTARY_REPORT) & permitted
 
@@ -334,34 +350,36 @@ def test_numbers_beyond_the_bounds_of_their_layout_do_not_leave_and_are_rejected
             assert_within(shared, spec.layouts)
 
 
-def test_numbers_of_a_masked_sum_leave_behind_masks_and_without_masks_stay_here() -> None:
-    layouts = (
-        TensorLayout(name="outputs", dtype="int64", shape=(2, 2), low=0.0, high=float(2**32 - 1)),
-        TensorLayout(name="weight", dtype="int64", shape=()),
-    )
-    plain = toy_spec(upload=(Part.STATISTICS,), layouts={Part.STATISTICS: layouts})
-    spec = plain.model_copy(update={"summed": (Part.STATISTICS,)})
-    numbers = np.array([[1, 2], [3, 2**32 - 1]])
-    shared: Parts = {Part.STATISTICS: {"outputs": numbers, "weight": np.array(7)}}
+SEALED_EXTRACTOR = TensorLayout(name="extractor", dtype="uint32", shape=(number_count(LAYOUTS[Part.EXTRACTOR]),))
 
-    def left(mask: Mask | None) -> dict[str, Array]:
-        packed = built(shared, spec=spec, policy=EVERYTHING, mask=mask)
-        return dict(unpack(packed, dict(spec.layouts)).parts[Part.STATISTICS])
 
-    masks = np.arange(10, 14, dtype=np.uint32)
-    masked = left(lambda bare: np.add(bare, masks, dtype=np.uint32))
-    assert masked["outputs"].tolist() == [[11, 13], [15, 12]], "modulo 2^32"
-    assert masked["weight"] == 7
-    kept = left(None)
-    assert not kept["outputs"].any()
-    assert kept["weight"] == 0
+def test_a_sealed_part_leaves_only_as_numbers_behind_masks_and_without_masks_as_zeros() -> None:
+    plain = toy_spec(upload=(Part.CLASSIFIER, Part.SEALED), layouts={**LAYOUTS, Part.SEALED: (SEALED_EXTRACTOR,)})
+    spec = plain.model_copy(update={"sealed": (Part.EXTRACTOR,), "sealed_range": 8.0})
+    shared = toy_parts(1, (Part.CLASSIFIER, Part.EXTRACTOR))
+    policy = PolicySection(allow_upload=frozenset({Part.CLASSIFIER, Part.SEALED}))
+
+    def left(sealing: Sealing | None) -> Array:
+        packed = built(shared, spec=spec, policy=policy, sealing=sealing)
+        assert {name.split("/")[0] for name in inspect(packed).tensors} == {"classifier", "sealed"}
+        parts = unpack(packed, dict(spec.update_layouts(FACTS.round))).parts
+        assert_within(parts, spec.update_layouts(FACTS.round))
+        return parts[Part.SEALED]["extractor"]
+
+    masks = np.random.default_rng(0).integers(0, 1 << 32, SEALED_EXTRACTOR.shape, dtype=np.uint32)
+    bare = to_numbers(shared[Part.EXTRACTOR], LAYOUTS[Part.EXTRACTOR], 8.0, 0.25)
+    assert bare[0] == 1 << 25
+    assert np.array_equal(left(Sealing(0.25, masks.__add__)), bare + masks), "modulo 2^32"
+    assert not left(None).any()
     refused = check_spec(spec, PolicySection())
     assert refused is not None
-    assert (
-        "statistics (outputs of the private extractor on images that the cohort's secret makes, behind masks"
-        in refused[1]
-    )
-    assert "mean features of each class" not in refused[1]
+    assert "sealed (extractor as parts behind masks: the coordinator can't read them" in refused[1]
+    with pytest.raises(FirewallError, match="allow_upload") as caught:
+        built(shared, spec=spec, policy=PolicySection(allow_upload=frozenset(Part) - {Part.SEALED}))
+    assert caught.value.part == "sealed"
+    shared[Part.EXTRACTOR]["weight"][0, 0] = 9.0
+    with pytest.raises(CodecError, match="weight: it holds 9, above 8, and a sealed sum has no room for it"):
+        left(Sealing(0.25, masks.__add__))
 
 
 def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_is_asked_for(make_world: MakeWorld) -> None:

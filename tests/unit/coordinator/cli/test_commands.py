@@ -181,12 +181,12 @@ def test_raising_min_clients_above_the_clients_of_the_open_attempt_is_answered_w
     assert "The next one opens when 4 devices are online." in done[1]
 
 
-def test_a_federation_with_masked_parts_is_shown_with_what_the_coordinator_can_not_check(home: Home) -> None:
-    summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
-    add_federation(home, "masked", spec=summed, method="fedprobe", policy=policy_of(3, 5))
-    shown = run_fedcg("federation", "show", "masked", "--dir", home.root).stdout
-    assert "statistics behind masks: only the sum over 4 devices or more is read, and no screening sees one" in shown
-    assert "behind masks" not in run_fedcg("federation", "show", FEDERATION, "--dir", home.root).stdout
+def test_a_federation_with_sealed_parts_is_shown_with_what_the_coordinator_can_not_check(home: Home) -> None:
+    sealed = tiny_spec().model_copy(update={"federation": "blind", "method": "fedavg", "sealed": (Part.EXTRACTOR,)})
+    add_federation(home, "blind", spec=sealed, method="fedavg", policy=policy_of(3, 5))
+    shown = run_fedcg("federation", "show", "blind", "--dir", home.root).stdout
+    assert "extractor sealed: only the devices of the cohort read the mean, and no screening sees one" in shown
+    assert "sealed" not in run_fedcg("federation", "show", FEDERATION, "--dir", home.root).stdout
 
 
 def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

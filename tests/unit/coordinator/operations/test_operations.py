@@ -78,16 +78,16 @@ def test_everything_that_is_wrong_with_a_changed_policy_is_named_at_once_and_not
     assert doing.store.federation("casting") == before
 
 
-def test_a_policy_of_fewer_clients_than_masked_sums_take_is_refused_with_the_reason_that_a_plan_gets(
+def test_a_policy_of_fewer_clients_than_sealed_sums_take_is_refused_with_the_reason_that_a_plan_gets(
     home: Home, doing: Operations
 ) -> None:
-    summed = tiny_spec().model_copy(update={"federation": "masked", "method": "fedprobe", "summed": (Part.STATISTICS,)})
-    add_federation(home, "masked", spec=summed, method="fedprobe", policy=policy_of(3, 5))
+    sealed = tiny_spec().model_copy(update={"federation": "blind", "method": "fedavg", "sealed": (Part.EXTRACTOR,)})
+    add_federation(home, "blind", spec=sealed, method="fedavg", policy=policy_of(3, 5))
     with pytest.raises(SteeringError) as refused:
-        doing.change_policy("masked", {"min_clients": 3})
-    assert str(refused.value).endswith(f": 1 problem\n  min_clients: {too_few_for_sums(summed, 3)}")
+        doing.change_policy("blind", {"min_clients": 3})
+    assert str(refused.value).endswith(f": 1 problem\n  min_clients: {too_few_for_sums(sealed, 3)}")
     assert "a sum of fewer than 4 devices shows too much of each: set min_clients = 4 or more" in str(refused.value)
-    for federation, least in (("masked", 4), ("casting", 3)):
+    for federation, least in (("blind", 4), ("casting", 3)):
         assert doing.change_policy(federation, {"min_clients": least}).policy.min_clients == least
 
 

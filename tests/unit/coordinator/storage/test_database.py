@@ -276,7 +276,7 @@ def filled(database: Path | URL) -> Path | URL:
         store.weigh(*KEY, {"line-1": 12, "line-2": 9})
         store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
         store.open_attempt("casting", RoundAttempt(2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
-        store.masked_sums.keep("casting", RoundAttempt(2, 1), '{"phase":"keys"}')
+        store.sealed_sums.keep("casting", RoundAttempt(2, 1), '{"phase":"keys"}')
     return database
 
 
@@ -301,7 +301,7 @@ def check_content(database: Path | URL) -> None:
         ended = [(update.client, update.outcome, update.weight) for update in store.updates(*KEY)]
         assert ended == [("line-1", Outcome.ACCEPTED, 12), ("line-2", Outcome.ACCEPTED, 9)]
         assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
-        assert store.masked_sums.of("casting", RoundAttempt(2, 1)) == '{"phase":"keys"}'
+        assert store.sealed_sums.of("casting", RoundAttempt(2, 1)) == '{"phase":"keys"}'
         state = store.round_state("casting")
         assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
 

@@ -312,20 +312,20 @@ def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_i
     assert TrainRound(at, SPEC.id, aggregate(1).id, share=0.25) in commands
 
 
-def summed(ready: SessionState) -> SessionState:
-    """Round 1 of a method with masked sums is accepted and at hand."""
-    known = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None, is_summed=True), ArtifactStored(aggregate(1).id))
+def sealed(ready: SessionState) -> SessionState:
+    """Round 1 of a federation with sealed parts is accepted and at hand."""
+    known = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None, is_sealed=True), ArtifactStored(aggregate(1).id))
     state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *known)
-    assert WeighRound(RoundAttempt(1, 1), SPEC.id) in commands
+    assert WeighRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
     return state
 
 
-def test_a_masked_round_counts_its_images_announces_keys_until_answered_and_trains_once_its_masks_are_agreed_on(
+def test_a_sealed_round_counts_its_images_announces_keys_until_answered_and_trains_once_its_masks_are_agreed_on(
     ready: SessionState,
 ) -> None:
     at = RoundAttempt(1, 1)
-    announce, train = AnnounceSum(at, SPEC.id, 40), TrainRound(at, SPEC.id, aggregate(1).id)
-    state, commands = drive(summed(ready), Weighed(at, 40))
+    announce, train = AnnounceSum(at, 40, vote=1), TrainRound(at, SPEC.id, aggregate(1).id)
+    state, commands = drive(sealed(ready), Weighed(at, 40, vote=1))
     assert commands == [announce]
     assert next_deadline(state) == SUM_EVERY_S
     state, early = drive(state, Tick(), now=SUM_EVERY_S - 0.1)
@@ -341,17 +341,17 @@ def test_a_masked_round_counts_its_images_announces_keys_until_answered_and_trai
 
 def test_masks_of_an_earlier_attempt_do_not_let_the_next_one_be_trained(ready: SessionState) -> None:
     at, again = RoundAttempt(1, 1), RoundAttempt(1, 2)
-    state, _ = drive(summed(ready), Weighed(at, 40), offer(1, 2), Invited(again))
+    state, _ = drive(sealed(ready), Weighed(at, 40), offer(1, 2), Invited(again))
     state, commands = drive(state, SumReady(at))
     assert not any(isinstance(command, TrainRound) for command in commands)
     _, commands = drive(state, Weighed(again, 41))
-    assert AnnounceSum(again, SPEC.id, 41) in commands
+    assert AnnounceSum(again, 41) in commands
 
 
 def test_a_training_process_that_dies_while_it_counts_counts_again(ready: SessionState) -> None:
-    state, _ = drive(summed(ready), TrainerDied())
+    state, _ = drive(sealed(ready), TrainerDied())
     _, commands = drive(state, Tick(), TrainerReady())
-    assert WeighRound(RoundAttempt(1, 1), SPEC.id) in commands
+    assert WeighRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
 ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]

@@ -36,13 +36,13 @@ from fedcg.log_output import LogSettings
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
-from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_plan, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION, FORM
 from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
 
 
 def allowing(site: Site) -> Site:
-    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | get_method(site.spec.method).payload.up)
+    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | frozenset(site.spec.upload))
     site.configure(policy=policy)
     return site
 
@@ -63,24 +63,22 @@ def test_what_is_no_usual_part_leaves_only_with_the_owners_word(tmp_path: Path, 
     assert part in report.detail
 
 
-def test_a_spec_without_masks_is_declined_for_a_method_that_has_some_and_so_is_one_without_the_cohort_secret(
+def test_a_spec_that_seals_what_its_method_does_more_with_than_average_is_declined_and_one_without_the_cohort_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = allowing(Site(tmp_path, real_spec("fedprobe")))
-    method = get_method("fedprobe")
-    plain = replace(method, payload=replace(method.payload, is_summed=False))
-    monkeypatch.setattr(local_round, "get_method", lambda _name: plain)
-    report = site.declined()
-    assert (report.reason, report.detail) == (
-        DeclineReason.SPEC_REFUSED,
-        "method fedprobe has other parts that leave behind masks only",
-    )
+    plan = real_plan("fedavg").model_copy(update={"sealed": (Part.EXTRACTOR,)})
+    site = allowing(Site(tmp_path, complete_spec(plan)))
+    method, classifier = get_method("fedavg"), frozenset({Part.CLASSIFIER})
+    for payload in (replace(method.payload, sealable=classifier), replace(method.payload, sealed=classifier)):
+        other = replace(method, payload=payload)
+        monkeypatch.setattr(local_round, "get_method", lambda _name, other=other: other)
+        report = site.declined()
+        assert report.reason is DeclineReason.SPEC_REFUSED
+        assert report.detail == "the spec's upload list is not that of method fedavg"
     monkeypatch.undo()
     report = site.declined()
     assert report.reason is DeclineReason.SPEC_REFUSED
-    assert report.detail.startswith(
-        "method fedprobe needs the cohort secret: `fedcg cohort create` on the first device"
-    )
+    assert report.detail.startswith("method fedavg needs the cohort secret: `fedcg cohort create` on the first device")
 
 
 @pytest.mark.parametrize(

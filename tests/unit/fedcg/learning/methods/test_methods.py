@@ -13,15 +13,15 @@ from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from fedcg.learning import methods, registry
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.errors import DataError, ExtensionError, NetworkError, UnknownMethodError
+from fedcg.learning.errors import DataError, ExtensionError, UnknownMethodError
 from fedcg.learning.method import Aggregate, Callbacks, DivergedError, LabelCounts, LocalResult, TrainingParams
-from fedcg.learning.networks.plans import initial_parts, method_layouts, shadow_spec
+from fedcg.learning.networks.plans import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.simulation.simulation import Schedule, simulate, update_of
 from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training.batches import index_blocks, steps_of
 from fedcg.wire.messages.schemas import DeclineReason
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import Part
 from tests.support.installed import importable, register
 from tests.support.learning import learning_cases as cases
 
@@ -229,17 +229,12 @@ def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> Non
         get_method("our_prototypes")
 
 
-def test_a_method_with_masks_and_no_statistics_of_its_own_to_put_them_on_is_refused() -> None:
-    method = get_method("fedprobe")
-    for without in ({"statistics": None}, {"up": frozenset({Part.CLASSIFIER})}):
-        with pytest.raises(ValueError, match="is_summed puts masks on"):
-            replace(method.payload, **without)
-    means = (TensorLayout(name="means", dtype="int64", shape=(3,), low=0.0, high=9.0),)
-    with pytest.raises(NetworkError, match="fedprobe: its masked statistics must be the tensors outputs and weight"):
-        method_layouts(
-            cases.quick_spec("fedprobe"),
-            replace(method, payload=replace(method.payload, statistics=lambda _spec: means)),
-        )
+def test_a_method_that_seals_what_it_does_not_average_or_alternates_without_statistics_is_refused() -> None:
+    payload = get_method("fedper").payload
+    with pytest.raises(ValueError, match="sealed parts are averaged: they have to go up and come down"):
+        replace(payload, sealed=frozenset({Part.CLASSIFIER}))
+    with pytest.raises(ValueError, match="every second round exchanges the part statistics"):
+        replace(payload, alternates=True)
 
 
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Masked sums: exact whoever is lost at whichever step, and never opened for a coordinator that cheats."""
+"""Sealed sums: exact whoever is lost at whichever step, and never opened for a coordinator that cheats."""
 
 import json
 from collections.abc import Mapping
@@ -29,10 +29,12 @@ from fedcg.wire.sums import (
     sign_survivors,
     threshold_of,
     unmask,
+    unsealed,
 )
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 7
+SECRET = bytes(range(32))
 
 
 @dataclass
@@ -59,11 +61,19 @@ class World:
 
     def total(self, peers: list[str], survivors: list[str]) -> Numbers:
         """The sum of what the survivors sent."""
-        sent = [masked(self.secrets[name], self.members, peers, self.numbers[name]) for name in survivors]
-        return added(sent)
+        return added([self.masked(name, peers, self.numbers[name]) for name in survivors])
+
+    def masked(self, name: str, peers: list[str], numbers: Numbers) -> Numbers:
+        return masked(self.secrets[name], self.members, peers, numbers, SECRET)
+
+    def opened(self, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
+        """What a device of the cohort reads once the coordinator has opened the sum of the survivors' numbers."""
+        total = self.total(list(survivors.peers), list(survivors.names))
+        published = unmask(total, self.members, survivors, revealed)
+        return unsealed(published, self.members.at, self.members.digest, survivors.names, SECRET)
 
     def signed(self, peers: list[str], survivors: list[str]) -> Survivors:
-        signatures = {name: sign_survivors(AT, peers, survivors, self.keys[name]) for name in survivors}
+        signatures = {name: sign_survivors(self.members, peers, survivors, self.keys[name]) for name in survivors}
         return Survivors(tuple(peers), tuple(survivors), signatures)
 
     def revealed(self, survivors: Survivors, holders: list[str]) -> dict[str, dict[str, bytes]]:
@@ -101,10 +111,8 @@ def test_the_sum_of_those_who_sent_is_exact_whoever_is_lost_at_whichever_step(da
     survivors = some_of(peers, needed, "whose numbers came")
     answered = some_of(survivors, threshold_of(len(world.names)), "who answered last")
     signed = world.signed(peers, survivors)
-    total = world.total(peers, survivors)
-    assert not np.array_equal(total, world.plain(survivors))
-    found = unmask(total, world.members, signed, world.revealed(signed, answered))
-    assert np.array_equal(found, world.plain(survivors))
+    assert not np.array_equal(world.total(peers, survivors), world.plain(survivors))
+    assert np.array_equal(world.opened(signed, world.revealed(signed, answered)), world.plain(survivors))
 
 
 def test_too_few_shares_open_nothing() -> None:
@@ -113,7 +121,7 @@ def test_too_few_shares_open_nothing() -> None:
     signed = world.signed(world.names, world.names)
     answers = world.revealed(signed, world.names[:3])
     with pytest.raises(SumError, match="box-00: 3 of 4 shares of its masks came"):
-        unmask(world.total(world.names, world.names), world.members, signed, answers)
+        world.opened(signed, answers)
     with pytest.raises(SumError, match="takes 4 devices, not 3"):
         world_of(3)
 
@@ -121,15 +129,14 @@ def test_too_few_shares_open_nothing() -> None:
 def test_a_masked_number_says_nothing_without_the_masks() -> None:
     world = world_of(4)
     zeros = np.zeros(4096, np.uint32)
-    sent = masked(world.secrets["box-00"], world.members, world.names, zeros)
+    sent = world.masked("box-00", world.names, zeros)
     counts = np.bincount(sent >> 28, minlength=16)
     assert counts.min() > 180  # 256 each, if uniform
     assert counts.max() < 340
     # An honest coordinator without the device's own mask: pair masks of all others do not open it.
-    others = added([masked(world.secrets[name], world.members, world.names, zeros) for name in world.names[1:]])
+    others = added([world.masked(name, world.names, zeros) for name in world.names[1:]])
     assert np.count_nonzero(sent + others) > 4000
-    again = masked(world.secrets["box-00"], world.members, world.names, zeros)
-    assert np.array_equal(sent, again)  # a resend is byte-identical
+    assert np.array_equal(sent, world.masked("box-00", world.names, zeros))  # a resend is byte-identical
 
 
 def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced() -> None:
@@ -139,7 +146,7 @@ def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced
     with pytest.raises(SumError, match="box-99 is not on this device's roster"):
         Members(AT, {**world.members.announced, "box-99": sybil}).check(roster)
     posing = SumSecrets.draw("box-01").announce(AT, 5, invented)
-    with pytest.raises(SignatureError, match="box-01: its keys for a masked sum are not signed by its message key"):
+    with pytest.raises(SignatureError, match="box-01: its keys for a sealed sum are not signed by its key for sums"):
         Members(AT, {**world.members.announced, "box-01": posing}).check(roster)
     one = world.members.announced["box-02"]
     changes: list[Any] = [{"weight": 6}, {"mask": bytes(32)}, {"cipher": one.mask}, {"mark": bytes(32)}]
@@ -163,7 +170,7 @@ def test_keys_that_nobody_can_agree_on_a_key_with_are_refused_although_they_are_
     for change in ({"mask": bytes(32)}, {"cipher": bytes(32)}, {"mask": bytes([1]) + bytes(31)}):
         bad = announced.model_copy(update=change)
         signed = bad.model_copy(update={"signature": key.sign(keys_label(AT, "box-00", bad))})
-        with pytest.raises(MalformedError, match="box-00: a public key for a masked sum is none of X25519"):
+        with pytest.raises(MalformedError, match="box-00: a public key for a sealed sum is none of X25519"):
             check_keys(AT, "box-00", signed, key.public)
 
 
@@ -184,7 +191,7 @@ def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
     other = world.signed(peers, peers)
     with pytest.raises(SumError, match="0 of 4 devices"):
         opened(replace(good, signatures=other.signatures))
-    forged = {one: sign_survivors(AT, peers, peers[:5], SigningKey.generate()) for one in peers[:5]}
+    forged = {one: sign_survivors(world.members, peers, peers[:5], SigningKey.generate()) for one in peers[:5]}
     with pytest.raises(SumError, match="0 of 4 devices"):
         opened(replace(good, signatures=forged))
     with pytest.raises(SumError, match="3 devices are too few to open a sum: 4 are needed"):
@@ -230,29 +237,27 @@ def test_shares_that_can_not_be_opened_are_not_given_and_the_sum_is_opened_with_
         given = reveal(world.secrets["box-00"], world.members, {**received, "box-02": bad}, signed, world.roster)
         assert given.keys() == {"box-00", "box-01", "box-03"}
         answers = {**world.revealed(signed, peers), "box-00": given}
-        assert np.array_equal(unmask(world.total(peers, peers), world.members, signed, answers), world.plain(peers))
+        assert np.array_equal(world.opened(signed, answers), world.plain(peers))
     world.dealt["box-02"] = dict.fromkeys(peers, changed)
     with pytest.raises(SumError, match="box-02: 0 of 3 shares of its masks came"):
-        unmask(world.total(peers, peers), world.members, signed, world.revealed(signed, peers))
+        world.opened(signed, world.revealed(signed, peers))
 
 
 def test_one_holder_with_wrong_shares_is_found_out_where_one_more_than_needed_answered() -> None:
     world = world_of(5)
     peers, survivors = world.names, world.names[:4]
     signed = world.signed(peers, survivors)
-    total = world.total(peers, survivors)
     for liar in survivors:
         answers = world.revealed(signed, survivors)
         answers[liar] = dict.fromkeys(peers, bytes(16))
         with pytest.raises(SumError, match=r"its own mask are not of what it announced.*or others gave wrong ones"):
             # exactly as many as are needed: nobody can tell which is wrong
-            unmask(total, world.members, signed, answers)
+            world.opened(signed, answers)
     signed = world.signed(peers, peers)
-    total = world.total(peers, peers)
     for liar in peers:
         answers = world.revealed(signed, peers)
         answers[liar] = dict.fromkeys(peers, bytes(16))
-        assert np.array_equal(unmask(total, world.members, signed, answers), world.plain(peers))
+        assert np.array_equal(world.opened(signed, answers), world.plain(peers))
 
 
 def test_shares_of_other_secrets_than_were_announced_are_noticed() -> None:
@@ -261,9 +266,9 @@ def test_shares_of_other_secrets_than_were_announced_are_noticed() -> None:
     signed = world.signed(peers, peers)
     world.dealt["box-03"] = share_out(replace(world.secrets["box-03"], own=bytes(16)), world.members)
     with pytest.raises(SumError, match="box-03: the shares of its own mask are not of what it announced"):
-        unmask(world.total(peers, peers), world.members, signed, world.revealed(signed, peers))
+        world.opened(signed, world.revealed(signed, peers))
     world = world_of(5)
     world.dealt["box-04"] = share_out(replace(world.secrets["box-04"], mask=bytes(16)), world.members)
     lost = world.signed(world.names, world.names[:4])
     with pytest.raises(SumError, match="box-04: the shares of its pair masks are not of what it announced"):
-        unmask(world.total(world.names, world.names[:4]), world.members, lost, world.revealed(lost, world.names[:4]))
+        world.opened(lost, world.revealed(lost, world.names[:4]))
