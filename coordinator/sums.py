@@ -21,8 +21,9 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
-from fedcg.wire.sealed_numbers import number_count
-from fedcg.wire.sums import Members, Numbers, SumRound, Survivors, added, check_keys, survivors_label, unmask
+from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES
+from fedcg.wire.sealed_numbers import Numbers, added, number_count
+from fedcg.wire.sums import Members, SumRound, Survivors, check_keys, survivors_label, unmask
 
 KEYS_WAIT_S = 60.0
 """How long devices may take for their keys after the first one's: some load their images meanwhile."""
@@ -312,8 +313,8 @@ class SumBoard:
 
     def _begin(self, now: float) -> Sends:
         kept = self.record
-        if len(kept.keys) < schemas.MIN_SUM_DEVICES:
-            return self._off(f"{len(kept.keys)} of {schemas.MIN_SUM_DEVICES} devices announced keys")
+        if len(kept.keys) < MIN_SUM_DEVICES:
+            return self._off(f"{len(kept.keys)} of {MIN_SUM_DEVICES} devices announced keys")
         total, drawn = sum(keys.weight for keys in kept.keys.values()), groups_of(kept.keys)
         if len(drawn) == 1:
             kept.members = schemas.SumMembers(announced=kept.keys, total=total)
@@ -370,7 +371,7 @@ def groups_of(devices: Iterable[str]) -> list[list[str]]:
     """The groups that these are drawn into: as few and as equal as can be, of at most `MAX_SUM_DEVICES`, each sorted."""
     drawn = sorted(devices)
     secrets.SystemRandom().shuffle(drawn)
-    count = -(-len(drawn) // schemas.MAX_SUM_DEVICES)
+    count = -(-len(drawn) // MAX_SUM_DEVICES)
     return [sorted(drawn[number::count]) for number in range(count)]
 
 

@@ -21,15 +21,15 @@ from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, Host, PresetName
-from fedcg.wire.messages.schemas import (
-    MAX_ARTIFACT_BYTES,
-    MAX_CHUNK_BYTES,
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
+from fedcg.wire.parts import (
+    DEFAULT_ALLOW_REPORT,
+    DEFAULT_ALLOW_UPLOAD,
     MAX_SUM_DEVICES,
     MIN_SUM_DEVICES,
-    Carrier,
-    Identifier,
+    Part,
+    ReportField,
 )
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.wire.transport.mqtt_config import TlsFiles, is_loopback
 from fedcg.worker_process import STALL_S

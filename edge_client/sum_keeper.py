@@ -18,10 +18,9 @@ from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers
 from fedcg.wire.sums import (
-    MOST_SHARE,
     Members,
-    Numbers,
     SumRound,
     SumSecrets,
     Survivors,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load, save
@@ -19,7 +20,7 @@ from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, codecs_for, pack, unpack
-from fedcg.wire.messages.schemas import COORDINATOR
+from fedcg.wire.messages.schemas import COORDINATOR, SealedSum
 from fedcg.wire.parts import Part, PartLayouts
 
 MAX_LINE = 120
@@ -61,7 +62,7 @@ def pack_aggregate(
         client=COORDINATOR,
         base=base,
         label_distribution=aggregate.label_distribution,
-        sums=aggregate.sums,
+        sums=cast("tuple[SealedSum, ...]", aggregate.sums),
         versions={name: version(name) for name in ("fedcg-edge", "torch", "numpy")}
         | {"python": platform.python_version()},
         determinism=_determinism(spec, device),

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -254,10 +254,15 @@ class JobRunner:
         from fedcg.learning.aggregation.sealed_means import merged
         from fedcg.learning.tensor_conversion import to_weights
         from fedcg.wire.messages.schemas import SealedSum
-        from fedcg.wire.sums import added
+        from fedcg.wire.sealed_numbers import added
 
         before, opened, spec = self._before.aggregate, request.opened, self._spec
-        sealed, sums, lost, parts = before.parts[Part.SEALED], before.sums, "", spec.sealed_in(self._job.round)
+        sealed, sums, lost, parts = (
+            before.parts[Part.SEALED],
+            cast("tuple[SealedSum, ...]", before.sums),
+            "",
+            spec.sealed_in(self._job.round),
+        )
         names = frozenset(name for _, names in opened.groups for name in names)
         told = {client: artifact for client, artifact, _ in request.updates if client in names}
         if names - told.keys():

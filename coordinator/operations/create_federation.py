@@ -27,8 +27,8 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MIN_SUM_DEVICES
-from fedcg.wire.parts import Part
+from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import MIN_SUM_DEVICES, Part
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights

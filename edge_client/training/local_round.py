@@ -65,8 +65,8 @@ from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
-from fedcg.wire.sealed_numbers import bounded, from_numbers, opened
-from fedcg.wire.sums import Numbers, SumRound
+from fedcg.wire.sealed_numbers import Numbers, bounded, from_numbers
+from fedcg.wire.sums import SumRound, opened
 
 COVERED = "dp_sgd.covered"
 """Score of a generation: every round of this store that was committed was trained with DP-SGD."""

@@ -22,7 +22,6 @@ from fedcg.config_file import Settings
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
-from fedcg.wire.messages.schemas import SealedSum
 from fedcg.wire.parts import Part, Report, TensorLayout
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ class Aggregate:
 
     parts: Mapping[Part, Weights]
     label_distribution: tuple[float, ...] | None = None
-    sums: tuple[SealedSum, ...] = ()
+    sums: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)

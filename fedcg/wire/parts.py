@@ -152,6 +152,9 @@ class TensorLayout(BaseModel):
 
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
+MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
+"""Of a sealed sum: one of fewer shows too much of each device; more are in several groups, whose sums are added."""
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]
 

@@ -5,21 +5,28 @@ stays within 2^31, and modulo 2^32 it can be told. The share itself comes first,
 weights still gives their weighted mean. Integer tensors (batch norm's counters) are not sent; a mean has zeros for them.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fedcg.wire.artifacts.payload import Array, beyond
 from fedcg.wire.errors import CodecError, SumError
-from fedcg.wire.messages.schemas import MAX_SUM_DEVICES, SealedSum
-from fedcg.wire.parts import Part, TensorLayout
-from fedcg.wire.sums import MOST_SHARE, Numbers, SumRound, unsealed
+from fedcg.wire.parts import MAX_SUM_DEVICES, TensorLayout
 
+Numbers = npt.NDArray[np.uint32]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+MOST_SHARE = 0.4
+"""The most that one device counts for in a sum: of a device that dominates it, the sum would show the numbers."""
 STEPS = 1 << 27
 assert STEPS * MOST_SHARE * MAX_SUM_DEVICES < 1 << 31
 _TOLERANCE = 1e-5
+
+
+def added(parts: Sequence[Numbers]) -> Numbers:
+    """Their sum modulo 2^32, [size]; at least one."""
+    return functools.reduce(np.add, parts)
 
 
 def bounded(layouts: Sequence[TensorLayout], most: float) -> tuple[TensorLayout, ...]:
@@ -53,9 +60,12 @@ def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], mo
     pieces = [np.array([np.rint(STEPS * share)])]
     for layout in bounded(layouts, most):
         array = tensors[layout.name]
-        if problem := beyond(array, layout):
-            raise CodecError(f"tensor {layout.name}: {problem}, and a sealed sum has no room for it (sealed_range)")
         middle, half = _middle_and_half(layout)
+        if array.size and float(np.abs(array - middle).max()) > half:
+            raise CodecError(
+                f"tensor {layout.name} holds numbers beyond {layout.low:g} and {layout.high:g}, and a sealed sum has no room for "
+                "them: plan with a larger sealed_range"
+            )
         pieces.append(np.rint(STEPS * share * ((array.astype(np.float64).reshape(-1) - middle) / half)))
     return (np.concatenate(pieces).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
 
@@ -86,22 +96,3 @@ def _middle_and_half(layout: TensorLayout) -> tuple[float, float]:
     assert layout.low is not None
     assert layout.high is not None
     return (layout.low + layout.high) / 2, (layout.high - layout.low) / 2
-
-
-def opened(
-    sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], federation: str, cohort_secret: bytes
-) -> dict[Part, Numbers]:
-    """The numbers of each part of a sum without the cohort's masks.
-
-    Args:
-        sealed: those of an aggregate's part `sealed`.
-        groups: whose sums were added to it, all of the same parts and attempt; at least one.
-        federation: its name.
-        cohort_secret: of the cohort.
-    """
-    parts = groups[0].parts
-    total = np.concatenate([sealed[part.value] for part in parts])
-    for one in groups:
-        at = SumRound(federation, one.round, one.attempt)
-        total = unsealed(total, at, one.digest, one.names, cohort_secret)
-    return dict(zip(parts, np.split(total, np.cumsum([len(sealed[part.value]) for part in parts])[:-1]), strict=True))

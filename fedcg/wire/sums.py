@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -44,9 +43,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import MIN_SUM_DEVICES, SumExchange, SumKeys
+from fedcg.wire.messages.schemas import SealedSum, SumExchange, SumKeys
+from fedcg.wire.parts import MIN_SUM_DEVICES, Part
+from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers, added
 
-Numbers = npt.NDArray[np.uint32]
 SEED_BYTES = 16
 KEY_BYTES = 32
 _DOMAIN = "fedcg/1 sealed sum"
@@ -218,10 +218,6 @@ class SealedPair:
         return ChaCha20Poly1305(self.key)
 
 
-MOST_SHARE = 0.4
-"""The most that one device counts for in a sum: of a device that dominates it, the sum would show the numbers."""
-
-
 def threshold_of(devices: int) -> int:
     """How many shares open a mask: the least number above (n + 1) / 2."""
     return (devices + 1) // 2 + 1
@@ -310,11 +306,6 @@ def _split(seed: bytes, threshold: int, count: int) -> list[bytes]:
     return [bytes(share) for _, share in Shamir.split(threshold, count, seed)]
 
 
-def added(parts: Sequence[Numbers]) -> Numbers:
-    """Their sum modulo 2^32, [size]; at least one."""
-    return functools.reduce(np.add, parts)
-
-
 def masked(
     secrets: SumSecrets, members: Members, peers: Iterable[str], numbers: Numbers, cohort_secret: bytes
 ) -> Numbers:
@@ -350,6 +341,25 @@ def unsealed(total: Numbers, at: SumRound, digest: str, names: Iterable[str], co
     return functools.reduce(
         np.subtract, (cohort_mask(at, cohort_secret, digest, name, len(total)) for name in sorted(names)), total
     )
+
+
+def opened(
+    sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], federation: str, cohort_secret: bytes
+) -> dict[Part, Numbers]:
+    """The numbers of each part of a sum without the cohort's masks.
+
+    Args:
+        sealed: those of an aggregate's part `sealed`.
+        groups: whose sums were added to it, all of the same parts and attempt; at least one.
+        federation: its name.
+        cohort_secret: of the cohort.
+    """
+    parts = groups[0].parts
+    total = np.concatenate([sealed[part.value] for part in parts])
+    for one in groups:
+        at = SumRound(federation, one.round, one.attempt)
+        total = unsealed(total, at, one.digest, one.names, cohort_secret)
+    return dict(zip(parts, np.split(total, np.cumsum([len(sealed[part.value]) for part in parts])[:-1]), strict=True))
 
 
 def survivors_label(members: Members, peers: Sequence[str], survivors: Sequence[str]) -> bytes:

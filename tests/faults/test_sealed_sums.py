@@ -21,8 +21,8 @@ from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
-from fedcg.wire.sealed_numbers import from_numbers, opened
-from fedcg.wire.sums import Numbers
+from fedcg.wire.sealed_numbers import Numbers, from_numbers
+from fedcg.wire.sums import opened
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]

@@ -22,10 +22,8 @@ from fedcg.learning.method import (
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.schemas import SealedSum
 from fedcg.wire.parts import Part
-from fedcg.wire.sealed_numbers import from_numbers, to_numbers
-from fedcg.wire.sums import MOST_SHARE, added
+from fedcg.wire.sealed_numbers import MOST_SHARE, added, from_numbers, to_numbers
 
 Updates = Mapping[str, Callable[[], Update]]
 
@@ -34,7 +32,7 @@ def merged(
     found: tuple[Aggregate, ServerState],
     before: ServerState,
     sealed: Mapping[Part, Weights],
-    sums: Collection[SealedSum] = (),
+    sums: Collection[object] = (),
 ) -> tuple[Aggregate, ServerState]:
     """The aggregate of a round and the server's state: what came in the clear and sealed, and the rest as it was.
 

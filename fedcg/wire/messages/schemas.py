@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
-from fedcg.wire.parts import Part, Share, is_absent
+from fedcg.wire.parts import MAX_SUM_DEVICES, Part, Share, is_absent
 
 DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
@@ -161,8 +161,6 @@ class DeviceCondition(_Strict):
     paused: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
 
 
-MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
-"""Of a sealed sum: one of fewer shows too much of each device; more are in several groups, whose sums are added."""
 MAX_SUM_GROUPS = 32
 SumExchange = Literal["weights", "parts"]
 """What a sum is of: the devices' weights, or parts of their updates."""

@@ -9,17 +9,10 @@ import numpy as np
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
 from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import (
-    MIN_SUM_DEVICES,
-    FromDevice,
-    SumDealt,
-    SumKeys,
-    SumMembers,
-    SumOpening,
-    SumSurvivors,
-    ToDevice,
-)
-from fedcg.wire.sums import Numbers, SumRound, unsealed
+from fedcg.wire.messages.schemas import FromDevice, SumDealt, SumKeys, SumMembers, SumOpening, SumSurvivors, ToDevice
+from fedcg.wire.parts import MIN_SUM_DEVICES
+from fedcg.wire.sealed_numbers import Numbers
+from fedcg.wire.sums import SumRound, unsealed
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 5

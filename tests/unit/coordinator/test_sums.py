@@ -34,7 +34,8 @@ from fedcg.wire.messages.schemas import (
     ToDevice,
 )
 from fedcg.wire.parts import Part, TensorLayout
-from fedcg.wire.sums import Numbers, SumRound, SumSecrets, added, keys_label, threshold_of
+from fedcg.wire.sealed_numbers import Numbers, added
+from fedcg.wire.sums import SumRound, SumSecrets, keys_label, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World

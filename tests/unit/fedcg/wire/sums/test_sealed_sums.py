@@ -14,13 +14,12 @@ from pydantic import ValidationError
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
+from fedcg.wire.sealed_numbers import Numbers, added
 from fedcg.wire.sums import (
     Members,
-    Numbers,
     SumRound,
     SumSecrets,
     Survivors,
-    added,
     check_keys,
     keys_label,
     masked,
