@@ -61,7 +61,7 @@ class Cohort:
 
     def late(self, board: SumBoard) -> Sends:
         """What the board does without those that have not answered."""
-        return board.tick(self.names, self.now) if board.record.phase is Phase.OFF else self._late(board)
+        return board.tick(self.names, self.now) if board.phase is Phase.OFF else self._late(board)
 
     def _late(self, board: SumBoard) -> Sends:
         board.tick(self.names, self.now)
@@ -114,8 +114,10 @@ class Cohort:
         return None
 
     def keys_of(self, name: str, at: SumRound = AT) -> SumKeys | None:
-        """A device's announcement; its numbers, of which nothing is known to be compared with, follow in training."""
-        self.numbered[name] = Numbered(round=at.round, attempt=at.attempt, sketch=(0.0,), to_mean=None)
+        """A device's announcement; its numbers, which move as far as the mean is, follow in training."""
+        self.numbered[name] = Numbered(
+            round=at.round, attempt=at.attempt, parts=("extractor",), sketch=(float(at.round),), to_mean=1.0
+        )
         return self.keeper(name).announce(at, self.weights[name], self.votes[name])
 
     def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:

@@ -42,6 +42,7 @@ def fill(store: PrivateStore) -> None:
     store.save_finalised({"aggregate": "f" * 64})
     store.save_sum_record("weights", {"round": 1})
     store.save_sum_record("parts", {"round": 1})
+    store.save_numbered({"round": 1})
     store.save_roster({"a": ENROLLED})
     Consent(store.root).approve(SPEC.digest, 1e9)
     PauseFile(store.root).write(Pause(since=1e9, until=1e9))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
-from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFailure
+from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFailure, SumRecord
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SumError
@@ -22,6 +22,7 @@ from fedcg.wire.messages.schemas import (
     FromDevice,
     RoundAttempt,
     SumDealt,
+    SumExchange,
     SumKeys,
     SumMembers,
     SumOff,
@@ -45,7 +46,7 @@ def opened(cohort: Cohort, board: SumBoard, survivors: tuple[str, ...]) -> Numbe
     sent = [cohort.masked(name) for name in survivors]
     published = added([*sent, board.correction(SIZE)])
     assert not np.array_equal(published, added([cohort.numbers[name] for name in survivors]))
-    return cohort.opened(published, board.digest, survivors)
+    return cohort.opened(published, board.members.digest, survivors)
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,7 +58,11 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
     def restarted() -> SumBoard:
         """The board, or the one that a coordinator has after a restart."""
         is_killed = data.draw(st.booleans(), "restart")
-        return SumBoard(AT, cohort.names, board.content) if is_killed else board
+        return (
+            SumBoard(AT, cohort.names, SumRecord.model_validate_json(board.record.model_dump_json()))
+            if is_killed
+            else board
+        )
 
     def lose(what: str) -> None:
         deaf.update(data.draw(st.lists(st.sampled_from(cohort.names), max_size=2), what))
@@ -225,9 +230,9 @@ class Attempt:
         sums.begin(HERE, self.cohort.names)
         return sums
 
-    def sum_step(self, device: str, at: RoundAttempt, step: ToDevice) -> None:
+    def sum_step(self, device: str, at: RoundAttempt, exchange: SumExchange, step: ToDevice) -> None:
         """The publisher's."""
-        assert at == HERE
+        assert (at, exchange) == (HERE, "parts")
         self.sent.append((device, step))
 
     def answer(self, device: str, step: FromDevice) -> None:
@@ -269,13 +274,18 @@ class Attempt:
 
     def exact(self, opened: OpenedSum) -> bool:
         """Whether the correction gives the sum of the clients' numbers."""
-        sent = added([self.cohort.masked(name, self.at) for name in opened.names])
+        ((digest, names),) = opened.groups
+        sent = added([self.cohort.masked(name, self.at) for name in names])
         published = sent + np.frombuffer(opened.correction, "<u4").astype(np.uint32)
-        wanted = added([self.cohort.numbers[name] for name in opened.names])
-        return np.array_equal(self.cohort.opened(published, opened.digest, opened.names, self.at), wanted)
+        wanted = added([self.cohort.numbers[name] for name in names])
+        return np.array_equal(self.cohort.opened(published, digest, names, self.at), wanted)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.log) if event["event"] == name]
+
+
+def clients(opened: OpenedSum) -> list[str]:
+    return [name for _, names in opened.groups for name in names]
 
 
 @pytest.fixture
@@ -304,7 +314,7 @@ def test_a_device_with_bad_keys_is_left_out_of_the_sum(
 ) -> None:
     attempt.lies["keys"] = lambda keys: bad_keys(attempt, by or attempt.cohort.keys["box-00"], **changes)
     opened = attempt.run()
-    assert list(opened.names) == attempt.cohort.names[1:]
+    assert clients(opened) == attempt.cohort.names[1:]
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
     assert (refused["client"], refused["reason"]) == ("box-00", said)
@@ -314,7 +324,7 @@ def test_a_device_with_bad_keys_is_left_out_of_the_sum(
 def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> None:
     attempt.lies["signed"] = lambda step: SumSigned(signature=bytes(64))
     opened = attempt.run()
-    assert len(opened.names) == 5
+    assert len(clients(opened)) == 5
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
     assert refused["reason"] == "box-00: its signature is not of the list of survivors"
@@ -346,7 +356,7 @@ def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt
     attempt.wait(5.0)
     attempt.answer_all()
     assert attempt.exact(attempt.merged[0])
-    assert len(attempt.merged[0].names) == 5
+    assert len(clients(attempt.merged[0])) == 5
 
 
 class LosesTheSum(PlainWorker):
