@@ -18,7 +18,7 @@ from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers
+from fedcg.wire.sealed_numbers import Numbers, clipped
 from fedcg.wire.sums import (
     Members,
     SumRound,
@@ -355,7 +355,7 @@ def masks_in(record: Mapping[str, Any], device: str, at: SumRound, cohort_secret
     if kept.total is None:
         share = members.share_of(device, peers, kept.members.total)
     else:
-        share = min(MOST_SHARE, kept.count / kept.total)
+        share = clipped(kept.count, kept.total) / kept.total
     return SumMasks(share, votes, lambda numbers: masked(secrets, members, peers, numbers, cohort_secret))
 
 

@@ -18,10 +18,15 @@ from fedcg.wire.parts import MAX_SUM_DEVICES, TensorLayout
 Numbers = npt.NDArray[np.uint32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 MOST_SHARE = 0.4
-"""The most that one device counts for in a sum: of a device that dominates it, the sum would show the numbers."""
+"""The most that one device counts for in a mean: of a device that dominates it, the mean would show the numbers."""
 STEPS = 1 << 27
 assert STEPS * MOST_SHARE * MAX_SUM_DEVICES < 1 << 31
 _TOLERANCE = 1e-5
+
+
+def clipped(weight: int, together: int) -> float:
+    """What a weight counts for among weights that are `together`: at most `MOST_SHARE` of the mean, unless another is lowered too."""
+    return min(weight, (together - weight) * MOST_SHARE / (1 - MOST_SHARE))
 
 
 def added(parts: Sequence[Numbers]) -> Numbers:

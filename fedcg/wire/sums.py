@@ -45,7 +45,7 @@ from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SealedSum, SumExchange, SumKeys
 from fedcg.wire.parts import MIN_SUM_DEVICES, Part
-from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers, added
+from fedcg.wire.sealed_numbers import Numbers, added, clipped
 
 SEED_BYTES = 16
 KEY_BYTES = 32
@@ -261,7 +261,7 @@ class Members:
         return hashlib.sha256(self.at.label("members", *told, *signed)).hexdigest()
 
     def share_of(self, device: str, peers: Iterable[str], total: int) -> float:
-        """What a device's numbers count for, from the announced weights: of these peers' at most `MOST_SHARE`.
+        """What a device's numbers count for, from the announced weights, `clipped` among these peers' ones.
 
         Args:
             device: one of the peers.
@@ -269,7 +269,7 @@ class Members:
             total: of the weights in all groups, as the coordinator tells it; one that is less than the peers' weights is theirs.
         """
         together = sum(self.announced[peer].weight for peer in peers)
-        return min(self.announced[device].weight, MOST_SHARE * together) / max(total, together)
+        return clipped(self.announced[device].weight, together) / max(total, together)
 
     def check(self, roster: Mapping[str, VerifyKey]) -> None:
         """Check every announcement against the keys for sums that a device has from its owner, not from the coordinator.

@@ -23,7 +23,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import Part
-from fedcg.wire.sealed_numbers import MOST_SHARE, added, from_numbers, to_numbers
+from fedcg.wire.sealed_numbers import added, clipped, from_numbers, to_numbers
 
 Updates = Mapping[str, Callable[[], Update]]
 
@@ -65,7 +65,7 @@ class _BesideSums:
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         loaded = {client: updates[client]() for client in sorted(updates)}
         total = sum(update.examples for update in loaded.values())
-        shares = {client: min(MOST_SHARE, update.examples / total) for client, update in loaded.items()}
+        shares = {client: clipped(update.examples, total) / total for client, update in loaded.items()}
         sealed = {part: self._mean(part, loaded, shares) for part in self.ctx.spec.sealed_in(self.ctx.round)}
         found = self.inner.finish({client: partial(self._clear, update) for client, update in loaded.items()})
         return merged(found, self.state, sealed)

@@ -1,0 +1,120 @@
+"""Tensors as whole numbers of a sealed sum: the weighted mean within its bound, and nothing where the sum is none."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcg.wire.artifacts.payload import Array
+from fedcg.wire.errors import CodecError, SumError
+from fedcg.wire.messages.schemas import SealedSum
+from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES, Part, TensorLayout
+from fedcg.wire.sealed_numbers import MOST_SHARE, STEPS, Numbers, added, clipped, from_numbers, number_count, to_numbers
+from fedcg.wire.sums import SumRound, cohort_mask, opened
+
+RANGE = 8.0
+LAYOUTS = (
+    TensorLayout(name="count", dtype="int64", shape=()),
+    TensorLayout(name="held", dtype="float32", shape=(2, 3), low=0.0, high=1.0),
+    TensorLayout(name="weight", dtype="float32", shape=(40,)),
+)
+SECRET = bytes(range(32))
+
+
+def drawn(seed: int) -> dict[str, Array]:
+    """Tensors within their bounds, and some numbers at them."""
+    random = np.random.default_rng(seed)
+    weight = np.clip(random.normal(0, 0.8 * RANGE, 40), -RANGE, RANGE).astype(np.float32)
+    held = np.rint(random.random((2, 3)) * 4).astype(np.float32) / 4
+    return {"count": np.array(3), "held": held, "weight": weight}
+
+
+def shares_of(weights: Sequence[int]) -> list[float]:
+    return [clipped(weight, sum(weights)) / sum(weights) for weight in weights]
+
+
+many_weights = st.lists(st.integers(1, 1 << 24), min_size=MIN_SUM_DEVICES, max_size=MAX_SUM_DEVICES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(many_weights, st.integers(0, 1 << 32))
+def test_the_mean_of_any_shares_and_numbers_within_their_bounds_is_the_weighted_one(
+    weights: list[int], seed: int
+) -> None:
+    """Law: n devices round their share S_i and their number, each by at most half a step of 2^-27.
+
+    With S the sum of the shares and h half of a tensor's range, the mean is off by at most h n / (2^27 S - n / 2), and float32 adds
+    2^-24 of a number: 2.4e-6 for 32 devices whose shares are 1 together, with numbers up to 8.
+    """
+    tensors = [drawn(seed + number) for number in range(len(weights))]
+    shares = shares_of(weights)
+    total = added([to_numbers(one, LAYOUTS, RANGE, share) for one, share in zip(tensors, shares, strict=True)])
+    assert len(total) == number_count(LAYOUTS) == 47
+    found = from_numbers(total, LAYOUTS, RANGE)
+    assert not found["count"].any()
+    steps = STEPS * sum(shares) - len(weights) / 2
+    for name, half in (("held", 0.5), ("weight", RANGE)):
+        wanted = np.average(np.stack([one[name].astype(np.float64) for one in tensors]), axis=0, weights=shares)
+        error = np.abs(found[name] - wanted).max()
+        assert error <= half * len(weights) / steps + 2.0**-24 * np.abs(wanted).max()
+        assert error < 7e-6 or sum(shares) < 0.3
+
+
+@given(many_weights)
+def test_a_device_that_dominates_counts_for_two_fifths_of_a_mean_and_no_other_for_more_than_three_fifths(
+    weights: list[int],
+) -> None:
+    shares, most = np.array(shares_of(weights)), MOST_SHARE * sum(weights)
+    dominating = [weight > most for weight in weights]
+    counted = shares / shares.sum()
+    assert shares.max() <= MOST_SHARE + 1e-12, "or modulo 2^32 a sum can't be told"
+    assert counted.max() <= 0.6 + 1e-12
+    assert sum(dominating) != 1 or counted[dominating] == pytest.approx([MOST_SHARE])
+    kept = [share * sum(weights) for share, is_clipped in zip(shares, dominating, strict=True) if not is_clipped]
+    assert kept == pytest.approx([weight for weight in weights if weight <= most])
+
+
+def published(numbers: Mapping[str, Numbers], of: SealedSum) -> Numbers:
+    """The sum as the coordinator has it of these devices, of whom every one has the same mask."""
+    at = SumRound("shapes", of.round, of.attempt)
+    return added([*numbers.values(), *(cohort_mask(at, SECRET, of.digest, name, 47) for name in numbers)])
+
+
+def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_at_all() -> None:
+    names, share = [f"box-{number}" for number in range(8)], 1 / 8
+    numbers = {name: to_numbers(drawn(number), LAYOUTS, RANGE, share) for number, name in enumerate(names)}
+    groups = [
+        SealedSum(round=3, attempt=1, parts=(Part.EXTRACTOR,), digest=digest * 64, names=tuple(of))
+        for digest, of in (("a", names[:4]), ("b", names[4:]))
+    ]
+    total = added([published({name: numbers[name] for name in one.names}, one) for one in groups])
+    sealed = {Part.EXTRACTOR.value: total}
+    whole = opened(sealed, groups, "shapes", SECRET)[Part.EXTRACTOR]
+    assert np.array_equal(whole, added(list(numbers.values())))
+    fewer = groups[1].model_copy(update={"names": tuple(names[4:7])})
+    wrong = [
+        *(opened(sealed, groups, "shapes", bytes([number]) * 32) for number in range(50)),
+        opened(sealed, groups, "other", SECRET),
+        opened(sealed, groups[:1], "shapes", SECRET),
+        opened(sealed, [groups[0], fewer], "shapes", SECRET),
+    ]
+    for one in wrong:
+        with pytest.raises(SumError, match=r"shares in an opened sum don't add up|no mean of numbers within"):
+            from_numbers(one[Part.EXTRACTOR], LAYOUTS, RANGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "problem"),
+    [
+        ("weight", 8.5, "tensor weight: it holds 8.5, above 8, and a sealed sum has no room for it"),
+        ("weight", -9.0, "tensor weight: it holds -9, below -8"),
+        ("held", 1.25, "tensor held: it holds 1.25, above 1"),
+    ],
+)
+def test_a_number_beyond_its_bounds_names_its_tensor(name: str, number: float, problem: str) -> None:
+    tensors = drawn(1)
+    tensors[name].reshape(-1)[0] = number
+    with pytest.raises(CodecError, match=problem):
+        to_numbers(tensors, LAYOUTS, RANGE, 0.25)
