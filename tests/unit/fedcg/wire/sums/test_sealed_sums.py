@@ -3,24 +3,29 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fedcg.wire import sums
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
-from fedcg.wire.sealed_numbers import Numbers, added
+from fedcg.wire.parts import TensorLayout
+from fedcg.wire.sealed_numbers import from_numbers, to_numbers
 from fedcg.wire.sums import (
     Members,
     SumRound,
     SumSecrets,
     Survivors,
     check_keys,
+    cohort_mask,
     keys_label,
     masked,
     reveal,
@@ -65,10 +70,13 @@ class World:
     def masked(self, name: str, peers: list[str], numbers: Numbers) -> Numbers:
         return masked(self.secrets[name], self.members, peers, numbers, SECRET)
 
+    def published(self, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
+        """What the coordinator has once it has opened the sum of the survivors' numbers."""
+        return unmask(self.total(list(survivors.peers), list(survivors.names)), self.members, survivors, revealed)
+
     def opened(self, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
-        """What a device of the cohort reads once the coordinator has opened the sum of the survivors' numbers."""
-        total = self.total(list(survivors.peers), list(survivors.names))
-        published = unmask(total, self.members, survivors, revealed)
+        """What a device of the cohort reads in that."""
+        published = self.published(survivors, revealed)
         return unsealed(published, self.members.at, self.members.digest, survivors.names, SECRET)
 
     def signed(self, peers: list[str], survivors: list[str]) -> Survivors:
@@ -87,9 +95,11 @@ class World:
 
 
 def world_of(count: int, at: SumRound = AT) -> World:
+    """Of the same secrets each time: so are the masks, and what is measured of them."""
     names = [f"box-{number:02}" for number in range(count)]
-    keys = {name: SigningKey.generate() for name in names}
-    secrets = {name: SumSecrets.draw(name) for name in names}
+    drawn = np.random.default_rng(count)
+    keys = {name: SigningKey(Ed25519PrivateKey.from_private_bytes(drawn.bytes(32))) for name in names}
+    secrets = {name: SumSecrets(name, drawn.bytes(16), drawn.bytes(16), drawn.bytes(16)) for name in names}
     members = Members(at, {name: secrets[name].announce(at, 5, keys[name]) for name in names})
     members.check({name: key.public for name, key in keys.items()})
     stream = np.random.default_rng(0)
@@ -136,6 +146,52 @@ def test_a_masked_number_says_nothing_without_the_masks() -> None:
     others = added([world.masked(name, world.names, zeros) for name in world.names[1:]])
     assert np.count_nonzero(sent + others) > 4000
     assert np.array_equal(sent, world.masked("box-00", world.names, zeros))  # a resend is byte-identical
+
+
+def test_a_cohorts_mask_is_another_one_for_each_device_secret_view_of_the_members_and_sum() -> None:
+    digest, name = "d" * 64, "box-00"
+    masks = [
+        cohort_mask(AT, SECRET, digest, name, 256),
+        cohort_mask(AT, SECRET, digest, "box-01", 256),
+        cohort_mask(AT, bytes(32), digest, name, 256),
+        cohort_mask(AT, SECRET, "e" * 64, name, 256),
+        cohort_mask(replace(AT, round=4), SECRET, digest, name, 256),
+        cohort_mask(replace(AT, attempt=2), SECRET, digest, name, 256),
+        cohort_mask(replace(AT, federation="other"), SECRET, digest, name, 256),
+        cohort_mask(replace(AT, exchange="weights"), SECRET, digest, name, 256),
+    ]
+    assert np.array_equal(masks[0], cohort_mask(AT, SECRET, digest, name, 256))
+    for first, second in combinations(masks, 2):
+        assert np.count_nonzero(first == second) == 0  # each pair by a chance of 2^-24
+
+
+def worst_bit(numbers: Numbers) -> float:
+    """|z| of the bit whose ones are the farthest from half of all."""
+    ones = np.array([np.count_nonzero(numbers >> np.uint32(bit) & 1) for bit in range(32)])
+    return float(np.abs(ones - len(numbers) / 2).max() / (len(numbers) / 4) ** 0.5)
+
+
+@pytest.mark.parametrize("count", [4, 8, 32])
+def test_every_bit_of_the_sum_that_a_coordinator_opens_is_a_fair_coin_unless_the_cohorts_mask_is_missing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of(count)
+    names, masks = world.names, cohort_mask
+    layouts = (TensorLayout(name="weight", dtype="float32", shape=(20_000,)),)
+    tensors = {"weight": np.linspace(-0.125, 0.125, 20_000, dtype=np.float32)}  # all alike, as after the first round
+    world.numbers = dict.fromkeys(names, to_numbers(tensors, layouts, 8.0, 1 / count))
+    signed = world.signed(names, names)
+    revealed = world.revealed(signed, names)
+    assert worst_bit(world.published(signed, revealed)) < 4
+    assert np.abs(from_numbers(world.opened(signed, revealed), layouts, 8.0)["weight"] - tensors["weight"]).max() < 7e-6
+
+    def one_for_all(at: SumRound, secret: bytes, digest: str, device: str, size: int) -> Numbers:
+        return masks(at, secret, digest, names[0], size)
+
+    monkeypatch.setattr(sums, "cohort_mask", one_for_all)
+    assert worst_bit(world.published(signed, revealed)) > 4, "n times the same mask shows the low bits"
+    monkeypatch.setattr(sums, "cohort_mask", lambda *of: np.zeros(of[-1], np.uint32))
+    assert worst_bit(world.published(signed, revealed)) > 100
 
 
 def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced() -> None:
