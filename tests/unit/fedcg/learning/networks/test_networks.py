@@ -15,7 +15,8 @@ from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.parts import Part, ReportField, UpdateCodec
+from fedcg.wire.parts import Part, ReportField, TensorLayout, UpdateCodec
+from fedcg.wire.sealed_numbers import number_count
 from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same, usual_plan
 from tests.support.learning.networks import networks_of
 
@@ -180,6 +181,51 @@ def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() 
     assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedavg")).report
     assert complete_spec(plan("local")).upload == ()
     assert FederationSpec.parse(spec.canonical()) == spec
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "sealed", "problem"),
+    [
+        ("fedper", {}, {Part.CLASSIFIER}, "fedper: sealed = classifier can't be had; what it only averages: extractor"),
+        ("fedgh", {}, {Part.CLASSIFIER}, "fedgh: sealed = classifier can't be had; what it only averages: none"),
+        ("fedavg", {"average": "median"}, {Part.EXTRACTOR}, "a sealed part has a mean and no median"),
+    ],
+)
+def test_a_plan_seals_only_what_its_method_does_nothing_with_but_average(
+    method: str, params: dict[str, str], sealed: set[Part], problem: str
+) -> None:
+    with pytest.raises(NetworkError, match=problem):
+        complete_spec(plan(method).model_copy(update={"params": params, "sealed": tuple(sealed)}))
+
+
+def test_a_sealed_plan_becomes_a_spec_with_numbers_for_what_is_sealed_and_public_counts_only_where_they_weigh() -> None:
+    part, whole = (
+        complete_spec(plan("fedavg").model_copy(update={"sealed": sealed}))
+        for sealed in ((Part.EXTRACTOR,), (Part.EXTRACTOR, Part.CLASSIFIER))
+    )
+    assert (part.upload, whole.upload) == ((Part.CLASSIFIER, Part.SEALED), (Part.SEALED,))
+    assert (part.has_public_counts, whole.has_public_counts) == (True, False)
+    assert (ReportField.EXAMPLES in part.report, ReportField.EXAMPLES in whole.report) == (True, False)
+    numbers = {layout.name: layout.shape for layout in whole.layouts[Part.SEALED]}
+    assert numbers == {part.value: (number_count(whole.layouts[part]),) for part in whole.sealed}
+    assert FederationSpec.parse(whole.canonical()) == whole
+
+
+def test_a_spec_that_alternates_has_statistics_alone_in_even_rounds_and_the_rest_in_odd_ones() -> None:
+    spec = complete_spec(plan("fedavg").model_copy(update={"sealed": (Part.EXTRACTOR,)}))
+    means = TensorLayout(name="means", dtype="float32", shape=(3, 4), low=0.0, high=1.0)
+    numbers = {layout.name: layout for layout in spec.layouts[Part.SEALED]}
+    numbers["statistics"] = TensorLayout(name="statistics", dtype="uint32", shape=(13,))
+    both = {**spec.layouts, Part.STATISTICS: (means,), Part.SEALED: tuple(numbers.values())}
+    turns = spec.model_copy(update={"alternates": True, "sealed": (Part.EXTRACTOR, Part.STATISTICS), "layouts": both})
+    classifier = {Part.CLASSIFIER: spec.layouts[Part.CLASSIFIER]}
+    for odd, even in ((1, 2), (3, 4)):
+        assert turns.update_layouts(odd) == {**classifier, Part.SEALED: (numbers["extractor"],)}
+        assert turns.update_layouts(even) == {Part.SEALED: (numbers["statistics"],)}
+    assert spec.update_layouts(1) == spec.update_layouts(2) == turns.update_layouts(1)
+    clear = turns.model_copy(update={"sealed": (Part.EXTRACTOR,), "upload": (*spec.upload, Part.STATISTICS)})
+    assert clear.update_layouts(1) == turns.update_layouts(1)
+    assert clear.update_layouts(2) == {Part.STATISTICS: (means,)}
 
 
 @pytest.mark.parametrize("pixels", [-1, 16, 65])

@@ -11,10 +11,10 @@ from opacus.accountants import RDPAccountant
 from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext, Weights
-from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
-from fedcg.learning.seeds import Streams
+from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import (
@@ -198,6 +198,37 @@ def test_the_best_round_has_the_best_validation_then_the_lowest_loss_then_comes_
 
 def run(name: str, order: tuple[str, ...] = cases.NAMES, *, shadow: bool = True) -> Simulation:
     return simulate(cases.party_of(name, order), Schedule(rounds=2, shadow=shadow))
+
+
+def sealing(one: Party, *sealed: Part) -> Party:
+    """The same federation with sealed parts, from the same start."""
+    plan = cases.usual_plan(one.spec.method).model_copy(update={"params": one.spec.params, "sealed": sealed})
+    return replace(one, spec=complete_spec(plan))
+
+
+def test_a_federation_with_everything_sealed_has_the_mean_of_one_with_nothing_sealed() -> None:
+    public = cases.party_of("fedavg", optimiser="sgd", lr=0.05)  # Adam's steps multiply last digits
+    plain = replace(public, roots=replace(public.roots, cohort=spec_root(public.spec.seed)))
+    wanted = simulate(plain, Schedule(rounds=2, shadow=False)).aggregate.parts
+    for sealed in ((Part.EXTRACTOR,), (Part.EXTRACTOR, Part.CLASSIFIER)):
+        found = simulate(sealing(plain, *sealed), Schedule(rounds=2, shadow=False)).aggregate.parts
+        assert found.keys() == wanted.keys()
+        for part, weights in wanted.items():
+            assert max(float((found[part][name] - one).abs().max()) for name, one in weights.items()) < 1e-5
+        assert not cases.same_parts(found, wanted), "it went through whole numbers"
+
+
+def test_a_client_with_nine_tenths_of_the_images_counts_for_two_fifths_of_a_sealed_mean_and_nine_tenths_in_the_clear() -> (
+    None
+):
+    one = cases.party_of("fedavg")
+    one = with_data(one, a=cases.client_data("a", train=18), b=cases.client_data("b", train=324))
+    one = sealing(with_data(one, c=cases.client_data("c", train=18)), Part.EXTRACTOR)
+    done = simulate(one, Schedule(rounds=1, shadow=False))
+    for part, shares in ((Part.EXTRACTOR, (0.3, 0.4, 0.3)), (Part.CLASSIFIER, (0.05, 0.9, 0.05))):
+        for name, mean in done.aggregate.parts[part].items():
+            own = [share * done.states[client].parts[part][name] for client, share in zip("abc", shares, strict=True)]
+            assert torch.allclose(mean, torch.stack(own).sum(0), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg", "local"])
