@@ -9,7 +9,16 @@ import numpy as np
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
 from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import FromDevice, SumDealt, SumKeys, SumMembers, SumOpening, SumSurvivors, ToDevice
+from fedcg.wire.messages.schemas import (
+    FromDevice,
+    SumDealt,
+    SumExchange,
+    SumKeys,
+    SumMembers,
+    SumOpening,
+    SumSurvivors,
+    ToDevice,
+)
 from fedcg.wire.parts import MIN_SUM_DEVICES
 from fedcg.wire.sealed_numbers import Numbers
 from fedcg.wire.sums import SumRound, unsealed
@@ -83,12 +92,10 @@ class Cohort:
     def roster(self) -> dict[str, VerifyKey]:
         return {name: key.public for name, key in self.keys.items()}
 
-    def keeper(self, name: str) -> SumKeeper:
-        disk = self.disks[name]
+    def keeper(self, name: str, exchange: SumExchange = "parts") -> SumKeeper:
         told = self.numbered[name].model_dump() if name in self.numbered else {}
-        return SumKeeper(
-            name, self.keys[name], lambda: self.roster, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES
-        )
+        disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster)
+        return SumKeeper(*signs, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES, exchange, lambda: SECRET)
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
         """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""
@@ -102,14 +109,15 @@ class Cohort:
         return following or self.late(board)
 
     def reply(self, name: str, step: ToDevice, at: SumRound = AT) -> FromDevice | None:
-        keeper = self.keeper(name)
+        keeper = self.keeper(name, at.exchange)
         if isinstance(step, SumMembers):
             return keeper.members(at, step)
         if isinstance(step, SumDealt):
             keeper.dealt(at, step)
-        elif isinstance(step, SumSurvivors):
+            return keeper.number(at) if at.exchange == "weights" else None
+        if isinstance(step, SumSurvivors):
             return keeper.survivors(at, step)
-        elif isinstance(step, SumOpening):
+        if isinstance(step, SumOpening):
             return keeper.opening(at, step)
         return None
 
@@ -118,7 +126,13 @@ class Cohort:
         self.numbered[name] = Numbered(
             round=at.round, attempt=at.attempt, parts=("extractor",), sketch=(float(at.round),), to_mean=1.0
         )
-        return self.keeper(name).announce(at, self.weights[name], self.votes[name])
+        return self.keeper(name, at.exchange).announce(at, self.weights[name], self.votes[name])
+
+    def announced(self, name: str) -> SumKeys:
+        """The same as other devices get it."""
+        keys = self.keys_of(name)
+        assert keys is not None
+        return keys.model_copy(update={"key": None})
 
     def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:
         following: Sends = []

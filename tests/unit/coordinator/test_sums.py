@@ -1,9 +1,10 @@
 """Sealed sums against real keepers of devices: exact whoever is lost, off where too few are left; a device that lies is left out."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
 from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFailure, SumRecord
+from edge_client.sum_keeper import Numbered
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.errors import SumError
+from fedcg.wire.errors import SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import (
     COORDINATOR,
@@ -36,10 +38,12 @@ from fedcg.wire.messages.schemas import (
 )
 from fedcg.wire.parts import Part, TensorLayout
 from fedcg.wire.sealed_numbers import Numbers, added
-from fedcg.wire.sums import SumRound, SumSecrets, keys_label, threshold_of
+from fedcg.wire.sums import Members, SumRound, SumSecrets, keys_label, share_out, sign_survivors, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+
+Answer = TypeVar("Answer")
 
 
 def opened(cohort: Cohort, board: SumBoard, survivors: tuple[str, ...]) -> Numbers:
@@ -193,6 +197,177 @@ def test_a_device_without_shares_takes_part_in_the_round_without_a_sum() -> None
     sends = cohort.answer(board, sends, {"box-05"})
     assert dict(sends)["box-05"] == SumOff()
     assert board.record.peers == tuple(cohort.names[:5])
+
+
+def answered(step: Callable[[], Answer]) -> Answer | str:
+    """What a device answers, or why it does not."""
+    try:
+        return step()
+    except SumError as error:
+        return str(error)
+
+
+@dataclass
+class View:
+    """Who a coordinator names to these devices, and what a device that helps it deals out there."""
+
+    announced: dict[str, SumKeys]
+    devices: list[str]
+    helper: SumSecrets | None = None
+
+
+def revealed(cohort: Cohort, views: list[View], names: list[str]) -> dict[str, dict[str, bytes] | str]:
+    """What each device gives away of one list, or why it does not; the coordinator hands on every share and signature that it has."""
+    announced = {name: SumMembers(announced=view.announced) for view in views for name in view.devices}
+    dealt = {name: cohort.keeper(name).members(AT, step).sealed for name, step in announced.items()}
+    signatures, found, survivors = dict[str, bytes](), dict[str, dict[str, bytes] | str](), tuple(names)
+    for view in views:
+        there, helper = dict(dealt), view.helper
+        if helper is not None:
+            there[helper.device] = share_out(helper, Members(AT, view.announced))
+        for name in set(view.devices) & set(names):
+            cohort.keeper(name).dealt(AT, SumDealt(sealed={peer: there[peer][name] for peer in names}))
+            signatures[name] = cohort.keeper(name).survivors(AT, SumSurvivors(names=survivors)).signature
+    for view in views:
+        both = dict(signatures)
+        if view.helper is not None:
+            of, key = Members(AT, view.announced), cohort.keys[view.helper.device]
+            both[view.helper.device] = sign_survivors(of, names, names, key)
+        for name in set(view.devices) & set(names):
+            opening = SumOpening(names=survivors, signatures=both)
+            answer = answered(partial(cohort.keeper(name).opening, AT, opening))
+            found[name] = answer if isinstance(answer, str) else answer.shares
+    return found
+
+
+def test_of_a_split_view_of_the_members_neither_three_devices_nor_two_and_one_that_helps_open_anything() -> None:
+    cohort = Cohort(6)
+    keys = {name: cohort.announced(name) for name in cohort.names}
+    five = {name: keys[name] for name in cohort.names[:5]}
+    views = [View(five, cohort.names[:3]), View(keys, cohort.names[3:])]
+    told = revealed(cohort, views, cohort.names[:5])
+    assert set(told.values()) == {f"{n} of 4 devices that must have signed the list of survivors did" for n in (2, 3)}
+
+    cohort, helping = Cohort(4), [SumSecrets.draw("box-03") for _ in range(2)]
+    keys = {name: cohort.announced(name) for name in cohort.names[:3]}
+    twice = [{**keys, "box-03": one.announce(AT, 5, cohort.keys["box-03"])} for one in helping]
+    views = [View(twice[0], cohort.names[:2], helping[0]), View(twice[1], ["box-02"], helping[1])]
+    told = revealed(cohort, views, cohort.names)
+    assert set(told.values()) == {f"{n} of 4 devices that must have signed the list of survivors did" for n in (2, 3)}
+
+
+def test_shares_that_were_dealt_in_one_view_of_the_members_open_in_no_other() -> None:
+    cohort = Cohort(6)
+    keys = {name: cohort.announced(name) for name in cohort.names}
+    five = {name: keys[name] for name in cohort.names[:5]}
+    told = revealed(cohort, [View(five, cohort.names[:4]), View(keys, cohort.names[4:])], cohort.names[:5])
+    assert isinstance(told.pop("box-04"), str)
+    for shares in told.values():
+        assert isinstance(shares, dict)
+        assert sorted(shares) == cohort.names[:4]
+    alone = revealed(
+        cohort := Cohort(5), [View({n: cohort.announced(n) for n in cohort.names}, cohort.names)], cohort.names
+    )
+    assert {name: sorted(shares) for name, shares in alone.items()} == dict.fromkeys(cohort.names, cohort.names)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moved", "parts", "is_signed"),
+    [
+        ((0, 8), (0, 8), 0.0, "extractor", True),
+        ((0, 8), (0, 7), 0.0, "extractor", False),
+        ((0, 8), (0, 7), 0.0, "statistics", True),
+        ((0, 8), (0, 7), 0.3, "extractor", False),
+        ((0, 8), (0, 7), 0.8, "extractor", True),
+        ((0, 7), (1, 8), 0.3, "extractor", False),
+        ((0, 8), (0, 6), 0.3, "extractor", False),
+        ((0, 8), (0, 6), 0.8, "extractor", True),
+        ((0, 8), (0, 5), 0.0, "extractor", True),
+    ],
+)
+def test_a_list_that_differs_from_an_earlier_one_by_a_device_or_two_is_signed_by_those_alone_whose_numbers_moved(
+    first: tuple[int, int], second: tuple[int, int], moved: float, parts: str, *, is_signed: bool
+) -> None:
+    """Moved: as a share of the distance to the last mean; half of it is asked for."""
+    cohort, stream = Cohort(8), np.random.default_rng(3)
+    before, step, far = (stream.normal(size=500) for _ in range(3))
+    now = before + moved * step / np.linalg.norm(step)
+    later, last = replace(AT, round=4), cohort.names[slice(*second)]
+    rounds = ((AT, first, before, "extractor"), (later, second, now, parts))
+    for at, (start, end), numbers, of in rounds:
+        own = Numbered.of(at, (of,), numbers, numbers + far / np.linalg.norm(far), seed=7)
+        board = SumBoard(at, cohort.names)
+        for name, dealt in cohort.answer(board, cohort.announce(board, set(), at), set(), at):
+            cohort.reply(name, dealt, at)
+        cohort.numbered = dict.fromkeys(cohort.names, own)
+        asked = board.close(cohort.names[start:end], cohort.now)
+        answers = {name: answered(partial(cohort.reply, name, survivors, at)) for name, survivors in asked}
+    earlier = set(cohort.names[slice(*first)])
+    unlike = " and ".join(sorted(earlier ^ set(last)))
+    for name in last:
+        if is_signed or name not in earlier:
+            assert isinstance(answers[name], SumSigned)
+        else:
+            assert f"by {unlike} alone, and this device's numbers have hardly moved since" in str(answers[name])
+
+
+def test_every_member_sees_the_same_votes_and_a_weight_that_dominates_is_clipped_to_two_fifths() -> None:
+    cohort = Cohort(4)
+    cohort.weights = dict(zip(cohort.names, (1000, 50, 50, 50), strict=True))
+    cohort.votes = dict(zip(cohort.names, (1, 0, 255, 2), strict=True))
+    board = SumBoard(AT, cohort.names)
+    sends = cohort.announce(board, set())
+    members = board.record.members
+    bent = members.announced["box-02"].model_copy(update={"vote": 0})
+    lying = members.model_copy(update={"announced": {**members.announced, "box-02": bent}})
+    with pytest.raises(SignatureError, match="box-02: its keys for a sealed sum are not signed by its key for sums"):
+        cohort.keeper("box-00").members(AT, lying)
+    for name, step in cohort.answer(board, sends, set()):
+        cohort.reply(name, step)
+    masks = [masks for name in cohort.names if (masks := cohort.masks(name)) is not None]
+    assert [one.votes for one in masks] == [cohort.votes] * 4
+    shares = [one.share / sum(one.share for one in masks) for one in masks]
+    assert shares == pytest.approx([0.4, 0.2, 0.2, 0.2])
+
+
+def test_of_a_sum_in_groups_one_group_may_be_lost() -> None:
+    cohort = Cohort(34)
+    board = SumBoard(AT, cohort.names)
+    sends = cohort.announce(board, set())
+    for name, step in cohort.answer(board, sends, set()):
+        cohort.reply(name, step)
+    lost, left = (one.record.peers for one in board.groups)
+    assert sorted(lost + left) == cohort.names
+    assert {len(lost), len(left)} == {17}
+    asked = board.close([*lost[:9], *left], cohort.now)
+    cohort.answer(board, cohort.answer(board, asked, set()), set())
+    ((digest, names),) = board.named
+    assert names == left
+    total = added([board.correction(SIZE), *(cohort.masked(name) for name in left)])
+    assert np.array_equal(cohort.opened(total, digest, left), added([cohort.numbers[name] for name in left]))
+
+
+def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_whose() -> None:
+    cohort, at = Cohort(5), replace(AT, exchange="weights")
+    cohort.weights = dict(zip(cohort.names, (1000, 50, 50, 50, 7), strict=True))
+    cohort.votes["box-01"] = 3
+    board = SumBoard(at, cohort.names)
+    sends = cohort.announce(board, {"box-04"}, at)
+    assert {keys.weight for keys in board.record.keys.values()} == {1}
+    while board.phase is not Phase.OPENED:
+        sends = cohort.answer(board, sends, set(), at)
+    (opened,) = board.weights()
+    for name in cohort.names[:4]:
+        keeper = cohort.keeper(name, "weights")
+        keeper.opened(at, opened)
+        assert keeper.found(at) == (cohort.weights[name], 1150, cohort.votes[name])
+    other = opened.model_copy(update={"digest": "0" * 64, "numbers": bytes([0, 0, 0, 128])})
+    for lie, why in (
+        (other, "a sum of weights can't be"),
+        (opened.model_copy(update={"groups": 2}), "groups of a sum"),
+    ):
+        with pytest.raises(SumError, match=why):
+            cohort.keeper("box-00", "weights").opened(at, lie)
 
 
 HERE = RoundAttempt(3, 1)
