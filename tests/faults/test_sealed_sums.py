@@ -107,7 +107,7 @@ def check_mean(stack: Stack, seen: Seen, devices: tuple[str, ...]) -> None:
 
 def looks_uniform(numbers: Numbers) -> bool:
     ones = [float(np.mean(numbers >> bit & 1)) for bit in range(32)]
-    return max(abs(share - 0.5) for share in ones) < 4.5 * 0.5 / len(numbers) ** 0.5
+    return bool(max(abs(share - 0.5) for share in ones) < 4.5 * 0.5 / len(numbers) ** 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def refusals(stack: Stack, device: str) -> list[str]:
 def test_of_a_split_view_of_the_members_no_sum_opens(tmp_path: Path) -> None:
     stack = made(tmp_path, attack="split-view", rounds=1)
     with stack.up(agents=True):
-        wait_for(lambda: ended(stack), "the coordinator gives up, or opens it", 90)
+        wait_for(lambda: bool(ended(stack)), "the coordinator gives up, or opens it", 90)
         assert ended(stack) == [("sum_off", 1)]
         said = [text for device in DEVICES[:3] for text in refusals(stack, device)]
         assert said

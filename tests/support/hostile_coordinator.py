@@ -40,9 +40,9 @@ def split_view() -> None:
             step = step.model_copy(update={"sealed": dict.fromkeys(board.record.keys, bytes(48)) | step.sealed})
         return received(board, device, step, now)
 
-    Publisher.sum_step = sum_step  # type: ignore[method-assign]
-    SumBoard.receive = receive  # type: ignore[method-assign]
-    SumBoard.check = lambda *_: None  # type: ignore[method-assign]
+    Publisher.sum_step = sum_step  # type: ignore[assignment,method-assign]
+    SumBoard.receive = receive  # type: ignore[assignment,method-assign]
+    SumBoard.check = lambda *_: None  # type: ignore[assignment,method-assign]
 
 
 def freeze() -> None:
@@ -60,9 +60,9 @@ def freeze() -> None:
             board = sums._boards["parts"]
             sums._follow(board, board.leave_out(device, 0.0))
 
-    SealedSums._opened = withheld  # type: ignore[method-assign]
-    SealedSums.receive = receive  # type: ignore[method-assign]
-    Publisher.invite = lambda publisher, device, at, share=1.0: invited(  # type: ignore[method-assign]
+    SealedSums._opened = withheld  # type: ignore[assignment,method-assign]
+    SealedSums.receive = receive  # type: ignore[assignment,method-assign]
+    Publisher.invite = lambda publisher, device, at, share=1.0: invited(  # type: ignore[assignment,method-assign]
         publisher, device, at, 1.0 if at.round == 1 else STILL
     )
 
@@ -74,7 +74,7 @@ STILL = 0.05
 def hurry() -> None:
     """Asks for next to no training at all."""
     invited = Publisher.invite
-    Publisher.invite = lambda publisher, device, at, share=1.0: invited(publisher, device, at, 1e-6)  # type: ignore[method-assign]
+    Publisher.invite = lambda publisher, device, at, share=1.0: invited(publisher, device, at, 1e-6)  # type: ignore[assignment,method-assign]
 
 
 ATTACKS: dict[str, Callable[[], None]] = {"split-view": split_view, "freeze": freeze, "hurry": hurry}

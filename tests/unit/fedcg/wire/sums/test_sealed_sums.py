@@ -18,7 +18,7 @@ from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
 from fedcg.wire.parts import TensorLayout
-from fedcg.wire.sealed_numbers import from_numbers, to_numbers
+from fedcg.wire.sealed_numbers import Numbers, added, from_numbers, to_numbers
 from fedcg.wire.sums import (
     Members,
     SumRound,
