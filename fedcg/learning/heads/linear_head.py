@@ -1,0 +1,99 @@
+"""Linear heads in closed form: linear discriminant analysis from the cohort's moments, and a ridge head that judges an extractor.
+
+A head by discriminant analysis has logits μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2 + log p(y), with features and means taken about the mean feature.
+Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) / D · I.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fedcg.learning.heads.moments import ClassGaussians
+from fedcg.learning.method import Weights
+from fedcg.learning.networks.assembly import skeleton
+from fedcg.learning.networks.randomness import lent_generators
+from fedcg.learning.spec import NetworkSpec
+from fedcg.wire.parts import Part
+
+SHRINKAGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+USUAL_SHRINKAGE = 0.5
+_NEVER = -1000.0
+"""The logit of a class that no client has: it is never chosen."""
+_RIDGES = tuple(10.0**power for power in range(-4, 3))
+
+
+def linear_layer(spec: NetworkSpec) -> str:
+    """The prefix of the tensors of a classifier that is one linear layer with a bias; nothing for another classifier."""
+    with lent_generators(0):
+        named = skeleton(spec, Part.CLASSIFIER).named_modules()
+        layers = [(name, one) for name, one in named if next(one.parameters(recurse=False), None) is not None]
+    name, layer = layers[0] if len(layers) == 1 else ("", None)
+    return f"{name}." if isinstance(layer, nn.Linear) and layer.bias is not None else ""
+
+
+def lda_head(classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float, layer: str) -> dict[str, torch.Tensor]:
+    """The head of classes with Gaussian features.
+
+    Args:
+        classes: of the cohort's features.
+        log_prior: log p(y) where the head is used, [C].
+        shrinkage: s, from 0 to 1.
+        layer: the prefix of its tensors' names (`linear_layer`).
+
+    Returns:
+        `weight` [C, D] and `bias` [C], float32.
+    """
+    centre = classes.shares @ classes.means
+    about = classes.means - centre
+    shrunk = (1.0 - shrinkage) * classes.values + shrinkage * classes.values.mean()
+    inverse = classes.vectors / shrunk.clamp(min=1e-12) @ classes.vectors.T
+    weight = about @ inverse
+    bias = log_prior.double() - 0.5 * (weight * about).sum(1) - weight @ centre
+    known = classes.shares > 0
+    weight = torch.where(known[:, None], weight, torch.zeros_like(weight))
+    bias = torch.where(known, bias, torch.full_like(bias, _NEVER))
+    return {f"{layer}weight": weight.float(), f"{layer}bias": bias.float()}
+
+
+def chosen_head(
+    classes: ClassGaussians, log_prior: torch.Tensor, layer: str, loss_of: Callable[[Weights], float] | None
+) -> dict[str, torch.Tensor]:
+    """`lda_head` of the shrinkage with the least loss; of the usual one where nothing can judge (None)."""
+    if loss_of is None:
+        return lda_head(classes, log_prior, USUAL_SHRINKAGE, layer)
+    return min((lda_head(classes, log_prior, one, layer) for one in SHRINKAGES), key=loss_of)
+
+
+def left_out_error(features: torch.Tensor, labels: torch.Tensor, classes: int) -> float:
+    """How badly a ridge head that is fitted to images without one of them answers for that one, the best of some ridges.
+
+    Args:
+        features: [N, D]; `labels` [N].
+        labels: their classes.
+        classes: C.
+
+    Returns:
+        Mean squared error of answers 0 and 1, as a share of that of the other images' mean answer: 1 where features say nothing.
+    """
+    if len(features) < 2:
+        return 1.0
+    rows = features.double()
+    rows = torch.where(rows.isfinite(), rows, torch.zeros_like(rows))
+    rows = rows - rows.mean(0)
+    wanted = nn.functional.one_hot(labels, classes).double()
+    answers = wanted - wanted.mean(0)
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    values, count = values.clamp(min=0.0), len(rows)
+    scale = float(values.mean())
+    if scale <= 0.0:
+        return 1.0
+    alone = float((answers * count / (count - 1)).square().mean())
+
+    def error(ridge: float) -> float:
+        shares = values / (values + ridge * scale)
+        hat = vectors * shares @ vectors.T
+        kept = (1.0 - hat.diagonal() - 1.0 / count).clamp(min=1e-6)
+        return float(((answers - hat @ answers) / kept[:, None]).square().mean())
+
+    return min(map(error, _RIDGES)) / alone if alone else 1.0

@@ -1,0 +1,127 @@
+"""Moments of features as the part `statistics`: class counts, class sums and one second-moment matrix, as means over a client's images.
+
+Their mean over clients, weighted by images, is that of the cohort's pooled images, however these are dealt.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import DivergedError, RoundContext, TrainingParams, Weights
+from fedcg.learning.networks.assembly import feature_shape, split_of
+from fedcg.learning.networks.splits import FeatureRange
+from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.training.batches import extract_features
+from fedcg.wire.parts import TensorLayout
+
+COUNTS, SUMS, MOMENT = "counts", "sums", "moment"
+_MOST_CUT = 0.01
+"""Share of features that may lie beyond the clip; a few outliers move no mean far."""
+_LEAST_SHARE = 1e-6
+"""A smaller share of a class is rounding."""
+
+
+class MomentParams(TrainingParams):
+    """Parameters of methods that send moments of features."""
+
+    clip: float = Field(default=16.0, gt=0, le=1024, description="highest feature that counts in moments")
+
+
+def highest_feature(spec: NetworkSpec) -> float:
+    """What features are cut at: 1 where the split ends in a sigmoid, otherwise the method's `clip`."""
+    if split_of(spec).feature_range is FeatureRange.UNIT:
+        return 1.0
+    return MomentParams(clip=float(spec.params.get("clip") or MomentParams().clip)).clip
+
+
+def moments_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
+    """`counts` [C], `sums` [C, D] and `moment` [D (D + 1) / 2], the upper triangle by rows; D numbers are a feature."""
+    classes, size, highest = len(spec.classes), math.prod(feature_shape(spec)), highest_feature(spec)
+    return (
+        TensorLayout(name=COUNTS, dtype="float32", shape=(classes,), low=0.0, high=1.0),
+        TensorLayout(name=SUMS, dtype="float32", shape=(classes, size), low=0.0, high=highest),
+        TensorLayout(name=MOMENT, dtype="float32", shape=(size * (size + 1) // 2,), low=0.0, high=highest**2),
+    )
+
+
+def feature_moments(extractor: nn.Module, data: ImageSet, ctx: RoundContext) -> dict[str, torch.Tensor]:
+    """A client's moments over its images, and their mirror images where the spec flips, on the CPU.
+
+    Args:
+        extractor: on `ctx.device`; left in evaluation mode.
+        data: the training images.
+        ctx: the spec; the owner is warned where many features are cut.
+    """
+    highest = highest_feature(ctx.spec)
+    whole = features_of(extractor, data, ctx.spec, ctx.device)
+    if float((whole > highest).double().mean()) > _MOST_CUT:
+        ctx.callbacks.warn(
+            f"{float((whole > highest).double().mean()):.1%} of the features lie above {highest:g} (highest "
+            f"{float(whole.max()):.3g}) and are cut to it, which biases the moments: plan with a higher clip (--set clip=N)"
+        )
+    labels = data.labels.cpu().repeat(len(whole) // max(1, len(data)))
+    return moments_of(whole.clamp(0.0, highest), labels, ctx.spec.class_count)
+
+
+def features_of(extractor: nn.Module, data: ImageSet, spec: FederationSpec, device: str) -> torch.Tensor:
+    """Features of all images, then of all mirror images where the spec flips, [R, D] float32 on the CPU."""
+    sides = (False, True) if spec.augment_flip else (False,)
+    images = data.images.to(device)
+    return torch.cat([extract_features(extractor, images, spec, flipped=side).flatten(1).cpu() for side in sides])
+
+
+def moments_of(features: torch.Tensor, labels: torch.Tensor, classes: int) -> dict[str, torch.Tensor]:
+    """Moments of features [R, D] of images with these labels [R], divided by R."""
+    rows = features.double()
+    ours = nn.functional.one_hot(labels, classes).double()
+    above = torch.triu_indices(rows.shape[1], rows.shape[1])
+    moment = (rows.T @ rows)[above[0], above[1]]
+    found = {COUNTS: ours.sum(0), SUMS: ours.T @ rows, MOMENT: moment}
+    return {name: (total / len(rows)).float() for name, total in found.items()}
+
+
+@dataclass(frozen=True)
+class ClassGaussians:
+    """Gaussians of classes with one covariance, float64 on the CPU.
+
+    Attributes:
+        shares: of images by class, [C], 0 for classes that nobody has.
+        means: [C, D], 0 for those.
+        values: eigenvalues of the covariance within classes, [D], at least 0; `vectors` [D, D] are their eigenvectors, by columns.
+    """
+
+    shares: torch.Tensor
+    means: torch.Tensor
+    values: torch.Tensor
+    vectors: torch.Tensor
+
+    @property
+    def present(self) -> torch.Tensor:
+        """The classes that somebody has, [K] int64."""
+        return (self.shares > 0).nonzero().flatten()
+
+
+def class_gaussians(moments: Weights) -> ClassGaussians | None:
+    """What moments say of the classes; None for those before the first sum, which are 0.
+
+    Raises:
+        DivergedError: they are moments of no images.
+    """
+    counts, sums, above = (moments[name].cpu().double() for name in (COUNTS, SUMS, MOMENT))
+    if not bool(counts.any()):
+        return None
+    finite = all(bool(one.isfinite().all()) for one in (counts, sums, above))
+    if not finite or abs(float(counts.sum()) - 1.0) > 1e-3 or float(counts.min()) < -_LEAST_SHARE:
+        raise DivergedError("the cohort's moments are moments of no images")
+    shares = torch.where(counts > _LEAST_SHARE, counts, torch.zeros_like(counts))
+    means = torch.where(shares[:, None] > 0, sums / shares.clamp(min=_LEAST_SHARE)[:, None], torch.zeros_like(sums))
+    size = sums.shape[1]
+    rows, columns = torch.triu_indices(size, size)
+    moment = above.new_empty(size, size)
+    moment[rows, columns] = moment[columns, rows] = above
+    values, vectors = torch.linalg.eigh(moment - (means * shares[:, None]).T @ means)
+    return ClassGaussians(shares, means, values.clamp(min=0.0), vectors)
