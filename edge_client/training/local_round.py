@@ -241,7 +241,7 @@ def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
     seen, _ = work.seen(spec, data)
     ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
     personal = ClientState(to_weights(stored.slots["personal"]), to_weights(stored.extras))
-    return len(data.train), method.vote(personal, as_aggregate(work, spec, base, has_state=True), ctx)
+    return len(data.train), method.vote(personal, as_aggregate(work, spec, base, has_state=True), seen.train, ctx)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -372,7 +372,8 @@ def _train_shadow(
 ) -> ClientState | None:
     """The shadow after the round; from before it where it is not its turn, or diverged, which is no reason to decline the round."""
     trained_at = start.scores.get(SHADOWED)
-    if start.shadow is None or (trained_at and ctx.round - trained_at < work.config.training.shadow_every):
+    waits = trained_at and ctx.round - trained_at < work.config.training.shadow_every
+    if start.shadow is None or waits or not ctx.spec.trains_in(ctx.round):
         return start.shadow
     of_shadow = None if ctx.checkpoint is None else ctx.checkpoint.named("shadow")
     callbacks = replace(ctx.callbacks, progress=progress.named("shadow"))

@@ -227,7 +227,8 @@ def _models(
     decoded = decode_aggregate(work.store, spec, method, command.aggregate)
     aggregate = as_aggregate(work, spec, decoded, has_state=True)
     latest = personal_parts(spec, to_weights(stored.slots["personal"]))
-    ctx = work.context(spec, spec.rounds + 1, 0, _sign_of_life(work))
+    ctx = work.context(spec, decoded.header.round + 1, 0, _sign_of_life(work))
+    ctx = replace(ctx, validation=data.val)
     downloaded = with_downloaded(spec, latest, downloaded_parts(latest, aggregate, data.train, ctx))
     if downloaded is None:
         return

@@ -398,13 +398,14 @@ class Personal:
         parts: that it is made of.
         predict: (spec, those parts) -> the model, from images [B, C, H, W] float32, normalised, to logits [B, classes]; evaluation, gates and
             export use it alike. None: the classifier on the extractor.
-        align: (a client's own parts, aggregate, context) -> further parts of its own that a download changes; what measures, exports or
-            goes on from a downloaded model uses them. None: a download replaces the parts that it holds, and that is all.
+        align: (a client's own parts, aggregate, training images, context of the round after the aggregate's) -> parts that a download
+            changes beside those of the aggregate, or in their place; what measures, exports or trains on from a downloaded model uses them.
+            None: a download replaces the parts that it holds, and that is all.
     """
 
     parts: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
     predict: Callable[[NetworkSpec, Mapping[Part, Weights]], nn.Module] | None = None
-    align: Callable[[Mapping[Part, Weights], Aggregate, RoundContext], Mapping[Part, Weights]] | None = None
+    align: Callable[[Mapping[Part, Weights], Aggregate, ImageSet, RoundContext], Mapping[Part, Weights]] | None = None
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,7 @@ class Method:
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         example: what its laws are tested with; it has to fit `Needs.networks`.
-        vote: (state, aggregate, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
+        vote: (state, aggregate, training images, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
@@ -434,7 +435,7 @@ class Method:
     personal: Personal = Personal()
     private_stages: int = 0
     example: Example = Example()
-    vote: Callable[[ClientState, Aggregate, RoundContext], int] | None = None
+    vote: Callable[[ClientState, Aggregate, ImageSet, RoundContext], int] | None = None
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:

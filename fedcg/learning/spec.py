@@ -252,12 +252,16 @@ class FederationSpec(_Frozen):
         """Whether devices tell how many images they have: what is averaged in the clear is weighted by it."""
         return bool(frozenset(self.upload) - {parts.Part.SEALED})
 
+    def trains_in(self, number: int) -> bool:
+        """Whether clients train in a round: not where it exchanges statistics of what the round before brought."""
+        return not self.alternates or number % 2 == 1
+
     def shared_in(self, number: int) -> frozenset[parts.Part]:
         """The parts that a client of a round gives to the others, in the clear or sealed."""
         every = (frozenset(self.upload) - {parts.Part.SEALED}) | frozenset(self.sealed)
         if not self.alternates:
             return every
-        return every & {parts.Part.STATISTICS} if number % 2 == 0 else every - {parts.Part.STATISTICS}
+        return every - {parts.Part.STATISTICS} if self.trains_in(number) else every & {parts.Part.STATISTICS}
 
     def sealed_in(self, number: int) -> tuple[parts.Part, ...]:
         """Those of them that are sealed, sorted."""

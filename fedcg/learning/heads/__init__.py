@@ -1,1 +1,1 @@
-"""What sums over the cohort's features say of its heads: moments, heads calibrated or solved from them, a judgement of extractors."""
+"""What sums over the cohort's features say of its heads: moments, and heads that are calibrated or solved from them."""

@@ -29,8 +29,8 @@ def calibrated(head: Weights, classes: ClassGaussians, ctx: RoundContext) -> dic
     Raises:
         DivergedError: the result is not finite.
     """
-    assert ctx.masking.cohort is not None  # methods that calibrate need the secret
-    streams = ctx.masking.cohort.at(ctx.round, "calibrate")
+    assert ctx.cohort.streams is not None  # methods that calibrate need the secret
+    streams = ctx.cohort.streams.at(ctx.round, "calibrate")
     asked, noise = streams.generator("classes"), streams.generator("noise")
     classifier = load_part(ctx.spec, Part.CLASSIFIER, head, ctx.device).train()
     optimiser = adam(classifier.parameters(), RATE, 0.0)

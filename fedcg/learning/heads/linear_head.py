@@ -1,4 +1,4 @@
-"""Linear heads in closed form: linear discriminant analysis from the cohort's moments, and a ridge head that judges an extractor.
+"""Linear heads in closed form: linear discriminant analysis from the cohort's moments.
 
 A head by discriminant analysis has logits μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2 + log p(y), with features and means taken about the mean feature.
 Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) / D · I.
@@ -20,7 +20,6 @@ SHRINKAGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 USUAL_SHRINKAGE = 0.5
 _NEVER = -1000.0
 """The logit of a class that no client has: it is never chosen."""
-_RIDGES = tuple(10.0**power for power in range(-4, 3))
 
 
 def linear_layer(spec: NetworkSpec) -> str:
@@ -63,37 +62,3 @@ def chosen_head(
     if loss_of is None:
         return lda_head(classes, log_prior, USUAL_SHRINKAGE, layer)
     return min((lda_head(classes, log_prior, one, layer) for one in SHRINKAGES), key=loss_of)
-
-
-def left_out_error(features: torch.Tensor, labels: torch.Tensor, classes: int) -> float:
-    """How badly a ridge head that is fitted to images without one of them answers for that one, the best of some ridges.
-
-    Args:
-        features: [N, D]; `labels` [N].
-        labels: their classes.
-        classes: C.
-
-    Returns:
-        Mean squared error of answers 0 and 1, as a share of that of the other images' mean answer: 1 where features say nothing.
-    """
-    if len(features) < 2:
-        return 1.0
-    rows = features.double()
-    rows = torch.where(rows.isfinite(), rows, torch.zeros_like(rows))
-    rows = rows - rows.mean(0)
-    wanted = nn.functional.one_hot(labels, classes).double()
-    answers = wanted - wanted.mean(0)
-    values, vectors = torch.linalg.eigh(rows @ rows.T)
-    values, count = values.clamp(min=0.0), len(rows)
-    scale = float(values.mean())
-    if scale <= 0.0:
-        return 1.0
-    alone = float((answers * count / (count - 1)).square().mean())
-
-    def error(ridge: float) -> float:
-        shares = values / (values + ridge * scale)
-        hat = vectors * shares @ vectors.T
-        kept = (1.0 - hat.diagonal() - 1.0 / count).clamp(min=1e-6)
-        return float(((answers - hat @ answers) / kept[:, None]).square().mean())
-
-    return min(map(error, _RIDGES)) / alone if alone else 1.0

@@ -152,12 +152,12 @@ def protected_round(
         DivergedError, DataError: as of `local_round`.
     """
     privacy = ctx.privacy
+    start = None if aggregate is None else replace(aggregate, parts=downloaded_parts(state.parts, aggregate, data, ctx))
     if not privacy.is_on:
-        return method.local_round(state, data, aggregate, ctx)
+        return method.local_round(state, data, start, ctx)
     check_mechanisms(ctx.spec, method, privacy)
     if privacy.dp_sgd is not None or privacy.gradient_noise:
         ctx = replace(ctx, machine=replace(ctx.machine, precision="f32", graphs=False))
-    start = None if aggregate is None else replace(aggregate, parts=personal_parts(aggregate.parts, data, ctx))
     result = method.local_round(state, data, start, ctx)
     base = {**state.parts, **({} if aggregate is None else aggregate.parts)}
     return _protected(result, {part: base[part] for part in result.shared.parts}, data, ctx)
@@ -181,10 +181,10 @@ def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
 
 
 def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
-    """What a download changes of a client's parts `own`: those of the aggregate, and what its method aligns to them."""
+    """What a download changes of a client's parts `own`: those of the aggregate, and what its method aligns; `ctx` is of the round after."""
     method = get_method(ctx.spec.method)
-    aligned = {} if method.personal.align is None else method.personal.align(own, aggregate, ctx)
-    return {**personal_parts(aggregate.parts, data, ctx), **aligned}
+    aligned = {} if method.personal.align is None else method.personal.align(own, aggregate, data, ctx)
+    return personal_parts({**aggregate.parts, **aligned}, data, ctx)
 
 
 def neutral_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:

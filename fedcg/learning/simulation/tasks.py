@@ -172,7 +172,7 @@ def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) 
     shadowed = {
         task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(turn.ctx.spec), privacy=OFF))
         for task, turn in zip(tasks, turns, strict=True)
-        if task.shadow is not None
+        if task.shadow is not None and party.spec.trains_in(task.number)
     }
     results = _attempts(method, turns, aggregate)
     shadows = dict(zip(shadowed, _attempts(alone, list(shadowed.values()), None), strict=True))
@@ -191,7 +191,7 @@ def vote_task(party: Party, task: LocalTask, aggregate: Aggregate) -> tuple[str,
     """(client, its vote) before a round, on the aggregate that the round starts from."""
     method = get_method(party.spec.method)
     assert method.vote is not None
-    return task.client, method.vote(task.state, aggregate, _context(party, task))
+    return task.client, method.vote(task.state, aggregate, party.datasets[task.client].train, _context(party, task))
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple
     val, local_val = measured(spec, parts, data.val), measured(alone, task.shadow, data.val)
     ctx = party.client_context(task.client, task.number)
     figures = generator_figures(spec, parts, data.train, ctx.streams.at("measure"))
-    changed = downloaded_parts(parts, aggregate, data.train, ctx)
+    changed = downloaded_parts(parts, aggregate, data.train, replace(ctx, round=task.number + 1))
     downloaded = {**parts, **changed} if changed else None
     losses = {
         "own": loss(spec, parts),

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
+from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Aggregator, Cohort, Example, LocalResult, RoundContext, Update, Weights
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -79,8 +80,8 @@ def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES, for
     return ImageSet((level + noise).to(torch.uint8), labels, classes)
 
 
-def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device") -> RoundContext:
-    """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
+def context(spec: FederationSpec, round_number: int = 3, root: bytes = b"device") -> RoundContext:
+    """The context of a round, in which every method trains, scoped as the trainer scopes it, with public images where they are needed."""
     streams = Streams(root).at(spec.federation, round_number, 1)
     public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs.public else None
     cohort = Cohort(Streams(b"cohort").at(spec.federation))
@@ -149,7 +150,7 @@ def aggregator_of(spec: FederationSpec, ctx: RoundContext | None = None) -> Aggr
     """The server half of a round that starts from the cohort's initial weights."""
     method = get_method(spec.method)
     server = method.init_server(spec, initial_parts(spec, b"cohort"))
-    return method.aggregator(server, ctx or context(spec, root=b"coordinator"), MemorySpill())
+    return server_half(method, server, ctx or context(spec, root=b"coordinator"), MemorySpill())
 
 
 def loaders(updates: Mapping[str, Update], *present: str) -> dict[str, Callable[[], Update]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.heads.calibration import calibrated
-from fedcg.learning.heads.linear_head import chosen_head, lda_head, left_out_error, linear_layer
+from fedcg.learning.heads.linear_head import chosen_head, lda_head, linear_layer
 from fedcg.learning.heads.moments import (
     COUNTS,
     MOMENT,
@@ -194,33 +194,3 @@ def test_calibration_repeats_bit_for_bit_and_teaches_a_head_the_classes() -> Non
 
     assert accuracy(head) < 0.7
     assert accuracy(found) > 0.95
-
-
-def fitted_without_each(features: torch.Tensor, labels: torch.Tensor, ridge: float) -> float:
-    """The mean squared error of ridge heads with an intercept, each fitted to all images but the one that it answers for."""
-    rows, wanted, errors = features.double(), nn.functional.one_hot(labels, 3).double(), []
-    strength = ridge * float((rows - rows.mean(0)).square().sum()) / len(rows)
-    for left in range(len(rows)):
-        others = torch.arange(len(rows)) != left
-        x, y = rows[others], wanted[others]
-        about = x - x.mean(0)
-        weight = torch.linalg.solve(about.T @ about + strength * torch.eye(x.shape[1]).double(), about.T @ y)
-        errors.append((y.mean(0) + (rows[left] - x.mean(0)) @ weight - wanted[left]).square())
-    return float(torch.stack(errors).mean())
-
-
-def test_the_left_out_error_is_that_of_heads_fitted_without_each_image() -> None:
-    features, labels = drawn_features(14, 4, size=3)
-    found = min(fitted_without_each(features, labels, 10.0**power) for power in range(-4, 3))
-    alone = fitted_without_each(features, labels, 1e12)
-    assert left_out_error(features, labels, 3) == pytest.approx(found / alone, rel=1e-6)
-    assert found / alone < 0.7
-
-
-def test_features_that_say_nothing_have_a_left_out_error_of_one() -> None:
-    labels = torch.arange(60) % 3
-    noise = torch.rand(60, 3, generator=torch.Generator().manual_seed(0))
-    assert left_out_error(noise, labels, 3) > 0.95
-    for silent in (torch.zeros(60, 3), noise * torch.nan):
-        assert left_out_error(silent, labels, 3) == 1.0
-    assert left_out_error(noise[:1], labels[:1], 3) == 1.0

@@ -1,0 +1,134 @@
+"""analytic: linear heads in closed form from one sealed sum of the cohort's features, exact whatever images lie where.
+
+Our own method, for extractors that need no training, such as a frozen public backbone. Clients send sealed moments of their features: class
+counts, class sums and one second-moment matrix. Each solves linear discriminant analysis with its own class shares as prior, and a shrinkage
+that its validation images choose. A projection behind the backbone is not trained either: it passes the pooled features on, or mixes
+them at random where it is narrower than they are.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
+from fedcg.learning.data.image_folder import usable_rows
+from fedcg.learning.heads.linear_head import chosen_head, linear_layer
+from fedcg.learning.heads.moments import ClassGaussians, MomentParams, class_gaussians, feature_moments, moments_layout
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.protected_round import log_prior
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    DivergedError,
+    Example,
+    LocalResult,
+    Method,
+    Needs,
+    Payload,
+    Personal,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    Weights,
+)
+from fedcg.learning.networks import load_part
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
+from fedcg.learning.training.batches import extract_features
+from fedcg.learning.training.evaluation import calibrated_loss
+from fedcg.wire.parts import Part, Report
+
+SHARED = frozenset({Part.STATISTICS})
+PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+_PROJECTION, _BIAS = "project.weight", "project.bias"
+
+
+def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    """The initial weights, with a projection that is the same on all clients and loses as little as it can."""
+    extractor = dict(initial[Part.EXTRACTOR])
+    if _PROJECTION in extractor:
+        width, pooled = extractor[_PROJECTION].shape
+        stream = Streams(spec_root(spec.seed)).at(spec.federation, "initial").generator("projection")
+        mixed = torch.randn(width, pooled, generator=stream) / pooled**0.5
+        extractor[_PROJECTION] = torch.eye(width, pooled) if width >= pooled else mixed
+        extractor[_BIAS] = torch.zeros(width)
+    return ClientState({**initial, Part.EXTRACTOR: extractor})
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """The moments of the own features, and the head that they alone give; nothing is trained."""
+    usable_rows(len(data), 2)
+    moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device), data, ctx)
+    own = class_gaussians(moments)
+    assert own is not None  # there are images
+    head = _head(own, state.parts, log_prior(data.label_counts()), ctx)
+    kept = {name: tensor.clone() for name, tensor in moments.items()}
+    private = {**state.parts, Part.CLASSIFIER: head, Part.STATISTICS: kept}
+    return LocalResult(SharedResult({Part.STATISTICS: moments}), ClientState(private), Report(examples=len(data)))
+
+
+def align(
+    own: Mapping[Part, Weights], aggregate: Aggregate, data: ImageSet, ctx: RoundContext
+) -> Mapping[Part, Weights]:
+    """The head that the cohort's moments give, with the client's own prior."""
+    try:
+        classes = class_gaussians(aggregate.parts[Part.STATISTICS]) if aggregate.parts else None
+    except DivergedError as error:
+        ctx.callbacks.warn(f"{error}: this device keeps its own head")
+        return {}
+    if classes is None:
+        return {}
+    # With `balance = logits` the prior is added to every classifier that is downloaded.
+    prior = log_prior(data.label_counts())
+    return {Part.CLASSIFIER: _head(classes, own, 0.0 * prior if ctx.privacy.balance == "logits" else prior, ctx)}
+
+
+def _head(
+    classes: ClassGaussians, parts: Mapping[Part, Weights], prior: torch.Tensor, ctx: RoundContext
+) -> dict[str, torch.Tensor]:
+    layer, validation = linear_layer(ctx.spec), ctx.validation
+    if validation is None or not len(validation):
+        return chosen_head(classes, prior, layer, None)
+    extractor = load_part(ctx.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR], ctx.device)
+    features = extract_features(extractor, validation.images.to(ctx.device), ctx.spec).flatten(1).cpu()
+
+    def loss_of(head: Weights) -> float:
+        logits = features @ head[f"{layer}weight"].T + head[f"{layer}bias"]
+        return calibrated_loss(logits, validation.labels.cpu())
+
+    return chosen_head(classes, prior, layer, loss_of)
+
+
+def _misfit(spec: NetworkSpec) -> str:
+    if spec.network.backbones:
+        return "all devices need the same features: leave network.backbones out"
+    if not linear_layer(spec):
+        return (
+            f"its heads are linear, and the classifier of network.split = {spec.network.split} has several layers: choose a backbone "
+            "with a projection, such as efficientnet_lite0+project:1280 with network.freeze = all"
+        )
+    return ""
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The server half of a round: nothing comes in the clear."""
+    return FinishOnlyAggregator(spill, lambda _updates: Aggregate({}))
+
+
+METHOD = Method(
+    name="analytic",
+    title="linear heads in closed form from one sealed sum of features, for a frozen backbone",
+    params_type=MomentParams,
+    payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=moments_layout, sealed=SHARED),
+    needs=Needs(cohort=True, networks=_misfit),
+    personal=Personal(align=align),
+    client_start=client_start,
+    local_round=local_round,
+    aggregator=aggregator,
+    example=Example(
+        NetworkChoice(split="timm:test_efficientnet+project:8", noise_dim=8),
+        ImageForm(mode="L", height=32, width=32, mean=(0.5,), std=(0.25,)),
+    ),
+)

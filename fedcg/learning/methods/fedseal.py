@@ -1,0 +1,199 @@
+"""fedseal: FedAvg whose extractors nobody outside the cohort can read, not even their mean, and whose head is calibrated on virtual features.
+
+Our own method. Extractors are a sealed mean, classifiers an open one, so accuracy is FedAvg's by construction. Every second round exchanges
+sealed moments of the mean extractor's features, without training; from these each client calibrates the averaged classifier (CCVR, Luo et al.
+2021). Clients vote before each sum, on the aggregate that the round starts from:
+
+  * the calibrated classifier is taken where most clients' validation losses fall, by those whose own falls too;
+  * a mean that loses more on most clients' validation images than what they trained from is taken back: all go on from that again. Nobody
+    can look into sealed weights. (A head that a client fits itself to features judges an extractor worse: the features of a spoilt one
+    still answer for a few dozen images.)
+  * where most clients' images differ in kind, so that the mean fits them far worse than their own models, their first layers stay their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pydantic import Field
+
+from fedcg.learning.data.image_folder import usable_rows
+from fedcg.learning.heads.calibration import calibrated
+from fedcg.learning.heads.moments import MomentParams, class_gaussians, feature_moments, moments_layout
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.protected_round import personal_parts
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    DivergedError,
+    LabelCounts,
+    LocalResult,
+    Method,
+    Needs,
+    Payload,
+    Personal,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    Weights,
+)
+from fedcg.learning.methods._averaging import PERSONAL, LocalHalf, MomentumParams, average_of, unpenalised
+from fedcg.learning.networks import load_part
+from fedcg.learning.training.evaluation import calibrated_loss, logits_of
+from fedcg.wire.parts import Part, Report
+
+CALIBRATED, UNUSABLE, OTHER_KIND = 1, 2, 4
+"""Bits of a vote: the calibrated classifier lowers my loss; I can't use the mean; my images are of another kind than the others'."""
+TRAINED_FROM = "trained-from/"
+"""Before a part's name, in `ClientState.extras`: what the last round that trained went on from."""
+
+
+class FedsealParams(MomentumParams, MomentParams):
+    """Training as in FedAvg, with the help that averages like, and the votes' thresholds."""
+
+    aux: float = Field(default=1.0, ge=0, description=MomentumParams.model_fields["aux"].description)
+    ema: float = Field(default=0.998, ge=0, lt=1, description=MomentumParams.model_fields["ema"].description)
+    server_momentum: float = Field(
+        default=0.3, ge=0, lt=1, description=MomentumParams.model_fields["server_momentum"].description
+    )
+    calibrate: bool = Field(
+        default=True, description="whether the averaged classifier is calibrated where most clients gain"
+    )
+    unusable: float = Field(
+        default=1.05,
+        gt=1,
+        description="a mean is unusable whose validation loss is so many times that of what was trained from",
+    )
+    other_kind: float = Field(
+        default=1.6,
+        gt=1,
+        description="images differ in kind where the mean's validation loss is so many times the own model's",
+    )
+
+
+HALF = LocalHalf(FedsealParams, PERSONAL, unpenalised, LabelCounts.NEVER)
+Parts = Mapping[Part, Weights]
+
+
+def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
+    """The first layer of the own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps."""
+    if not aggregate.parts.keys() >= PERSONAL:
+        return {}
+    head = _calibrated(aggregate, ctx)
+    votes = ctx.cohort.votes or {"": _bits(ClientState(own), aggregate, head, data, ctx)}
+    changed: dict[Part, Weights] = {}
+    if _most(votes, OTHER_KIND):
+        first = next(iter(own[Part.EXTRACTOR])).rpartition(".")[0] + "."
+        kept = {name: tensor for name, tensor in own[Part.EXTRACTOR].items() if name.startswith(first)}
+        changed[Part.EXTRACTOR] = {**aggregate.parts[Part.EXTRACTOR], **kept}
+    if _most(votes, CALIBRATED):
+        plain = {**aggregate.parts, **changed}
+        better = {**plain, **head}
+        if _loss(better, data, ctx) < _loss(plain, data, ctx):
+            changed[Part.CLASSIFIER] = better[Part.CLASSIFIER]
+    return changed
+
+
+def vote(state: ClientState, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> int:
+    """What this client finds of the aggregate on its validation images; 0 where it has none."""
+    is_judged = ctx.round > 1 and aggregate.parts.keys() >= PERSONAL
+    return _bits(state, aggregate, _calibrated(aggregate, ctx), data, ctx) if is_judged else 0
+
+
+def _bits(state: ClientState, aggregate: Aggregate, head: Parts, data: ImageSet, ctx: RoundContext) -> int:
+    params = FedsealParams.model_validate(ctx.spec.params)
+    if ctx.validation is None or not len(ctx.validation):
+        return 0
+    before, loss = _trained_from(state), _loss(aggregate.parts, data, ctx)
+    found = {
+        UNUSABLE: bool(before) and loss > params.unusable * _validation_loss(before, ctx),
+        OTHER_KIND: loss > params.other_kind * _validation_loss(state.parts, ctx),
+        CALIBRATED: bool(head) and _loss({**aggregate.parts, **head}, data, ctx) < loss,
+    }
+    return sum(bit for bit, is_so in found.items() if is_so)
+
+
+def _most(votes: Mapping[str, int], bit: int) -> bool:
+    return 2 * sum(bool(given & bit) for given in votes.values()) > len(votes)
+
+
+def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
+    """The aggregate's classifier, calibrated; nothing where its moments are not of its extractor, or of no use."""
+    is_asked = FedsealParams.model_validate(ctx.spec.params).calibrate
+    if not is_asked or ctx.spec.trains_in(ctx.round - 1) or Part.STATISTICS not in aggregate.parts:
+        return {}
+    try:
+        classes = class_gaussians(aggregate.parts[Part.STATISTICS])
+        return {} if classes is None else {Part.CLASSIFIER: calibrated(aggregate.parts[Part.CLASSIFIER], classes, ctx)}
+    except DivergedError as error:
+        ctx.callbacks.warn(f"{error}: the averaged classifier is used as it came")
+        return {}
+
+
+def _loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
+    """Of an aggregate's parts, as this client uses them."""
+    return _validation_loss(personal_parts({part: parts[part] for part in PERSONAL}, data, ctx), ctx)
+
+
+def _validation_loss(parts: Parts, ctx: RoundContext) -> float:
+    if ctx.validation is None or not len(ctx.validation):
+        return 0.0
+    return calibrated_loss(logits_of(ctx.spec, parts, ctx.validation, ctx.device), ctx.validation.labels.cpu())
+
+
+def _trained_from(state: ClientState) -> dict[Part, Weights]:
+    """What the last round that trained went on from, as this client uses it; nothing before the first one."""
+    return {
+        part: state.extras[name] for part in sorted(PERSONAL) if (name := TRAINED_FROM + part.value) in state.extras
+    }
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Train as in FedAvg; or, in every second round, compute the moments of the features of what came."""
+    down = {} if aggregate is None else aggregate.parts
+    start = {part: down.get(part, state.parts[part]) for part in sorted(PERSONAL)}
+    if not ctx.spec.trains_in(ctx.round):
+        return _moments_of(state, start[Part.EXTRACTOR], data, ctx)
+    if (before := _trained_from(state)) and _most(ctx.cohort.votes, UNUSABLE):
+        ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
+        start = before
+    result = HALF.round_of(ClientState(start), data, None if aggregate is None else Aggregate(start), ctx)
+    kept = {TRAINED_FROM + part.value: weights for part, weights in start.items()}
+    parts = {**result.private.parts, Part.STATISTICS: state.parts[Part.STATISTICS]}
+    return replace(result, private=ClientState(parts, {**result.private.extras, **kept}))
+
+
+def _moments_of(state: ClientState, weights: Weights, data: ImageSet, ctx: RoundContext) -> LocalResult:
+    usable_rows(len(data), 2)
+    moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, weights, ctx.device), data, ctx)
+    private = {**state.parts, Part.STATISTICS: {name: tensor.clone() for name, tensor in moments.items()}}
+    shared = SharedResult({Part.STATISTICS: moments})
+    return LocalResult(shared, replace(state, parts=private), Report(examples=len(data)))
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The average of the classifiers, with momentum."""
+    return average_of(FedsealParams, PERSONAL, state, ctx, spill)
+
+
+SHARED = PERSONAL | {Part.STATISTICS}
+METHOD = Method(
+    name="fedseal",
+    title="FedAvg with sealed extractors, and a classifier calibrated on virtual features",
+    params_type=FedsealParams,
+    payload=Payload(
+        SHARED,
+        SHARED,
+        continued=PERSONAL,
+        statistics=moments_layout,
+        sealed=SHARED - {Part.CLASSIFIER},
+        sealable=frozenset({Part.CLASSIFIER}),
+        alternates=True,
+    ),
+    needs=Needs(cohort=True),
+    personal=Personal(align=align),
+    vote=vote,
+    local_round=local_round,
+    aggregator=aggregator,
+)
