@@ -3,7 +3,7 @@
 The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
 Laws (tested over every method that is installed, with its `example`; `docs/adding-a-method.md` explains them):
   * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
-  * `LocalResult.shared` holds exactly the parts of `payload.up`; `private` holds every part of the client; both in storage of their own;
+  * `LocalResult.shared` holds exactly the parts of `payload.up` that the round exchanges; `private` holds every part of the client; both in storage of their own;
   * `local_round` changes neither the state nor the aggregate nor the data that it is given;
   * `finish` does not depend on the order of `add`, nor on `add` having been called for a client, or more than once;
   * a loss that is not finite raises `DivergedError`, and fewer than two training images raise `DataError`.

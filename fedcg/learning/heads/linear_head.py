@@ -46,8 +46,7 @@ def lda_head(classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float,
     centre = classes.shares @ classes.means
     about = classes.means - centre
     shrunk = (1.0 - shrinkage) * classes.values + shrinkage * classes.values.mean()
-    inverse = classes.vectors / shrunk.clamp(min=1e-12) @ classes.vectors.T
-    weight = about @ inverse
+    weight = about @ classes.vectors / shrunk.clamp(min=1e-12) @ classes.vectors.T
     bias = log_prior.double() - 0.5 * (weight * about).sum(1) - weight @ centre
     known = classes.shares > 0
     weight = torch.where(known[:, None], weight, torch.zeros_like(weight))

@@ -8,7 +8,8 @@ sealed moments of the mean extractor's features, without training; from these ea
   * a mean that loses more on most clients' validation images than what they trained from is taken back: all go on from that again. Nobody
     can look into sealed weights. (A head that a client fits itself to features judges an extractor worse: the features of a spoilt one
     still answer for a few dozen images.)
-  * where most clients' images differ in kind, so that the mean fits them far worse than their own models, their first layers stay their own.
+  * where the images of half of the clients differ in kind, so that the mean fits them far worse than their own models, all keep their own
+    extractors, and go on with the classifiers alone.
 """
 
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ class FedsealParams(MomentumParams, MomentParams):
         description="a mean is unusable whose validation loss is so many times that of what was trained from",
     )
     other_kind: float = Field(
-        default=1.6,
+        default=1.3,
         gt=1,
         description="images differ in kind where the mean's validation loss is so many times the own model's",
     )
@@ -77,17 +78,13 @@ Parts = Mapping[Part, Weights]
 
 
 def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
-    """The first layer of the own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps."""
+    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
     head = _calibrated(aggregate, ctx)
     votes = ctx.cohort.votes or {"": _bits(ClientState(own), aggregate, head, data, ctx)}
-    changed: dict[Part, Weights] = {}
-    if _most(votes, OTHER_KIND):
-        first = next(iter(own[Part.EXTRACTOR])).rpartition(".")[0] + "."
-        kept = {name: tensor for name, tensor in own[Part.EXTRACTOR].items() if name.startswith(first)}
-        changed[Part.EXTRACTOR] = {**aggregate.parts[Part.EXTRACTOR], **kept}
-    if _most(votes, CALIBRATED):
+    changed = {Part.EXTRACTOR: own[Part.EXTRACTOR]} if _share(votes, OTHER_KIND) >= 0.5 else {}
+    if _share(votes, CALIBRATED) > 0.5:
         plain = {**aggregate.parts, **changed}
         better = {**plain, **head}
         if _loss(better, data, ctx) < _loss(plain, data, ctx):
@@ -106,16 +103,19 @@ def _bits(state: ClientState, aggregate: Aggregate, head: Parts, data: ImageSet,
     if ctx.validation is None or not len(ctx.validation):
         return 0
     before, loss = _trained_from(state), _loss(aggregate.parts, data, ctx)
+    with_own = {**aggregate.parts, Part.EXTRACTOR: state.parts[Part.EXTRACTOR]}
+    with_head = min(_loss({**parts, **head}, data, ctx) for parts in (aggregate.parts, with_own))
     found = {
         UNUSABLE: bool(before) and loss > params.unusable * _validation_loss(before, ctx),
         OTHER_KIND: loss > params.other_kind * _validation_loss(state.parts, ctx),
-        CALIBRATED: bool(head) and _loss({**aggregate.parts, **head}, data, ctx) < loss,
+        CALIBRATED: bool(head) and with_head < min(loss, _loss(with_own, data, ctx)),
     }
     return sum(bit for bit, is_so in found.items() if is_so)
 
 
-def _most(votes: Mapping[str, int], bit: int) -> bool:
-    return 2 * sum(bool(given & bit) for given in votes.values()) > len(votes)
+def _share(votes: Mapping[str, int], bit: int) -> float:
+    """Of the clients that set a bit."""
+    return sum(bool(given & bit) for given in votes.values()) / max(1, len(votes))
 
 
 def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
@@ -155,11 +155,13 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     start = {part: down.get(part, state.parts[part]) for part in sorted(PERSONAL)}
     if not ctx.spec.trains_in(ctx.round):
         return _moments_of(state, start[Part.EXTRACTOR], data, ctx)
-    if (before := _trained_from(state)) and _most(ctx.cohort.votes, UNUSABLE):
+    if (before := _trained_from(state)) and _share(ctx.cohort.votes, UNUSABLE) > 0.5:
         ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
         start = before
     result = HALF.round_of(ClientState(start), data, None if aggregate is None else Aggregate(start), ctx)
-    kept = {TRAINED_FROM + part.value: weights for part, weights in start.items()}
+    # Where `align` kept the own extractor there is no mean to take back.
+    is_own = ctx.round > 1 and down.get(Part.EXTRACTOR) is state.parts[Part.EXTRACTOR]
+    kept = {} if is_own else {TRAINED_FROM + part.value: weights for part, weights in start.items()}
     parts = {**result.private.parts, Part.STATISTICS: state.parts[Part.STATISTICS]}
     return replace(result, private=ClientState(parts, {**result.private.extras, **kept}))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedcg.learning.heads.calibration import calibrated
-from fedcg.learning.heads.moments import class_gaussians, moments_of
+from fedcg.learning.heads.moments import class_gaussians, feature_moments, moments_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round
 from fedcg.learning.method import Aggregate, Callbacks, ClientState, Cohort, RoundContext, Weights
@@ -146,13 +146,22 @@ def test_a_client_votes_against_a_useless_extractor_and_for_a_calibrated_classif
     assert fedseal.vote(state, sealed.aggregate, data.train, replace(ctx, round=1)) == 0
 
 
-def test_where_images_differ_in_kind_the_first_layer_stays_the_clients_own(sealed: Simulation) -> None:
+def test_where_the_images_of_half_of_the_clients_differ_in_kind_all_keep_their_own_extractors(
+    sealed: Simulation,
+) -> None:
     party = ours()
-    own, down = sealed.states["a"].parts, sealed.aggregate.parts
-    ctx = asked(party.spec, 3, {"a": OTHER_KIND, "b": OTHER_KIND, "c": 0}, party.datasets["a"].val)
-    found = fedseal.align(own, sealed.aggregate, party.datasets["a"].train, ctx)[E]
-    assert {name for name in found if torch.equal(found[name], own[E][name])} == {"0.weight", "0.bias"}
-    assert all(torch.equal(found[name], down[E][name]) for name in found if not name.startswith("0."))
+    state, data = sealed.states["a"], party.datasets["a"].train
+    for votes, is_kept in (({"a": OTHER_KIND, "b": 0}, True), ({"a": OTHER_KIND, "b": 0, "c": 0}, False)):
+        found = protected_round(
+            get_method("fedseal"), state, data, sealed.aggregate, asked(party.spec, 2, votes, party.datasets["a"].val)
+        )
+        extractor = state.parts[E] if is_kept else sealed.aggregate.parts[E]
+        wanted = feature_moments(load_part(party.spec, E, extractor), data, cases.context(party.spec))
+        assert cases.same(found.shared.parts[S], wanted)
+        trained = protected_round(
+            get_method("fedseal"), state, data, sealed.aggregate, asked(party.spec, 3, votes, None)
+        )
+        assert (TRAINED_FROM + E.value in trained.private.extras) != is_kept
 
 
 def test_a_client_goes_on_from_its_own_extractor_where_no_sum_came(sealed: Simulation) -> None:
