@@ -42,7 +42,7 @@ def split_view() -> None:
 
     Publisher.sum_step = sum_step  # type: ignore[assignment,method-assign]
     SumBoard.receive = receive  # type: ignore[assignment,method-assign]
-    SumBoard.check = lambda *_: None  # type: ignore[assignment,method-assign]
+    SumBoard.check = lambda *_: None  # type: ignore[method-assign]
 
 
 def freeze() -> None:
