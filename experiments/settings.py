@@ -40,6 +40,16 @@ QUICK_PARAMS: Mapping[str, Mapping[str, spec.ParameterValue]] = {
 # How many public images a demo holds out by default: for methods whose server needs them.
 DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
+# Networks of a demo whose method can't do with the usual one.
+DEMO_NETWORKS: Mapping[str, Mapping[str, str | int]] = {
+    "analytic": {
+        "network": "efficientnet_lite0+project:256",
+        "freeze": "all",
+        "normalise": "imagenet",
+        "image_size": 64,
+    }
+}
+
 QUICK_LR: Mapping[str, spec.ParameterValue] = {"lr": 1e-3}
 
 NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}

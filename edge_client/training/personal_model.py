@@ -233,8 +233,8 @@ def _models(
     if downloaded is None:
         return
     yield "downloaded", downloaded
-    if method.personal.predict is not None:
-        # a mean, or a pass of plain classification, need not be a model of this method
+    if method.personal.predict is not None or not aggregate.parts.keys() & latest.keys():
+        # a mean, or a pass of plain classification, need not be a model of this method, or does harm to a head in closed form
         return
     yield "interpolated", _mean(latest, downloaded)
     try:

@@ -102,7 +102,10 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
         "public_images": settings.DEMO_PUBLIC_IMAGES.get(values["method"], 0) if public is None else public,
         "params": settings.parse_params(options.params),
     }
-    chosen = {name: value for name, value in values.items() if name in settings.Setting.model_fields}
+    fields = settings.Setting.model_fields
+    chosen = {name: value for name, value in values.items() if name in fields}
+    if values["network"] == fields["network"].default:
+        chosen |= settings.DEMO_NETWORKS.get(values["method"], {})
     setting = settings.Setting.model_validate({**chosen, **beside})
     settings.check(setting)
     plan = setting.plan(setting.source())  # finds data, and a backbone's weights

@@ -180,7 +180,7 @@ class Demo:
     def _give_rosters(self) -> None:
         """Give every device the cards of all, as people do on real boxes."""
         configs = [load_config(self._run.bundle(client) / "agent.toml", {}) for client in self._clients]
-        stores = {config.device: open_store(config) for config in configs}
+        stores = {config.device: open_store(config, make=True) for config in configs}
         cards = "\n".join(card_of(device, FEDERATION, store.sum_key()) for device, store in stores.items())
         for store in stores.values():
             store.save_roster(roster_of(cards, FEDERATION, "the demo's roster"))
