@@ -50,7 +50,6 @@ from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import DEFAULT_AGGREGATE_CODEC, DEFAULT_UPDATE_CODEC, Report
-from fedcg.wire.transfer.windows import limits_for
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
         with ExitStack() as stack:
             crowd = stack.enter_context(process_of(_watchers(home)))
             stack.callback(crowd.send, None)
-            devices = stack.enter_context(device_processes(home, names, limits_for(), make_update))
+            devices = stack.enter_context(device_processes(home, names, make_update))
             async for event, number in _moments(Follower(home.events_file), coordinator):
                 sample = _sample(coordinator.pid)
                 (run.opened if event == OPENED else run.closed)[number] = sample

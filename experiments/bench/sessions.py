@@ -1,4 +1,4 @@
-"""What the benches with many sessions share: a coordinator's home, a Mosquitto by its command, and processes of devices that take part in rounds without training.
+"""The surroundings of `fedcg bench coordinator`: a coordinator's home, a Mosquitto by its command, and processes of devices that take part in rounds without training.
 
 Everything that a transfer costs is the product's own: envelopes, chunk frames, sha256, fsync, receipts. Torch-free.
 """
@@ -36,7 +36,7 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import chunk_bytes_for, read_frame
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
-from fedcg.wire.transfer.windows import LinkLimits
+from fedcg.wire.transfer.windows import limits_for
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Delivery
@@ -48,6 +48,7 @@ PROCESSES = 2
 """Of devices."""
 HELLO_AGAIN_S = 0.5
 MANIFEST_AGAIN_S = 5.0
+LIMITS = limits_for()
 Opened = TypeVar("Opened")
 MakeUpdate = Callable[[str, int, int, Path], bytes]
 
@@ -59,12 +60,10 @@ class Party:
     Attributes:
         mqtt: the broker, and the identity there.
         bundle: folder with its keys, where it keeps its artifacts too.
-        limits: how the link is used.
     """
 
     mqtt: MqttConfig
     bundle: Path
-    limits: LinkLimits
 
 
 class BenchDevice:
@@ -160,7 +159,7 @@ class BenchDevice:
         elif isinstance(message, schemas.Offer):
             self._offer = message
             if not self._store.has(message.aggregate.id):
-                self._download = self._partials.open(message.aggregate, self._party.limits.window)
+                self._download = self._partials.open(message.aggregate, LIMITS.window)
         elif isinstance(message, schemas.Need) and self._update is not None:
             self._sender.serve(self._topics.up_chunk(self.name), self._update, message.ranges)
         elif isinstance(message, schemas.Invite):
@@ -199,7 +198,7 @@ class BenchDevice:
         self.receipts[position] = None
         base = self._store.path(offer.aggregate.id)
         path = self._store.path(self._store.put(self._make_update(self.name, *position, base)))
-        ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
+        ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, LIMITS.chunk_bytes))
         self._update = ChunkFile(path, ref)
         self._manifest = schemas.Manifest(**self._addressed(*position), artifact=ref)
         self._announce(self._manifest, time.monotonic())
@@ -292,20 +291,17 @@ def _bundles(home: Home) -> Path:
 
 
 @contextmanager
-def device_processes(
-    home: Home, names: Sequence[str], limits: LinkLimits, make_update: MakeUpdate
-) -> Iterator[list[Any]]:
+def device_processes(home: Home, names: Sequence[str], make_update: MakeUpdate) -> Iterator[list[Any]]:
     """Run enrolled devices in processes of their own; gives our ends of their pipes, over which `run_devices` ends and answers.
 
     Args:
         home: of their coordinator.
         names: of the devices.
-        limits: how they use their links.
         make_update: makes their updates.
     """
     with closing(Store.of(home)) as store:
         coordinator = load_signing_identity(home, store).key.public.hex
-    parties = [_party(home, name, limits) for name in names]
+    parties = [_party(home, name) for name in names]
     with ExitStack() as stack:
         yield [
             stack.enter_context(process_of(partial(run_devices, tuple(share), coordinator, make_update)))
@@ -313,11 +309,11 @@ def device_processes(
         ]
 
 
-def _party(home: Home, name: str, limits: LinkLimits) -> Party:
+def _party(home: Home, name: str) -> Party:
     broker, bundle = home.config().broker, _bundles(home) / name
     tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
-    mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=limits.in_flight)
-    return Party(mqtt, bundle, limits)
+    mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=LIMITS.in_flight)
+    return Party(mqtt, bundle)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`fedcg bench round`, `train`, `infer`, `transport` and `coordinator`: what their figures are made of, and that they run.
+"""`fedcg bench round`, `train`, `infer` and `coordinator`: what their figures are made of, and that they run.
 
 No timing is asserted.
 """
@@ -13,7 +13,6 @@ import pytest
 from experiments.bench.coordinator_rounds import Round, Run, cost_of_watchers, growth_mb
 from experiments.bench.fedcg_round import RoundPlan, TimedStage, median_seconds, whole_round
 from experiments.bench.inference_latency import Load
-from experiments.bench.transport_rounds import Case, Measured, filled
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
 
@@ -98,7 +97,7 @@ def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
     assert "Traceback" not in refused.output
 
 
-@pytest.mark.parametrize("command", ["infer", "round", "train", "transport"])
+@pytest.mark.parametrize("command", ["coordinator", "infer", "round", "train"])
 def test_the_help_and_the_processes_of_devices_start_without_torch(command: str) -> None:
     code = (
         "import sys, experiments.bench.coordinator_rounds, experiments.bench.sessions\nfrom fedcg.cli import app\n"
@@ -140,31 +139,6 @@ def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None
     shown = subprocess.run([*INFER, "--quick"], capture_output=True, check=True, timeout=200, text=True).stdout
     assert "lenet5.speedup_vs_eager" in shown
     assert "(at least 3)" in shown
-
-
-def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:
-    assert filled(250_000, 16, 40_000_000) == Case(250_000, 16, count=32, sessions=5)
-    assert filled(250_000, 64, 40_000_000) == Case(250_000, 64, count=7, sessions=21)
-    assert filled(57_000_000, 64, 40_000_000) == Case(57_000_000, 64, count=1, sessions=1)
-
-
-def test_the_throughput_is_that_of_the_median_run() -> None:
-    measured = Measured(Case(1_000_000, 16, 6, sessions=2), (4.0, 3.0, 9.0))
-    assert measured.mb_per_s == 3.0
-    assert measured.as_json()["mb_per_s"] == 3.0
-
-
-@pytest.mark.broker
-@pytest.mark.slow
-def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto: object) -> None:
-    command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
-    runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
-    case, one_round = (
-        data_of(subprocess.run([*command, *more], check=True, capture_output=True, timeout=120).stdout) for more in runs
-    )
-    assert [(entry["size"], entry["window"], entry["sessions"]) for entry in case["cases"]] == [(30_000, 4, 4)]
-    assert case["cases"][0]["mb_per_s"] > 0
-    assert (one_round["sessions"], one_round["size"], len(one_round["round_s"])) == (3, 30_000, 1)
 
 
 def closed(number: int, watchers: int | None = 0, seconds: float = 1.0, memory: float = 300.0) -> Round:
