@@ -12,7 +12,6 @@ from rich.table import Table
 
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import CRITERION, Comparison, compare
-from experiments.papers.figures import traffic
 from experiments.papers.plan import missing_runs
 from experiments.papers.records import Folder, read_folder
 from experiments.papers.sheets import (
@@ -22,7 +21,6 @@ from experiments.papers.sheets import (
     markdown,
     missing_sheet,
     orders_sheet,
-    traffic_sheet,
     transfer_sheet,
 )
 from fedcg.terminal import print_data
@@ -39,10 +37,6 @@ def tables_command(
     ] = None,
     list_missing: Annotated[
         bool, typer.Option("--list-missing", help="name the runs that are missing at published settings")
-    ] = False,
-    by_bytes: Annotated[
-        bool,
-        typer.Option("--bytes", help="bytes per update against accuracy, where runs differ in generator or codecs"),
     ] = False,
     by_client: Annotated[
         bool,
@@ -63,8 +57,6 @@ def tables_command(
         return
     if list_missing:
         sheets = [missing_sheet(missing_runs(folder.runs, wanted))]
-    elif by_bytes:
-        sheets = [traffic_sheet(traffic(folder.runs))]
     else:
         sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
     _show(sheets, folder, as_markdown=as_markdown)
@@ -84,7 +76,6 @@ def _everything(folder: Folder, chosen: Sequence[Preset] | None, wanted: Sequenc
         "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
         "criterion": CRITERION,
         "missing": [asdict(item) for item in missing_runs(folder.runs, wanted)],
-        "bytes": [[asdict(item) for item in group] for group in traffic(folder.runs)],
         "runs": len(folder.runs),
         "older_records": folder.older,
         "damaged": [{"file": file, "reason": reason} for file, reason in folder.damaged],

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from experiments.errors import OptionError
 from fedcg.learning.spec import ParameterValue
@@ -53,20 +53,6 @@ class Network(_Part):
     """What the run's networks were."""
 
     split: str
-    generator: str
-    noise_dim: int
-
-
-class Bytes(_Part):
-    """Bytes of a round, for one client.
-
-    Attributes:
-        up: of the tensors of an update as they are coded.
-        up_artifact: of a whole update, compressed; None in records of runs whose updates were not coded.
-    """
-
-    up: int
-    up_artifact: int | None = None
 
 
 class RunRecord(_Part):
@@ -94,7 +80,6 @@ class RunRecord(_Part):
     setting: dict[str, object]
     params: dict[str, ParameterValue]
     network: Network
-    bytes_shared: Bytes = Field(alias="bytes")
     mean: dict[str, float | None]
     clients: list[ClientRecord]
     server_failures: list[object] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from experiments.papers.catalogue import Published, Row
 from experiments.papers.comparison import Comparison, Order
-from experiments.papers.figures import Differences, Figure, Line, Traffic, figure_of, is_far
+from experiments.papers.figures import Differences, Figure, Line, figure_of, is_far
 from experiments.papers.plan import Missing
 
 MEASURE_NAMES = {
@@ -112,35 +112,6 @@ def missing_sheet(missing: Sequence[Missing]) -> Sheet:
     return Sheet(
         f"Not run at published settings: {count} runs", ("paper", "method", "variant", "seeds missing"), tuple(rows)
     )
-
-
-def traffic_sheet(groups: Sequence[Sequence[Traffic]]) -> Sheet:
-    """Bytes per update against accuracy."""
-    rows = [
-        (
-            item.setting,
-            "/".join(part for part in (item.method, item.variant) if part),
-            f"{item.generator}, noise {item.noise_dim}",
-            f"{item.codec} up, {item.aggregate_codec} down",
-            f"{item.up:,}",
-            _NONE if item.artifact is None else f"{item.artifact:,}",
-            figure_text(item.accuracy),
-            figure_text(item.last),
-        )
-        for group in groups
-        for item in group
-    ]
-    columns = (
-        "setting",
-        "method",
-        "generator",
-        "codecs",
-        "bytes up",
-        "compressed",
-        "accuracy, best round",
-        "accuracy, last round",
-    )
-    return Sheet("Bytes per update against accuracy", columns, tuple(rows))
 
 
 def markdown(sheet: Sheet) -> str:

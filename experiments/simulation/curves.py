@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 RUNS_FILE, CURVES_FILE, PICTURE_FILE = "runs.csv", "curves.csv", "curves.png"
 _ABOUT = ("name", "paper", "method", "variant", "seed", "data", "partition", "rounds")
+_BYTES = ("up", "up_artifact")  # of one update: its tensors as they are coded, and compressed as a whole
 
 Record = Mapping[str, Any]
 
@@ -32,10 +33,15 @@ def write_tables(folder: Path) -> None:
     records = read_records(folder)
     means = sorted({name for record in records for name in record["mean"]})
     runs = (
-        [*(record[name] for name in _ABOUT), *(record["mean"].get(name) for name in means), record["seconds"]["total"]]
+        [
+            *(record[name] for name in _ABOUT),
+            *(record["mean"].get(name) for name in means),
+            *(record["bytes"].get(name) for name in _BYTES),
+            record["seconds"]["total"],
+        ]
         for record in records
     )
-    _write_csv(folder / RUNS_FILE, [*_ABOUT, *means, "seconds"], runs)
+    _write_csv(folder / RUNS_FILE, [*_ABOUT, *means, *(f"bytes_{name}" for name in _BYTES), "seconds"], runs)
     lines = (
         [record["name"], record["method"], record["variant"], record["seed"], client["id"], *values]
         for record in records

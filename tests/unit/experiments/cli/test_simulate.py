@@ -31,9 +31,13 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
         ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
     ]  # fmt: skip
     with (folder / "runs.csv").open() as file:
-        assert [line["name"] for line in csv.DictReader(file)] == [
-            f"digits-{method}-seed{seed}" for method in ("fedavg", "local") for seed in (0, 1)
-        ]
+        lines = list(csv.DictReader(file))
+    assert [line["name"] for line in lines] == [
+        f"digits-{method}-seed{seed}" for method in ("fedavg", "local") for seed in (0, 1)
+    ]
+    assert [line["bytes_up"] for line in lines] == [
+        str(run["bytes"]["up"]) for run in (shown[1], shown[3], *shown[::2])
+    ]
     with (folder / "curves.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 8
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")

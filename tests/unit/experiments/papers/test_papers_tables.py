@@ -1,4 +1,4 @@
-"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, bytes, the worst client."""
+"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, the worst client."""
 
 import json
 import subprocess
@@ -11,10 +11,10 @@ import pytest
 
 from experiments.papers.catalogue import Published, find_presets
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
-from experiments.papers.figures import Figure, Line, is_far, traffic, transfer_of
+from experiments.papers.figures import Figure, Line, is_far, transfer_of
 from experiments.papers.plan import missing_runs
 from experiments.papers.records import ClientRecord, RunRecord
-from experiments.papers.sheets import comparison_sheet, gains_sheet, missing_sheet, orders_sheet, traffic_sheet
+from experiments.papers.sheets import comparison_sheet, gains_sheet, missing_sheet, orders_sheet
 from tests.support.commands import data_of, run_fedcg
 
 CIFAR = "fedcg:table1:cifar10-4"
@@ -380,41 +380,6 @@ def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone
     line = _line(_only(*alone, *shared), "fedsplit")
     assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
     assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
-
-
-def test_a_record_made_before_an_option_existed_stands_beside_those_that_name_its_default() -> None:
-    older = record("fedcg", 0, 0.50, generator="mlp", up=728_016)
-    newer = record("fedcg", 0, 0.51, generator="mlp_small", up=483_280, setting={"precision": "f32"})
-    (group,) = traffic([RunRecord.model_validate(content) for content in (older, newer)])
-    assert [item.generator for item in group] == ["mlp_small", "mlp"]
-    other = record("fedcg", 0, 0.51, generator="mlp3", up=994_264, setting={"precision": "bf16"})
-    assert traffic([RunRecord.model_validate(content) for content in (older, other)]) == ()
-
-
-def test_codecs_of_one_setting_are_ordered_by_their_bytes_too() -> None:
-    def coded(codec: str, down: str, up: int, accuracy: float, generator: str = "mlp") -> dict[str, Any]:
-        content = record(
-            "fedcg", 0, accuracy, generator=generator, up=up, setting={"codec": codec, "aggregate_codec": down}
-        )
-        content["bytes"]["up_artifact"] = None if codec == "f32" else up - 1000
-        return content
-
-    runs = _runs(
-        record("fedcg", 0, 0.50, generator="mlp", up=728_016),  # made before there were codecs
-        coded("f32", "f32", 728_016, 0.52),
-        coded("i8-delta", "f16", 190_000, 0.51),
-        coded("i8-delta", "f16", 130_000, 0.49, "mlp_small"),
-    )
-    (group,) = traffic(runs)
-    assert [(item.generator, item.codec, item.aggregate_codec, item.up, item.artifact) for item in group] == [
-        ("mlp_small", "i8-delta", "f16", 130_000, 129_000),
-        ("mlp", "i8-delta", "f16", 190_000, 189_000),
-        ("mlp", "f32", "f32", 728_016, None),
-    ]
-    assert group[2].accuracy is not None
-    assert group[2].accuracy.seeds == 2
-    cells = traffic_sheet([group]).rows[0]
-    assert cells[3:6] == ("i8-delta up, f16 down", "130,000", "129,000")
 
 
 OWN = "own:iid:cifar10-4x500"
