@@ -1,5 +1,6 @@
 """Public data sets by name through torchvision: read from where they lie, downloaded where there is a network. Uses torch."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.client_datasets import user_cache
 from experiments.data.source import TORCHVISION, Source, array_source
 from experiments.errors import SourceError
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
@@ -56,7 +56,8 @@ def named_source(text: str) -> Source:
     known = _KNOWN.get(name)
     if known is None:
         raise SourceError(f"{TORCHVISION}{name}: known are {', '.join(_KNOWN)}")
-    root = Path(folder) if folder else user_cache("datasets")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(folder) if folder else cache / "fedcg" / "datasets"
     try:
         kind = getattr(vision("datasets"), known.type_name)
     except LearningError as error:

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from experiments.data import client_datasets as decoded
 from experiments.data.client_datasets import Cohort, build_cohort
 from experiments.data.deal import DealOptions, Partition, Validation
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.source import FilePicture, RowPicture, Source, read_digits
+from experiments.data.source import RowPicture, Source, read_digits
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
 from tests.support.simulations import image_tree
@@ -244,48 +242,3 @@ def test_the_digits_are_scikit_learns_and_come_without_importing_it() -> None:
         [sys.executable, "-c", f"{code}; print('sklearn' in sys.modules)"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
-
-
-# The decoded copy
-
-
-def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
-    root = image_tree(tmp_path / "in", 60)
-    (root / "cat" / "007.png").write_bytes(b"broken")
-    source = open_source(str(root))
-
-    def cohort() -> Cohort:
-        form = source.image_form(8)
-        return build_cohort(source, form, DealOptions(2, Partition.parse("iid"), 0), tmp_path / "cache")
-
-    first = cohort()
-    content = FilePicture.content
-    monkeypatch.setattr(FilePicture, "content", lambda _: pytest.fail("decoded again"))
-    again = cohort()
-    assert again.skipped == first.skipped
-    assert len(again.skipped) == 1
-    for name, client in first.clients.items():
-        assert torch.equal(client.train.images, again.clients[name].train.images)
-        assert torch.equal(client.val.images, again.clients[name].val.images)
-    monkeypatch.setattr(FilePicture, "content", content)
-    Image.new("RGB", (6, 6)).save(root / "cat" / "007.png")
-    assert cohort().skipped == ()
-    assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_a_damaged_copy_or_a_folder_that_cannot_be_written_only_costs_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = open_source(str(image_tree(tmp_path / "in", 60)))
-    form = source.image_form(8)
-    plain = cohort_of(source)
-    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
-    (tmp_path / "file").write_text("in the way")
-    for cache in (tmp_path / "cache", tmp_path / "cache", tmp_path / "file"):
-        found = build_cohort(source, form, DealOptions(2, Partition.parse("iid"), 0, validation="test-half"), cache)
-        assert torch.equal(found.clients["client-1"].train.images, plain.clients["client-1"].train.images)
-        for copy in (tmp_path / "cache").glob("*/pixels.npy"):
-            copy.write_bytes(copy.read_bytes()[:200])
