@@ -1,6 +1,6 @@
 """The words of events and problems for a person: one sentence per event of agent and coordinator, and what to do about a problem.
 
-Worded once for the log, `fedcg doctor`, `fedcg agent status` and the coordinator's page. A sentence holds no more than its event
+`sentences.toml` has those of events whose words are always the same. Worded once for the log, `fedcg doctor`, `fedcg agent status` and the coordinator's page. A sentence holds no more than its event
 does; events without an entry have no sentence.
 """
 
@@ -8,9 +8,12 @@ import logging
 import string
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcg.errors import in_words
+from fedcg.config_file import Settings, read_toml
+from fedcg.errors import FedcgError, in_words
 
 COHORT_ADVICE = (
     "On the device that differs: stop the agent, `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
@@ -72,10 +75,8 @@ def sentence_of(event: Event) -> Sentence | None:
     Args:
         event: its fields, with its name under `event`.
     """
-    line = _LINES.get(str(event.get("event")))
-    if line is None:
-        return None
-    found = line(event) if callable(line) else line
+    name = str(event.get("event"))
+    found = _WORDED[name](event) if name in _WORDED else _plain().get(name)
     if found is None:
         return None
     level, template = found
@@ -292,8 +293,7 @@ def _carrier(event: Event) -> Line:
     return (INFO, "HTTPS carrier, {way}: works") if event.get("works") else (WARNING, "HTTPS carrier, {way}: {detail}")
 
 
-_LINES: dict[str, Line | Callable[[Event], Line | None]] = {
-    # of both sides
+_WORDED: dict[str, Callable[[Event], Line | None]] = {
     "link": _link,
     "accepted": _accepted,
     "declined": _declined,
@@ -303,106 +303,38 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "phase_started": _phase_started,
     "resumed": _resumed,
     "certificate_renewed": _certificate_renewed,
-    # of the agent and its training process
-    "agent_started": (INFO, "agent of {device} started, federation {federation}"),
-    "agent_stopped": (INFO, "agent stopped"),
-    "agent_error": (ERROR, "{detail}"),
-    "link_problem": (WARNING, "{detail}"),
-    "welcomed": (INFO, "joined: the coordinator answered"),
-    "revoked": (WARNING, "{detail}"),
-    "coordinator_key": (INFO, "the coordinator's message key was replaced, now number {serial}"),
     "cohort": _cohort,
-    "offer": (DEBUG, "{at} is open"),
-    "invited": (INFO, "{at}: invited"),
     "artifact_stored": _artifact_stored,
-    "paused": (WARNING, "{at}: training pauses ({reason}): {detail}"),
-    "trainer_started": (DEBUG, "the training process is started ({pid})"),
     "trainer_died": _trainer_died,
-    "trainer_released": (INFO, "the training process is ended, which frees its memory: {reason}"),
     "agent_paused": _agent_paused,
-    "agent_resumed": (INFO, "takes part again: {reason}"),
-    "approval_needed": (
-        WARNING,
-        "spec {spec:.12} waits for approval: {detail}. What to do: look at it with `fedcg agent approve`",
-    ),
-    "approved": (INFO, "spec {spec:.12} is approved by the owner of this device"),
-    "approval_revoked": (INFO, "the approval of spec {spec:.12} is revoked"),
-    "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
-    "memory_short": (
-        WARNING,
-        "memory ran out: from now on {share:.1%} of a batch goes through the networks at once, with the same steps ({detail})",
-    ),
-    "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
-    "defence_warning": (WARNING, "{detail}"),
-    "method_warning": (WARNING, "round {round}: {detail}"),
-    "defended": (INFO, "{count} training images went through {defence} ({detail}; {seconds:.0f} s)"),
     "committed": _committed,
-    "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),
-    "sending": (INFO, "{at}: the update is being sent ({bytes!b})"),
     "receipt": _receipt,
-    "exported": (INFO, "{at}: model exported"),
-    "export_failed": (WARNING, "the model of {at} is not exported: {detail}"),
-    "finalised": (DEBUG, "personal model chosen: {candidate}"),
-    "finalise_failed": (ERROR, "the personal model can't be chosen or exported: {detail}"),
-    "renewal_failed": (WARNING, "the certificate is not renewed: {detail}"),
     "carrier": _carrier,
-    # of the coordinator
-    "started": (INFO, "the coordinator runs (epoch {epoch})"),
-    "stopped": (INFO, "the coordinator stopped"),
     "steered": _steered,
-    "stalled": (ERROR, "stalled: {reason}"),
-    "federation_created": (INFO, "created"),
-    "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
-    "device_enabled": (INFO, "{client} is invited again"),
     "artifact_store": _artifact_store,
     "policy_changed": _policy_changed,
-    "online": (INFO, "{client} joined"),
-    "offline": (WARNING, "{client} is offline: {reason}"),
-    "device_enrolled": (INFO, "{client} is enrolled"),
-    "device_revoked": (INFO, "{client} is revoked: {reason}"),
-    "departed": (INFO, "{client} is no member any more"),
-    "left": (INFO, "{client} has left"),
-    "enrolment_refused": (WARNING, "an enrolment from {address} is refused: {reason}"),
-    "renewal_refused": (WARNING, "a renewal from {address} is refused: {reason}"),
     "attempt_opened": _attempt_opened,
-    "attempt_resumed": (INFO, "{at} goes on after a restart"),
-    "attempt_failed": (WARNING, "{at} failed: {reason}"),
-    "deadline_moved": (WARNING, "{at} goes on: {reason}"),
-    "update_stored": (INFO, "{at}: the update of {client} is accepted ({size!b} in {seconds:.1f} s)"),
     "update_refused": _update_refused,
-    "update_rejected": (ERROR, "{at}: the update of {client} can't be merged: {reason}"),
-    "left_out": (ERROR, "{client} is left out of the next rounds: {reason}"),
-    "let_in": (INFO, "{client} is invited again"),
-    "weight_capped": (WARNING, "{at}: {client} reports {reported} examples and counts for {given}"),
-    "update_clipped": (WARNING, "{at}: the {part} of {client} is too far from the base and scaled to {kept!p}"),
-    "update_odd": (WARNING, "{at}: the update of {client} is unlike the others ({action}): {reason}"),
-    "late_merged": (INFO, "{at}: a late update of {client} is merged too"),
-    "merge_eased": (WARNING, "{at}: the merge goes on with less memory: {reason}"),
     "distilling": _distilling,
     "merging": _merging,
-    "aggregate_stored": (INFO, "{at}: aggregate stored ({size!b})"),
-    "worker_ready": (DEBUG, "the aggregation worker is ready ({pid}, {device})"),
-    "worker_died": (WARNING, "the aggregation worker ({pid}) ended and is started again. {reason}"),
     "aggregate_step": _merge_step,
-    "teacher_done": (DEBUG, "{at}: teacher pass of {client} done"),
-    "sum_keys": (INFO, "{at}: keys for the sealed sum are sent; training begins when the other devices' have come"),
-    "sum_opened": (INFO, "{at}: the sealed sum is opened"),
-    "sum_off": (WARNING, "{at}: there is no sealed sum: {reason}"),
-    "sum_refused": (WARNING, "{at}: {client} is left out of the sealed sum: {reason}"),
-    "cohort_differs": (WARNING, "{client}: its cohort secret is not that of {unlike}: private networks start apart"),
-    "silenced": (WARNING, "{client} is silenced for {seconds:.0f} s: {reason}"),
-    "silence_ended": (INFO, "{client} may send again"),
-    "problem_opened": (WARNING, "{kind}, {subject}: {what}"),
-    "problem_closed": (INFO, "{kind}, {subject}: no problem any more"),
     "token_created": _token_created,
-    "token_revoked": (INFO, "the enrolment token {token} is revoked"),
     "api_refused": _api_refused,
-    "enrolment_limited": (WARNING, "{refused} requests to enrol from {address} came too fast and were refused"),
-    "carrier_refused": (
-        WARNING,
-        "{refused} requests with the certificate {certificate} were refused by the HTTPS carrier",
-    ),
-    "barred": (DEBUG, "devices that may not be invited: {clients}"),
-    "pruned": (DEBUG, "{files} files of earlier rounds are deleted ({bytes!b})"),
-    "key_rotated": (INFO, "messages are signed with key number {serial}"),
 }
+"""Events whose words depend on their fields; `sentences.toml` has the others."""
+
+
+class _Sentences(Settings):
+    """The content of `sentences.toml`: the text of each event, by level."""
+
+    debug: dict[str, str]
+    info: dict[str, str]
+    warning: dict[str, str]
+    error: dict[str, str]
+
+
+@cache
+def _plain() -> dict[str, Line]:
+    """The sentences of `sentences.toml`, by event."""
+    levels = read_toml(Path(__file__).with_name("sentences.toml"), _Sentences, FedcgError)
+    return {event: (LEVELS[level], text) for level, texts in levels for event, text in texts.items()}
