@@ -105,6 +105,18 @@ def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_
             from_numbers(one[Part.EXTRACTOR], LAYOUTS, RANGE)
 
 
+def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
+    honest = added([to_numbers(drawn(number), LAYOUTS, RANGE, 0.25) for number in range(4)])
+    for place, sign in ((1, 1), (46, -1)):
+        lie = honest.copy()
+        lie[place] = np.int32(sign * 1.001 * STEPS).astype(np.uint32)
+        with pytest.raises(SumError, match="an opened sum is no mean of numbers within their bounds"):
+            from_numbers(lie, LAYOUTS, RANGE)
+    honest[0] = np.uint32(1.001 * STEPS)
+    with pytest.raises(SumError, match="the shares in an opened sum don't add up"):
+        from_numbers(honest, LAYOUTS, RANGE)
+
+
 @pytest.mark.parametrize(
     ("name", "number", "problem"),
     [
