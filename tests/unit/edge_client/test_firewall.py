@@ -378,7 +378,9 @@ def test_a_sealed_part_leaves_only_as_numbers_behind_masks_and_without_masks_as_
         built(shared, spec=spec, policy=PolicySection(allow_upload=frozenset(Part) - {Part.SEALED}))
     assert caught.value.part == "sealed"
     shared[Part.EXTRACTOR]["weight"][0, 0] = 9.0
-    with pytest.raises(CodecError, match="weight: it holds 9, above 8, and a sealed sum has no room for it"):
+    with pytest.raises(
+        CodecError, match="tensor weight holds numbers beyond -8 and 8, and a sealed sum has no room for them"
+    ):
         left(Sealing(0.25, masks.__add__))
 
 

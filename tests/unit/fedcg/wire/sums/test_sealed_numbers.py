@@ -120,9 +120,9 @@ def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
 @pytest.mark.parametrize(
     ("name", "number", "problem"),
     [
-        ("weight", 8.5, "tensor weight: it holds 8.5, above 8, and a sealed sum has no room for it"),
-        ("weight", -9.0, "tensor weight: it holds -9, below -8"),
-        ("held", 1.25, "tensor held: it holds 1.25, above 1"),
+        ("weight", 8.5, "tensor weight holds numbers beyond -8 and 8, and a sealed sum has no room for them"),
+        ("weight", -9.0, "tensor weight holds numbers beyond -8 and 8"),
+        ("held", 1.25, "tensor held holds numbers beyond 0 and 1"),
     ],
 )
 def test_a_number_beyond_its_bounds_names_its_tensor(name: str, number: float, problem: str) -> None:
