@@ -505,8 +505,9 @@ class SealedSums:
         except WireError as error:  # a device lied about its shares
             self._events.write("sum_refused", **self._about, client="", reason=str(error))
             steps = [schemas.SumOff()]
+        counted = {name for _, names in board.named for name in names}
         for device in waiting:
-            for step in steps:
+            for step in steps if device in counted else [schemas.SumOff()]:
                 self._publisher.sum_step(device, self._at, "weights", step)
 
     def _opened(self, board: SumBoard) -> OpenedSum:

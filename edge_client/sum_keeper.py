@@ -287,6 +287,8 @@ class SumKeeper:
         kept, secret = self._of(at), self._secret()
         if secret is None or step.group >= step.groups or kept.groups not in (0, step.groups):
             raise SumError("the groups of a sum of weights are not those of before")
+        if kept.members is not None and self._device not in step.names and kept.members.announced.keys() & step.names:
+            raise SumError("a sum of weights without this device's own: its share would be more than all have together")
         numbers = np.frombuffer(step.numbers, "<u4").astype(np.uint32)
         found = int(unsealed(numbers, at, step.digest, step.names, secret)[0])
         if not len(step.names) <= found < 1 << 31 or (self._device in step.names and found < kept.count):

@@ -15,6 +15,7 @@ from fedcg.wire.messages.schemas import (
     SumExchange,
     SumKeys,
     SumMembers,
+    SumOpened,
     SumOpening,
     SumSurvivors,
     ToDevice,
@@ -115,6 +116,8 @@ class Cohort:
         if isinstance(step, SumDealt):
             keeper.dealt(at, step)
             return keeper.number(at) if at.exchange == "weights" else None
+        if isinstance(step, SumOpened):
+            keeper.opened(at, step)
         if isinstance(step, SumSurvivors):
             return keeper.survivors(at, step)
         if isinstance(step, SumOpening):

@@ -28,6 +28,7 @@ from fedcg.wire.messages.schemas import (
     SumKeys,
     SumMembers,
     SumOff,
+    SumOpened,
     SumOpening,
     SumRevealed,
     SumShares,
@@ -385,12 +386,14 @@ def sealing_spec() -> FederationSpec:
 class Attempt:
     """The coordinator's sealed sums of an attempt, and devices that answer what they are sent; some of them otherwise than they should."""
 
-    def __init__(self, world: World, count: int = 5) -> None:
-        self.spec = sealing_spec()
+    def __init__(self, world: World, count: int = 5, exchange: SumExchange = "parts") -> None:
+        of_all = {"upload": (Part.SEALED,)}  # then counts are sealed, by a sum of weights
+        self.spec = sealing_spec().model_copy(update=of_all if exchange == "weights" else {})
         self.cohort = Cohort(count)
-        self.at = SumRound(self.spec.federation, HERE.round, HERE.attempt)
+        self.at = SumRound(self.spec.federation, HERE.round, HERE.attempt, exchange)
         self.store, self.log = world.store, world.root / "sums.jsonl"
         self.sent: Sends = []
+        self.last: dict[str, ToDevice] = {}
         self.merged: list[OpenedSum] = []
         self.now = 0.0
         self.lies: dict[str, Any] = {}
@@ -407,13 +410,15 @@ class Attempt:
 
     def sum_step(self, device: str, at: RoundAttempt, exchange: SumExchange, step: ToDevice) -> None:
         """The publisher's."""
-        assert (at, exchange) == (HERE, "parts")
+        assert (at, exchange) == (HERE, self.at.exchange)
         self.sent.append((device, step))
+        self.last[device] = step
 
     def answer(self, device: str, step: FromDevice) -> None:
         lie = self.lies.get(step.step)
         told = lie(step) if lie is not None and device == "box-00" else step
-        self.sums.receive(device, SumUp(**self.header, sender=device, body=told))
+        if told is not None:
+            self.sums.receive(device, SumUp(**self.header, sender=device, exchange=self.at.exchange, body=told))
 
     def announce(self) -> None:
         for name in self.cohort.names:
@@ -532,6 +537,23 @@ def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt
     attempt.answer_all()
     assert attempt.exact(attempt.merged[0])
     assert len(clients(attempt.merged[0])) == 5
+
+
+def test_a_device_that_is_lost_in_the_sum_of_weights_is_in_none_of_parts_where_its_share_would_be_one_too_many(
+    make_world: MakeWorld,
+) -> None:
+    attempt = Attempt(make_world(), exchange="weights")
+    attempt.lies["numbers"] = lambda step: None
+    attempt.announce()
+    for _ in range(3):
+        attempt.answer_all()
+        attempt.wait(WAIT_S)
+    assert attempt.last["box-00"] == SumOff()
+    found = {name: attempt.cohort.keeper(name, "weights").found(attempt.at) for name in attempt.cohort.names}
+    assert found == {"box-00": None, **dict.fromkeys(attempt.cohort.names[1:], (5, 20, 0))}
+    (opened,) = [step for step in [attempt.last["box-01"]] if isinstance(step, SumOpened)]
+    with pytest.raises(SumError, match="a sum of weights without this device's own"):
+        attempt.cohort.keeper("box-00", "weights").opened(attempt.at, opened)
 
 
 class LosesTheSum(PlainWorker):
