@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.heads.calibration import calibrated
+from fedcg.learning.heads.linear_head import USUAL_SHRINKAGE, lda_head
 from fedcg.learning.heads.moments import class_gaussians, feature_moments, moments_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round
@@ -14,15 +17,18 @@ from fedcg.learning.method import Aggregate, Callbacks, ClientState, Cohort, Rou
 from fedcg.learning.methods import fedseal
 from fedcg.learning.methods.fedseal import CALIBRATED, OTHER_KIND, TRAINED_FROM, UNUSABLE
 from fedcg.learning.networks import load_part
+from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
-from fedcg.learning.spec import FederationSpec, ParameterValue
+from fedcg.learning.spec import BackboneChoice, FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.split_names import WEIGHTS_VARIABLE
 from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
+from tests.support.learning.networks import tiny_plan, write_tiny_weights
 
 E, C, S = Part.EXTRACTOR, Part.CLASSIFIER, Part.STATISTICS
 
@@ -171,3 +177,55 @@ def test_a_client_goes_on_from_its_own_extractor_where_no_sum_came(sealed: Simul
     ctx = asked(party.spec, 3, {"a": CALIBRATED | OTHER_KIND}, party.datasets["a"].val)
     found = protected_round(get_method("fedseal"), state, data, without, ctx)
     assert cases.same(found.private.extras[TRAINED_FROM + E.value], state.parts[E])
+
+
+def dealt(party: Party, order: torch.Tensor) -> Party:
+    """The same federation, its training images dealt in another order."""
+    sets = [data.train for data in party.datasets.values()]
+    images, labels = torch.cat([one.images for one in sets])[order], torch.cat([one.labels for one in sets])[order]
+    parts = zip(party.datasets.items(), images.split(len(sets[0])), labels.split(len(sets[0])), strict=True)
+    datasets = {name: replace(data, train=ImageSet(some, of, cases.CLASSES)) for (name, data), some, of in parts}
+    return replace(party, datasets=datasets)
+
+
+def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_has_which_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_tiny_weights(tmp_path)
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(weights))
+    spec = complete_spec(tiny_plan("analytic", weights))
+    datasets = {name: cases.client_data(name, form=spec.image) for name in cases.NAMES}
+    party = Party(spec, datasets, cases.roots_from_seed(0, cases.NAMES))
+    sorted_by_class = dealt(party, torch.cat([data.train.labels for data in party.datasets.values()]).argsort())
+    ends = [simulate(one, Schedule(rounds=1, shadow=False)) for one in (party, sorted_by_class)]
+    first, other = (end.aggregate.parts[S] for end in ends)
+    assert near(first, other)
+    extractor = load_part(party.spec, E, ends[0].states["a"].parts[E])
+    together = [data.train for data in party.datasets.values()]
+    features = torch.cat([extract_features(extractor, one.images, party.spec) for one in together])
+    pooled = class_gaussians(moments_of(features, torch.cat([one.labels for one in together]), 3))
+    assert pooled is not None
+    data = sorted_by_class.datasets["a"]
+    assert data.train.label_counts() == (24, 0, 0)
+    ctx = replace(sorted_by_class.client_context("a", 2), validation=None)
+    head = downloaded_parts({E: extractor.state_dict()}, Aggregate({S: other}), data.train, ctx)[C]
+    wanted = lda_head(pooled, log_prior((24, 0, 0)), USUAL_SHRINKAGE, "1.")
+    assert near(head, wanted, 5e-3 * float(wanted["1.weight"].abs().max()))  # sums have 27 bits
+
+
+def test_analytic_passes_the_pooled_features_of_a_backbone_on() -> None:
+    image = get_method("analytic").example.image
+    spec = complete_spec(cases.plan("analytic", NetworkChoice(split="timm:test_efficientnet+project:300"), image))
+    start = get_method("analytic").init_client(spec, initial_parts(spec, b"cohort")).parts[E]
+    pooled = start["project.weight"].shape[1]
+    assert pooled < 300
+    assert torch.equal(start["project.weight"], torch.eye(300, pooled))
+    assert not start["project.bias"].any()
+
+
+def test_analytic_refuses_classifiers_of_several_layers_and_backbones_that_differ() -> None:
+    with pytest.raises(NetworkError, match=r"lenet5_relu has several layers: choose a backbone"):
+        complete_spec(cases.plan("analytic", NetworkChoice(split="lenet5_relu")))
+    two = NetworkChoice(split="timm:test_efficientnet+project:8", backbones=(BackboneChoice(name="timm:test_resnet"),))
+    with pytest.raises(NetworkError, match=r"the same features: leave network\.backbones out"):
+        complete_spec(cases.plan("analytic", two, get_method("analytic").example.image))
