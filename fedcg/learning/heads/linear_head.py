@@ -1,7 +1,8 @@
 """Linear heads in closed form: linear discriminant analysis from the cohort's moments.
 
-A head by discriminant analysis has logits μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2 + log p(y), with features and means taken about the mean feature.
-Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) / D · I.
+A head by discriminant analysis has logits (μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2) / T + log p(y), with features and means taken about the mean feature.
+Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) / D · I. Features are no Gaussians, and hundreds of
+them make the first term too sure of itself: T, which the textbook lacks, gives the prior its weight.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.spec import NetworkSpec
 from fedcg.wire.parts import Part
 
-SHRINKAGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-USUAL_SHRINKAGE = 0.5
+TEMPERATURES = tuple(2.0 ** (step / 2) for step in range(9))
+USUAL_TEMPERATURE = 4.0
 _NEVER = -1000.0
 """The logit of a class that no client has: it is never chosen."""
 
@@ -31,13 +32,16 @@ def linear_layer(spec: NetworkSpec) -> str:
     return f"{name}." if isinstance(layer, nn.Linear) and layer.bias is not None else ""
 
 
-def lda_head(classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float, layer: str) -> dict[str, torch.Tensor]:
+def lda_head(
+    classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float, temperature: float, layer: str
+) -> dict[str, torch.Tensor]:
     """The head of classes with Gaussian features.
 
     Args:
         classes: of the cohort's features.
         log_prior: log p(y) where the head is used, [C].
         shrinkage: s, from 0 to 1.
+        temperature: by which the logits of the features are divided, before the prior is added.
         layer: the prefix of its tensors' names (`linear_layer`).
 
     Returns:
@@ -46,7 +50,7 @@ def lda_head(classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float,
     centre = classes.shares @ classes.means
     about = classes.means - centre
     shrunk = (1.0 - shrinkage) * classes.values + shrinkage * classes.values.mean()
-    weight = about @ classes.vectors / shrunk.clamp(min=1e-12) @ classes.vectors.T
+    weight = about @ classes.vectors / shrunk.clamp(min=1e-12) @ classes.vectors.T / temperature
     bias = log_prior.double() - 0.5 * (weight * about).sum(1) - weight @ centre
     known = classes.shares > 0
     weight = torch.where(known[:, None], weight, torch.zeros_like(weight))
@@ -55,9 +59,13 @@ def lda_head(classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float,
 
 
 def chosen_head(
-    classes: ClassGaussians, log_prior: torch.Tensor, layer: str, loss_of: Callable[[Weights], float] | None
+    classes: ClassGaussians,
+    log_prior: torch.Tensor,
+    shrinkage: float,
+    layer: str,
+    loss_of: Callable[[Weights], float] | None,
 ) -> dict[str, torch.Tensor]:
-    """`lda_head` of the shrinkage with the least loss; of the usual one where nothing can judge (None)."""
+    """`lda_head` of the temperature with the least loss; of the usual one where nothing can judge (None)."""
     if loss_of is None:
-        return lda_head(classes, log_prior, USUAL_SHRINKAGE, layer)
-    return min((lda_head(classes, log_prior, one, layer) for one in SHRINKAGES), key=loss_of)
+        return lda_head(classes, log_prior, shrinkage, USUAL_TEMPERATURE, layer)
+    return min((lda_head(classes, log_prior, shrinkage, one, layer) for one in TEMPERATURES), key=loss_of)

@@ -1,14 +1,15 @@
 """analytic: linear heads in closed form from one sealed sum of the cohort's features, exact whatever images lie where.
 
 Our own method, for extractors that need no training, such as a frozen public backbone. Clients send sealed moments of their features: class
-counts, class sums and one second-moment matrix. Each solves linear discriminant analysis with its own class shares as prior, and a shrinkage
-that its validation images choose. A projection behind the backbone is not trained either: it passes the pooled features on, or mixes
+counts, class sums and one second-moment matrix. Each solves linear discriminant analysis with its own class shares as prior, and a
+temperature that its validation images choose. A projection behind the backbone is not trained either: it passes the pooled features on, or mixes
 them at random where it is narrower than they are.
 """
 
 from collections.abc import Mapping
 
 import torch
+from pydantic import Field
 
 from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
 from fedcg.learning.data.image_folder import usable_rows
@@ -37,12 +38,20 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
 from fedcg.learning.training.batches import extract_features
-from fedcg.learning.training.evaluation import calibrated_loss
+from fedcg.learning.training.losses import cross_entropy
 from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.STATISTICS})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 _PROJECTION, _BIAS = "project.weight", "project.bias"
+
+
+class AnalyticParams(MomentParams):
+    """Parameters of the moments, and of the heads; those of training are of the local models beside them."""
+
+    shrinkage: float = Field(
+        default=0.5, ge=0, le=1, description="of the covariance, towards a multiple of the identity"
+    )
 
 
 def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
@@ -88,17 +97,18 @@ def align(
 def _head(
     classes: ClassGaussians, parts: Mapping[Part, Weights], prior: torch.Tensor, ctx: RoundContext
 ) -> dict[str, torch.Tensor]:
+    shrinkage = AnalyticParams.model_validate(ctx.spec.params).shrinkage
     layer, validation = linear_layer(ctx.spec), ctx.validation
     if validation is None or not len(validation):
-        return chosen_head(classes, prior, layer, None)
+        return chosen_head(classes, prior, shrinkage, layer, None)
     extractor = load_part(ctx.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR], ctx.device)
     features = extract_features(extractor, validation.images.to(ctx.device), ctx.spec).flatten(1).cpu()
 
     def loss_of(head: Weights) -> float:
         logits = features @ head[f"{layer}weight"].T + head[f"{layer}bias"]
-        return calibrated_loss(logits, validation.labels.cpu())
+        return float(cross_entropy(logits, validation.labels.cpu()))
 
-    return chosen_head(classes, prior, layer, loss_of)
+    return chosen_head(classes, prior, shrinkage, layer, loss_of)
 
 
 def _misfit(spec: NetworkSpec) -> str:
@@ -120,7 +130,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
 METHOD = Method(
     name="analytic",
     title="linear heads in closed form from one sealed sum of features, for a frozen backbone",
-    params_type=MomentParams,
+    params_type=AnalyticParams,
     payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=moments_layout, sealed=SHARED),
     needs=Needs(cohort=True, networks=_misfit),
     personal=Personal(align=align),

@@ -127,7 +127,7 @@ def test_the_head_of_merged_moments_is_that_of_pooled_features_however_images_ar
     clients = [owner == one for one in set(owners)]
     merged = weighted_average((int(rows.sum()), moments_of(features[rows], labels[rows], 3)) for rows in clients)
     prior = torch.full((3,), 1 / 3).log()
-    head = lda_head(gaussians(merged), prior, shrinkage, "")
+    head = lda_head(gaussians(merged), prior, shrinkage, 1.0, "")
     pooled = pooled_head(features, labels, shrinkage)
     for name, tensor in head.items():
         assert torch.allclose(tensor.double(), pooled[name], rtol=1e-5, atol=1e-5 * float(pooled[name].abs().max()))
@@ -151,22 +151,26 @@ def test_a_class_that_nobody_has_is_never_chosen_and_the_prior_of_a_box_moves_it
     features, labels = drawn_features(200, 1)
     labels = labels.clamp(max=1)
     classes = gaussians(moments_of(features, labels, 3))
-    even = lda_head(classes, torch.zeros(3), 0.5, "")
+    even = lda_head(classes, torch.zeros(3), 0.5, 2.0, "")
     logits = features @ even["weight"].T + even["bias"]
     assert int(logits.argmax(1).max()) == 1
-    skewed = lda_head(classes, torch.tensor([2.0, 0.0, 9.0]), 0.5, "")
+    skewed = lda_head(classes, torch.tensor([2.0, 0.0, 9.0]), 0.5, 2.0, "")
     assert torch.equal(even["weight"], skewed["weight"])
     assert torch.allclose((skewed["bias"] - even["bias"])[:2], torch.tensor([2.0, 0.0]), atol=1e-4)
 
 
-def test_validation_chooses_the_shrinkage_and_without_it_the_usual_one_is_taken() -> None:
+def test_validation_chooses_the_temperature_which_gives_the_prior_its_weight() -> None:
     features, labels = drawn_features(200, 2)
     classes = gaussians(moments_of(features, labels, 3))
-    prior = torch.zeros(3)
-    wanted = lda_head(classes, prior, 0.9, "1.")
-    chosen = chosen_head(classes, prior, "1.", lambda head: float((head["1.weight"] - wanted["1.weight"]).abs().sum()))
-    assert cases.same(chosen, wanted)
-    assert cases.same(chosen_head(classes, prior, "1.", None), lda_head(classes, prior, 0.5, "1."))
+    prior = torch.tensor([1.0, 0.0, 0.0])
+    cold, warm = (lda_head(classes, prior, 0.5, one, "1.") for one in (1.0, 8.0))
+    assert torch.allclose(cold["1.weight"], 8.0 * warm["1.weight"])
+    assert torch.allclose(cold["1.bias"] - prior, 8.0 * (warm["1.bias"] - prior), atol=1e-4)
+    chosen = chosen_head(
+        classes, prior, 0.5, "1.", lambda head: float((head["1.weight"] - warm["1.weight"]).abs().sum())
+    )
+    assert cases.same(chosen, warm)
+    assert cases.same(chosen_head(classes, prior, 0.5, "1.", None), lda_head(classes, prior, 0.5, 4.0, "1."))
 
 
 @pytest.mark.parametrize(

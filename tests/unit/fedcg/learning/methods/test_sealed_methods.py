@@ -9,7 +9,7 @@ import torch
 
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.heads.calibration import calibrated
-from fedcg.learning.heads.linear_head import USUAL_SHRINKAGE, lda_head
+from fedcg.learning.heads.linear_head import USUAL_TEMPERATURE, lda_head
 from fedcg.learning.heads.moments import class_gaussians, feature_moments, moments_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round
@@ -209,7 +209,7 @@ def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_
     assert data.train.label_counts() == (24, 0, 0)
     ctx = replace(sorted_by_class.client_context("a", 2), validation=None)
     head = downloaded_parts({E: extractor.state_dict()}, Aggregate({S: other}), data.train, ctx)[C]
-    wanted = lda_head(pooled, log_prior((24, 0, 0)), USUAL_SHRINKAGE, "1.")
+    wanted = lda_head(pooled, log_prior((24, 0, 0)), 0.5, USUAL_TEMPERATURE, "1.")
     assert near(head, wanted, 5e-3 * float(wanted["1.weight"].abs().max()))  # sums have 27 bits
 
 
