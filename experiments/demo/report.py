@@ -261,6 +261,7 @@ BAR = 12
 _WORDS = {
     "classify": "training",
     "generate": "generator",
+    "calibrate": "calibrating",
     "teacher": "teacher pass",
     "distil": "distilling",
     "evaluate": "evaluating",

@@ -143,7 +143,8 @@ class Callbacks:
     """Where a half of a method reports to.
 
     Attributes:
-        progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
+        progress: called with (phase, step, steps); phases are "classify", "generate", "calibrate", "teacher", "distil",
+            "evaluate".
         watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
         warn: called with a sentence for the owner of the device.
     """
