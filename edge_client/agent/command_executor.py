@@ -28,7 +28,6 @@ from edge_client.training.trainer_handle import TrainerHandle
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, SumError, WireError
-from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import (
     ArtifactRef,
     DeclineReason,
@@ -51,7 +50,6 @@ class CommandExecutor:
     Args:
         config: of this device.
         store: its private store.
-        signing: its message key.
         link: sends messages to the coordinator.
         transfer: moves artifacts.
         trainer: the training process.
@@ -67,7 +65,6 @@ class CommandExecutor:
 
     config: AgentConfig
     store: PrivateStore
-    signing: SigningKey
     link: CoordinatorLink
     transfer: ArtifactTransfer
     trainer: TrainerHandle

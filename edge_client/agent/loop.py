@@ -156,16 +156,7 @@ class Agent:
         self._requests = owner.OwnerRequests(store.root)
         self._service = ServiceManager(os.environ, time.monotonic)
         self._executor = CommandExecutor(
-            config,
-            store,
-            keys.signing,
-            self._link,
-            self._transfer,
-            self._trainer,
-            self._owner,
-            self._chunk_bytes,
-            events,
-            clock,
+            config, store, self._link, self._transfer, self._trainer, self._owner, self._chunk_bytes, events, clock
         )
         self._events_due: deque[Input] = deque()
         self._owners_reason: DeclineReason | None = None

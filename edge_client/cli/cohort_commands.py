@@ -57,15 +57,15 @@ def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = Fa
 
     Example: fedcg cohort renew
     """
-    from edge_client.store.cohort_secret import renew
+    from edge_client.store.cohort_secret import create
 
     with _replacing(config, yes=yes, code=None) as store:
-        code = renew(store)
+        code = create(store, replace=True)
     return _with_code(
         code,
         store,
         config,
-        f"{_REPLACED}\nNext: with the agent stopped, on every other device that stays: fedcg cohort join --replace --config AGENT.TOML\n"
+        "Next: with the agent stopped, on every other device that stays: fedcg cohort join --replace --config AGENT.TOML\n"
         f"Then start the agents. A device that is gone comes off the roster as well: fedcg cohort roster FILE --config {config}",
     )
 
@@ -129,9 +129,9 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
         following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
     lines = [
-        f"mark {mark}",
-        f"roster {f'of {len(roster)} devices, mark {rosters}' if rosters else 'none'}",
-        f"last round with a sum {'unknown' if last is None else last or 'none'}",
+        f"mark of the secret {mark}",
+        f"mark of the roster {rosters}, {len(roster)} devices" if rosters else "no roster",
+        f"last round with a sum: {'unknown' if last is None else last or 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
         "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
     ]
@@ -179,7 +179,10 @@ def roster_command(
         raise BadInputError(f"{file} lacks this device's own card: {card_of(settings.device, federation, own)}")
     store.save_roster(roster)
     mark, names = roster_mark(roster, federation), sorted(roster)
-    return {"devices": names, "mark": mark}, f"{len(names)} devices: {', '.join(names)}\nmark {mark}\n{COMPARE}."
+    return {
+        "devices": names,
+        "mark": mark,
+    }, f"{len(names)} devices: {', '.join(names)}\nmark of the roster {mark}\n{COMPARE}."
 
 
 @app.command("resume-sums")
@@ -205,10 +208,10 @@ def resume_sums_command(
     with alone_with_store(read_config(config)) as store:
         known = store.sum_gate.first_round
         first = known or store.sum_gate.resume(max(last, store.seen()[1]))
-    text = "Sums are not blocked here; " if known else ""
+    text = "Sums are not blocked here. " if known else ""
     return (
         {"was_blocked": known is None, "first_round": first},
-        f"{text}this device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",
+        f"{text}This device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",
     )
 
 
@@ -220,6 +223,11 @@ def _replacing(config: Path, *, yes: bool, code: str | None) -> Iterator[Private
     settings = read_config(config)
     with alone_with_store(settings) as store:
         kept = store.cohort_secret()
+        if kept is None and code is None:
+            raise BadInputError(
+                f"{store.root} has no cohort secret to renew: `fedcg cohort create` makes the first one",
+                exit_code=NOT_FOUND,
+            )
         if kept is not None and (code is None or kept != secret_of(code)):
             if settings.data.defence_params.get("key") == "cohort":
                 raise BadInputError(

@@ -2,7 +2,7 @@
 
 The private networks of all devices start from it (design §5), and it opens the cohort's sealed sums. People carry it from the first device to
 the others as a code, which is the secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal
-secrets are recognised. A revoked device keeps the secret that it had, so the others then get another one (`renew`).
+secrets are recognised. A revoked device keeps the secret that it had, so the others then get another one.
 """
 
 import base64
@@ -13,7 +13,7 @@ import secrets
 
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.private_store import PrivateStore
-from fedcg.errors import EXISTS, NOT_FOUND
+from fedcg.errors import EXISTS
 from fedcg.files import SECRET_BYTES
 
 _CHECK_BYTES = 3
@@ -23,30 +23,14 @@ _LETTERS = -(-(SECRET_BYTES + _CHECK_BYTES) * 8 // 5)
 _MISREAD = str.maketrans({"0": "O", "1": "I", "8": "B"})
 
 
-def create(store: PrivateStore) -> str:
-    """Make the cohort's secret on its first device; the code to carry to the others.
+def create(store: PrivateStore, *, replace: bool = False) -> str:
+    """Make the cohort's secret on its first device, or with `replace` another one on any; the code to carry to the others.
 
     Raises:
         StoreError: there is one here, or private networks of this store have started without it.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
-    _keep(store, secret)
-    return code_of(secret)
-
-
-def renew(store: PrivateStore) -> str:
-    """Make another secret on a device of the cohort, in the place of the one there is; the code to carry to the others.
-
-    Raises:
-        CohortError: there is none here.
-    """
-    if store.cohort_secret() is None:
-        raise CohortError(
-            f"{store.root} has no cohort secret to renew: `fedcg cohort create` makes the first one",
-            exit_code=NOT_FOUND,
-        )
-    secret = secrets.token_bytes(SECRET_BYTES)
-    store.keep_cohort_secret(secret)
+    _keep(store, secret, replace=replace)
     return code_of(secret)
 
 
@@ -55,32 +39,30 @@ def join(store: PrivateStore, code: str, *, replace: bool = False) -> bool:
 
     Args:
         store: of the device.
-        code: of `create`, or with `replace` of `renew`.
+        code: of `create`.
         replace: also in the place of another secret.
 
     Raises:
         CohortError: the text is not a cohort code.
         StoreError: another secret is here, or private networks of this store have started without it.
     """
-    secret, kept = secret_of(code), store.cohort_secret()
-    if kept == secret:
+    secret = secret_of(code)
+    if store.cohort_secret() == secret:
         return False
-    if replace and kept is not None:
-        store.keep_cohort_secret(secret)
-    else:
-        _keep(store, secret)
+    _keep(store, secret, replace=replace)
     return True
 
 
-def _keep(store: PrivateStore, secret: bytes) -> None:
+def _keep(store: PrivateStore, secret: bytes, *, replace: bool) -> None:
     anew = f"To begin anew with an empty store: stop the agent, `mv {store.root} {store.root}.before`, give this command again, start the agent"
-    if store.cohort_secret() is not None:
+    has_one = store.cohort_secret() is not None
+    if has_one and not replace:
         raise StoreError(
             f"{store.root} has a cohort secret already. Where the whole cohort gets another one: `fedcg cohort renew` on one device, "
             f"`fedcg cohort join --replace` on the others. {anew}",
             exit_code=EXISTS,
         )
-    if store.generations.current()[0] is not None:
+    if not has_one and store.generations.current()[0] is not None:
         raise StoreError(
             f"{store.root}: private networks have started here without a cohort secret, and can't change their start. {anew}"
         )

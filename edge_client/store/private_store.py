@@ -2,7 +2,8 @@
 
 format.json     the format version, and whose store it is
 lock            held by the agent; trainer.lock is held by its training process
-secrets/        device.key and sums.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
+secrets/        device.key and sums.key (made once), cohort.key (given to all devices of a federation, never to the coordinator),
+                cohort.before.key (the one before it was renewed)
 specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
 generations/    private state, see `generations`   CURRENT      which one counts
 checkpoint.bin  the round that is being trained, see `generations`
@@ -81,7 +82,7 @@ DEFENCE_FOLDER = "defence"
 CONTROL_FOLDER = "control"
 PRIVACY_FILE = "privacy.json"
 REVOKED_FILE = "revoked.json"
-SECRET_FILES = ("device.key", "sums.key", "cohort.key")
+SECRET_FILES = ("device.key", "sums.key", "cohort.key", "cohort.before.key")
 PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
@@ -275,11 +276,22 @@ class PrivateStore:
     def keep_cohort_secret(self, secret: bytes) -> None:
         """Keep the cohort's secret, for its owner's eyes only.
 
-        Where it replaces another one, the sums of rounds that this device knows are over for it: they began under the one before.
+        Where it replaces another one, the sums of rounds that this device knows are over for it: they began under the one before,
+        which is kept to open the last of them.
         """
-        if self.cohort_secret() is not None and self.sum_gate.first_round is not None:
-            self.sum_gate.resume(self.seen()[1])
+        if (before := self.cohort_secret()) is not None:
+            replace_durably(self.root / "secrets" / "cohort.before.key", checked_secret(before))
+            if self.sum_gate.first_round is not None:
+                self.sum_gate.resume(self.seen()[1])
         replace_durably(self.root / "secrets" / "cohort.key", checked_secret(secret))
+
+    def secrets_of_sum(self, round_number: int) -> tuple[bytes, ...]:
+        """The secrets that may open a sum of a round: the cohort's, and of rounds from before its renewal the one before, which opens no later one."""
+        first = self.sum_gate.first_round
+        before = (
+            None if first is None or round_number >= first else _secret(self.root / "secrets" / "cohort.before.key")
+        )
+        return tuple(secret for secret in (self.cohort_secret(), before) if secret is not None)
 
     def save_spec(self, payload: bytes) -> FederationSpec:
         """Keep a spec under its digest.

@@ -52,8 +52,8 @@ class SumGate:
         """Why this device may not be in the sums of a round, in words; nothing where it may."""
         first = self.first_round
         if first is None:
-            return "its private store was restored, or its record of sums is gone: `fedcg cohort resume-sums ROUND`"
-        return "" if round_number >= first else f"it takes part in sums from round {first} on"
+            return "the private store was restored, or its record of sums is gone: `fedcg cohort resume-sums ROUND`"
+        return "" if round_number >= first else f"this device takes part in sums from round {first} on"
 
     def note(self, round_number: int) -> None:
         """Remember a round before anything of its sums is kept or sent."""

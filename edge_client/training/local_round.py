@@ -14,7 +14,7 @@ stays counted: where it diverges, is withheld, or its update is lost on the way.
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import cast
@@ -63,7 +63,7 @@ from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt, SealedSum
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
 from fedcg.wire.sealed_numbers import Numbers, bounded, from_numbers
 from fedcg.wire.sums import SumRound, opened
@@ -206,21 +206,35 @@ def opened_parts(
     work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool
 ) -> dict[Part, dict[str, Array]]:
     """The means in an aggregate's sealed sums."""
-    secret, header, found = work.store.cohort_secret(), decoded.header, dict[Part, dict[str, Array]]()
+    header, found = decoded.header, dict[Part, dict[str, Array]]()
     sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
     for parts in sorted({one.parts for one in header.sums}):
         groups = [one for one in header.sums if one.parts == parts]
         one, near = groups[0], (header.round, header.round - 1)
         due = max((number for number in near if spec.sealed_in(number) == parts), default=0)
-        if secret is None or (has_state and one.round < due):
+        secrets = work.store.secrets_of_sum(one.round)
+        if not secrets or (has_state and one.round < due):
             continue
         try:
-            numbers = opened(sealed, groups, spec.federation, secret)
-            found |= {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in parts}
+            found |= _opened_by(secrets, sealed, groups, spec)
         except WireError as error:
             about: dict[str, str | int] = {"what": "sum", "round": one.round, "attempt": one.attempt}
             work.events.write("refused", **about, detail=f"{error}. This device goes on from its own")
     return found
+
+
+def _opened_by(
+    secrets: Sequence[bytes], sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], spec: FederationSpec
+) -> dict[Part, dict[str, Array]]:
+    """The means in the sums of one exchange, by the first secret that opens them."""
+    first, *others = secrets
+    try:
+        numbers = opened(sealed, groups, spec.federation, first)
+        return {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in groups[0].parts}
+    except WireError:
+        if not others:
+            raise
+    return _opened_by(others, sealed, groups, spec)
 
 
 def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
@@ -474,10 +488,13 @@ def _numbered(work: Workplace, spec: FederationSpec, done: _Outcome, shared: Par
         scaled = [parts[part][one.name].reshape(-1) / max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in tensors]
         return np.concatenate(scaled).astype(np.float64)
 
-    sealed, before = spec.sealed_in(done.ctx.round), done.aggregate.parts
+    sealed = spec.sealed_in(done.ctx.round)
+    before: Mapping[Part, Mapping[str, Array]] = to_arrays(done.aggregate.parts)
+    if not all(part in before for part in sealed):  # the last sum came to nothing: from the mean before it
+        before = opened_parts(work, spec, done.base, has_state=False)
     if not all(part in before for part in sealed):  # before the first mean: from the start that all have in common
-        before = initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed))
-    known = to_arrays({part: before[part] for part in sealed})
+        before = to_arrays(initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed)))
+    known = {part: before[part] for part in sealed}
     numbers, mean = (np.concatenate([flat(parts, part) for part in sealed]) for parts in (shared, known))
     seed = Streams(work.store.device_secret()).at(spec.federation).seed("sketch")
     names = tuple(part.value for part in sealed)

@@ -229,9 +229,9 @@ def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: P
     for config in configs:
         done = run_fedcg("cohort", "roster", roster, "--config", config)
         assert done.exit_code == 0, done.output
-        assert done.stdout.startswith("2 devices: first, second\nmark ")
+        assert done.stdout.startswith("2 devices: first, second\nmark of the roster ")
         assert "Compare this mark with that of every other device" in done.stdout
-        marks.append(done.stdout.split("mark ")[1].split()[0])
+        marks.append(done.stdout.split("mark of the roster ")[1].split()[0])
         values = json.loads(run_fedcg("cohort", "status", "--config", config, "--json").stdout)["data"]
         assert (values["roster"], values["roster_mark"]) == (["first", "second"], marks[0])
     roster.write_text(cards[0])
@@ -291,6 +291,8 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
         assert store.cohort_secret() == secret_of(code[1])
         assert newest(store.generations)[0].round_attempt == RoundAttempt(4, 1), "networks stay"
         assert store.sum_gate.first_round == 5, "the open round's sum began under the secret before"
+        assert store.secrets_of_sum(4) == (secret_of(code[1]), b"c" * 32), "the last sum is still opened"
+        assert store.secrets_of_sum(5) == (secret_of(code[1]),), "who has the one before makes no later one"
 
 
 def test_a_secret_that_is_not_there_or_encrypts_images_is_not_renewed(cohort: tuple[Path, Path]) -> None:
@@ -318,7 +320,7 @@ def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one
     store.save_sum_record("parts", {"round": 4})
     assert "`fedcg cohort resume-sums ROUND`" in gate.obstacle(99)
     assert gate.resume(2) == 5, "never below what it knows itself"
-    assert gate.obstacle(4) == "it takes part in sums from round 5 on"
+    assert gate.obstacle(4) == "this device takes part in sums from round 5 on"
     assert gate.obstacle(5) == ""
 
 
@@ -351,11 +353,11 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     for words in shown:
         output = " ".join(run_fedcg(*words, "--config", first).stdout.split())
         assert "or its record of sums is gone: `fedcg cohort resume-sums ROUND`" in output, words
-    assert "last round with a sum unknown" in run_fedcg("cohort", "status", "--config", first).stdout
+    assert "last round with a sum: unknown" in run_fedcg("cohort", "status", "--config", first).stdout
     with store_of(first).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *sums)
     assert "in sums from round 18 on" in run_fedcg(*sums).stdout
-    assert "last round with a sum 17" in run_fedcg("cohort", "status", "--config", first).stdout
+    assert "last round with a sum: 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
         assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
 
@@ -377,5 +379,5 @@ def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_re
     store.sum_gate.block()
     world.coordinator.tell(asked)
     world.coordinator.work_until(lambda: bool(world.events("refused")), "it refuses")
-    assert "its private store was restored" in str(world.events("refused")[0]["detail"])
+    assert "the private store was restored" in str(world.events("refused")[0]["detail"])
     assert sum(isinstance(message, SumUp) for message in world.coordinator.heard) == 1
