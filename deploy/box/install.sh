@@ -240,6 +240,7 @@ roll_back() {
     name=${copy##*/.} && name=${name%.before-upgrade}
     # A unit that ran may have trained. What it did is kept where the old version can read it.
     if [ -z "$ran" ] || ! cmp -s "$copy/format.json" "$stores/$name/format.json"; then
+      [ -z "$ran" ] || rm -f "$copy/sum_gate.json" # an older copy does not know the last sums: its owner resumes them
       rm -rf "${stores:?}/$name"
       mv -T "$copy" "$stores/$name"
     fi

@@ -17,6 +17,7 @@ import tomllib
 
 from edge_client.cli.agent_commands import AGENT_UNIT, render_agent_unit
 from edge_client.store.private_store import STORE_FORMAT
+from edge_client.store.sum_gate import SumGate
 from tests.support.box_install import (
     AGENT_TOML,
     NEXT_FORMAT,
@@ -440,7 +441,12 @@ def test_an_agent_that_does_not_start_brings_back_the_old_version_and_only_the_s
     machine: Machine, wheels: tuple[Path, Path]
 ) -> None:
     machine.calls()
+    for name in ("circles", "shapes"):
+        SumGate(machine.store(name)).make()
     before = {name: content(machine.store(name)) for name in ("circles", "shapes")}
+    del before["shapes"][
+        "sum_gate.json"
+    ]  # the agent of the new version may have been in sums that the copy does not know
     (machine.root / "units").write_text(RUNNING)
     (machine.root / "broken").write_text("venv-b")
     code, output = machine.put("upgrade", wheels[1])
