@@ -14,14 +14,11 @@ stays counted: where it diverges, is withheld, or its update is lost on the way.
 import hashlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError, StoreError
@@ -31,10 +28,10 @@ from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
-from edge_client.sum_keeper import Numbered, SumMasks, masks_in
+from edge_client.sum_keeper import SumMasks, masks_in
 from edge_client.training.local_data import RoundData
+from edge_client.training.sealed_parts import believed, numbered, opened_parts, sum_round
 from edge_client.training.workplace import Measured, ProgressEvents, Workplace, measure, with_downloaded
-from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
@@ -55,18 +52,15 @@ from fedcg.learning.networks.plans import initial_parts, on_wire, shadow_spec, w
 from fedcg.learning.privacy import OFF, DpSgdSettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.round_checkpoint import RoundCheckpoint
-from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.batches import paced
 from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
-from fedcg.wire.artifacts.payload import Array, PartArrays
-from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt, SealedSum
+from fedcg.wire.errors import IntegrityError
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
-from fedcg.wire.sealed_numbers import Numbers, bounded, from_numbers
-from fedcg.wire.sums import SumRound, opened
 
 COVERED = "dp_sgd.covered"
 """Score of a generation: every round of this store that was committed was trained with DP-SGD."""
@@ -202,41 +196,6 @@ def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, *, ha
     return Aggregate(to_weights({**clear, **found}), decoded.header.label_distribution)
 
 
-def opened_parts(
-    work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool
-) -> dict[Part, dict[str, Array]]:
-    """The means in an aggregate's sealed sums."""
-    header, found = decoded.header, dict[Part, dict[str, Array]]()
-    sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
-    for parts in sorted({one.parts for one in header.sums}):
-        groups = [one for one in header.sums if one.parts == parts]
-        one, near = groups[0], (header.round, header.round - 1)
-        due = max((number for number in near if spec.sealed_in(number) == parts), default=0)
-        secrets = work.store.secrets_of_sum(one.round)
-        if not secrets or (has_state and one.round < due):
-            continue
-        try:
-            found |= _opened_by(secrets, sealed, groups, spec)
-        except WireError as error:
-            about: dict[str, str | int] = {"what": "sum", "round": one.round, "attempt": one.attempt}
-            work.events.write("refused", **about, detail=f"{error}. This device goes on from its own")
-    return found
-
-
-def _opened_by(
-    secrets: Sequence[bytes], sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], spec: FederationSpec
-) -> dict[Part, dict[str, Array]]:
-    """The means in the sums of one exchange, by the first secret that opens them."""
-    first, *others = secrets
-    try:
-        numbers = opened(sealed, groups, spec.federation, first)
-        return {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in groups[0].parts}
-    except WireError:
-        if not others:
-            raise
-    return _opened_by(others, sealed, groups, spec)
-
-
 def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
     """Fix the training images of a round, and count them: what its numbers in a sealed sum count for. And this device's vote.
 
@@ -297,6 +256,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     aggregate = as_aggregate(work, spec, base, has_state=stored is not None)
+    if spec.sealed:
+        aggregate = believed(start.personal.parts, aggregate, ctx, work.events)
     result = protected_round(method, start.personal, seen.train, aggregate, ctx)
     check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, seen, ctx, progress)
@@ -360,11 +321,7 @@ def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks 
     secret = work.store.cohort_secret()
     if not spec.sealed_in(at.round) or secret is None or work.store.sum_gate.obstacle(at.round):
         return None
-    return masks_in(work.store.sum_record("parts"), work.config.device, _sum_round(spec, at), secret)
-
-
-def _sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
-    return SumRound(spec.federation, at.round, at.attempt)
+    return masks_in(work.store.sum_record("parts"), work.config.device, sum_round(spec, at), secret)
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
@@ -467,7 +424,8 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
     shared = to_arrays(done.result.shared.parts)
     sealing = None if done.masks is None else Sealing(done.masks.share, done.masks.mask)
     if sealing is not None:
-        work.store.save_numbered(_numbered(work, spec, done, shared).model_dump())
+        at = RoundAttempt(done.ctx.round, done.ctx.attempt)
+        work.store.save_numbered(numbered(work, spec, at, shared, done.aggregate, done.base).model_dump())
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
     if not work.config.audit.is_on:
@@ -478,28 +436,6 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
     # The same tensors in the same coding; the header gains the figures that were found in them.
     report = report.model_copy(update={"audit": gains})
     return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
-
-
-def _numbered(work: Workplace, spec: FederationSpec, done: _Outcome, shared: PartArrays) -> Numbered:
-    """What decides whether this device's numbers may be in a sum that is near an earlier one."""
-
-    def flat(parts: Mapping[Part, Mapping[str, Array]], part: Part) -> NDArray[np.float64]:
-        tensors = bounded(spec.layouts[part], range_of(spec))
-        scaled = [parts[part][one.name].reshape(-1) / max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in tensors]
-        return np.concatenate(scaled).astype(np.float64)
-
-    sealed = spec.sealed_in(done.ctx.round)
-    before: Mapping[Part, Mapping[str, Array]] = to_arrays(done.aggregate.parts)
-    if not all(part in before for part in sealed):  # the last sum came to nothing: from the mean before it
-        before = opened_parts(work, spec, done.base, has_state=False)
-    if not all(part in before for part in sealed):  # before the first mean: from the start that all have in common
-        before = to_arrays(initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed)))
-    known = {part: before[part] for part in sealed}
-    numbers, mean = (np.concatenate([flat(parts, part) for part in sealed]) for parts in (shared, known))
-    seed = Streams(work.store.device_secret()).at(spec.federation).seed("sketch")
-    names = tuple(part.value for part in sealed)
-    at = _sum_round(spec, RoundAttempt(done.ctx.round, done.ctx.attempt))
-    return Numbered.of(at, names, numbers, mean, seed)
 
 
 def _audit(

@@ -23,7 +23,7 @@ from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import Numbers, from_numbers
 from fedcg.wire.sums import opened
-from tests.support.stack import Stack, wait_for
+from tests.support.stack import Stack, wait_for, write_images
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -205,6 +205,21 @@ def test_a_device_declines_a_sealed_round_of_next_to_no_training(tmp_path: Path)
     with stack.up(agents=True):
         declined = stack.wait_event("site-1", lambda event: event["event"] == "declined", "it declines")
         assert "least_share" in declined["detail"]
+
+
+def test_a_mean_that_a_lying_device_makes_useless_costs_a_round_and_no_model(tmp_path: Path) -> None:
+    stack = made(tmp_path, liar="site-5", params={"epochs": 4})
+    for number, device in enumerate(DEVICES):  # enough of them to judge by
+        write_images(tmp_path / device, per_class=80, seed=300 + number)
+        for image in (tmp_path / device).rglob("*.png"):
+            image.rename(tmp_path / "data" / device / "train" / image.parent.name / f"more-{image.name}")
+    with stack.up(agents=True):
+        stack.wait_finished(deadline_s=120.0)
+        assert ended(stack) == [("sum_opened", 1), ("sum_opened", 2)]
+        for device in DEVICES[:4]:
+            assert any("tells nothing" in text for text in refusals(stack, device))
+            kept = [event["accuracy_personal"] for event in stack.events(device) if event["event"] == "committed"]
+            assert kept[1] >= kept[0] - 0.05
 
 
 def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:

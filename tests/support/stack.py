@@ -50,6 +50,9 @@ def write_images(root: Path, per_class: int, seed: int) -> None:
             draw_image(label, generator).save(folder / f"{index:03d}.png")
 
 
+LYING = Path(__file__).with_name("lying_device")
+
+
 @dataclass
 class Stack:
     """Paths and processes of one federation under `root`."""
@@ -65,6 +68,7 @@ class Stack:
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     sealed: tuple[str, ...] = ()  # parts that the plan seals
     attack: str = ""  # of the coordinator, by `hostile_coordinator`
+    liar: str = ""  # a device whose sealed numbers are not its own (`lying_device`)
     min_clients: int | None = None  # all devices when None
     deadline_s: float | None = None  # of a round
     shadow_every: int = 1
@@ -174,7 +178,7 @@ class Stack:
             [sys.executable, "-m", *program, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(LYING)} if name == self.liar else {})},
             start_new_session=True,
         )
         log.close()
