@@ -2,8 +2,8 @@
 
 A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same numbers, and
 differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
-Sums of two rounds whose lists differ by a device or two give their difference away where the others stood still: a device signs such
-a list only if its own numbers moved. It knows no store: the functions that load and save are given.
+Sums of rounds whose lists differ give differences away where the others stood still, and of several lists a single device: a device
+signs another list than before only if its own numbers moved. It knows no store: the functions that load and save are given.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,8 @@ from fedcg.wire.sums import (
 
 MOST_LISTS = 64
 SKETCH_NUMBERS = 256
-NEAR = 2
-"""Lists that differ by so many devices, or fewer, are compared."""
 LEAST_MOVE = 0.5
+"""How far numbers must have moved for another list than before, in distances to the last mean."""
 
 
 class Numbered(BaseModel):
@@ -214,8 +213,8 @@ class SumKeeper:
         """Sign the list of survivors, one per attempt.
 
         Raises:
-            SumError: it is not of this device's peers, lacks it, is too short, another one than before, or near an earlier one
-                although this device's numbers stood still.
+            SumError: it is not of this device's peers, lacks it, is too short, another one than before, or differs from an earlier
+                one although this device's numbers stood still.
         """
         kept = self._of(at)
         names = tuple(sorted(step.names))
@@ -243,7 +242,7 @@ class SumKeeper:
         for earlier in alike:
             unlike = set(earlier.names) ^ set(names)
             moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
-            if 0 < len(unlike) <= NEAR and moved < LEAST_MOVE * own.to_mean:
+            if unlike and moved < LEAST_MOVE * own.to_mean:
                 raise SumError(
                     f"the sum would differ from an earlier one by {' and '.join(sorted(unlike))} alone, and this device's numbers "
                     "have hardly moved since: it sits out"
