@@ -138,7 +138,6 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         if options.keep_updates is not None:
             batch = batch.keeping(options.keep_updates)
         _check(batch)
-        _check_workers(batch, options)
         if options.ray is None:  # a cluster may have what this machine lacks
             _check_device(batch.runs[0].setting.device)
         if options.tensorboard:
@@ -257,22 +256,15 @@ def _check_device(device: str) -> None:
         raise OptionError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def _check_workers(batch: Batch, options: SimulateOptions) -> None:
-    is_alone = options.ray is None and options.workers in {None, 1}
-    if batch.runs[0].setting.batched_clients and not is_alone:
-        raise OptionError("--batched-clients train in one process; leave out --workers and --ray")
-
-
 def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Workers]:
     from experiments.simulation.batch_runner import default_workers, open_ray_workers, open_workers
 
     settings = [planned.setting for planned in batch.runs]
-    batched = settings[0].batched_clients
     if ray is not None:
         announce = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
         return open_ray_workers(ray, settings, workers, announce)
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
-    return open_workers(1 if batched else count, settings[0].threads, batched=batched)
+    return open_workers(count, settings[0].threads)
 
 
 def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:

@@ -37,7 +37,6 @@ _NO_REDUCTION = frozenset(
         "quick",
         "data",
         "device",
-        "batched_clients",
         "precision",
         "threads",
         "evaluate_every",
@@ -54,7 +53,6 @@ class RunSetting(Setting):
 
     Attributes:
         precision: of training steps; "bf16" on CUDA devices alone.
-        batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.payload`).
         start: the root of the private parts' initial weights.
         privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
@@ -67,12 +65,6 @@ class RunSetting(Setting):
         Literal["f32", "bf16"],
         Field(description="of training steps: f32; bf16 on cuda, for convolutions and matrix products"),
     ] = "f32"
-    batched_clients: Annotated[
-        bool | None,
-        Field(
-            description="train clients together in one process, where the method can; default: on cuda (slower on a CPU)"
-        ),
-    ] = None
     threads: Annotated[
         int, Field(ge=1, le=1024, description="torch threads of each process; other numbers give other last digits")
     ] = 1

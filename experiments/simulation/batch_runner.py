@@ -51,19 +51,18 @@ def default_workers(clients: int, device: str) -> int:
 
 
 @contextmanager
-def open_workers(workers: int, threads: int, *, batched: bool | None = None) -> Iterator[Workers]:
+def open_workers(workers: int, threads: int) -> Iterator[Workers]:
     """One run at a time on this machine; everything is closed at the end of the block.
 
     Args:
         workers: processes; 1 stays in this one.
         threads: torch threads of each.
-        batched: of one process: whether clients train together, where the method can; None: on a GPU.
     """
     from experiments.parallel.pool_runner import PoolRunner
     from fedcg.learning.simulation.simulation import simulate
     from fedcg.learning.simulation.tasks import SerialRunner
 
-    runner: Runner = SerialRunner(batched=batched) if workers == 1 else PoolRunner(workers, threads)
+    runner: Runner = SerialRunner() if workers == 1 else PoolRunner(workers, threads)
     try:
         yield Workers(partial(simulate, runner=runner))
     finally:

@@ -11,7 +11,7 @@ Laws (tested over every method that is installed, with its `example`; `docs/addi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -214,15 +214,6 @@ class ClientState:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One client's arguments of a local round, where several clients take theirs together."""
-
-    state: ClientState
-    data: ImageSet
-    ctx: RoundContext
-
-
-@dataclass(frozen=True)
 class Aggregate:
     """What comes down: shared parts and, where a method wants it, the published label distribution p(y) (length C).
 
@@ -420,8 +411,6 @@ class Method:
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
         example: what its laws are tested with; it has to fit `Needs.networks`.
         vote: (state, aggregate, training images, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
-        local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
-            error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
 
     name: str
@@ -437,7 +426,6 @@ class Method:
     private_stages: int = 0
     example: Example = Example()
     vote: Callable[[ClientState, Aggregate, ImageSet, RoundContext], int] | None = None
-    local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
         """The state of a new client."""

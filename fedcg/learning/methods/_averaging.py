@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator, Then, with_momentum
-from fedcg.learning.data.image_folder import usable_rows
-from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
@@ -22,7 +20,6 @@ from fedcg.learning.method import (
     Average,
     ClientState,
     Combination,
-    DivergedError,
     LabelCounts,
     LocalResult,
     Method,
@@ -34,12 +31,10 @@ from fedcg.learning.method import (
     SharedResult,
     Spill,
     TrainingParams,
-    Turn,
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
-from fedcg.learning.training.stacked_training import Learner, can_stack, train_classifiers
 from fedcg.learning.training.stage import MovingAverage, average_extras, moving_average
 from fedcg.wire.parts import Part, Report
 
@@ -99,7 +94,6 @@ def averaging_method(
         local_round=half.round_of,
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
-        local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
 
 
@@ -155,48 +149,16 @@ class LocalHalf(Generic[Params]):
         self, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
     ) -> LocalResult:
         """One client's local round."""
-        params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
+        params = self.params_type.model_validate(ctx.spec.params)
+        weights = {**state.parts, **(aggregate.parts if aggregate else {})}
+        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
+        data = data.to(ctx.device)
         penalty = self.penalty_of(nets, params, ctx)
         if aggregate is not None and Part.CLASSIFIER in aggregate.parts:
             penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], _aux(params), ctx)
         average = moving_average(nets, params)
         loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
-        return self._result(nets, data, loss, average)
-
-    def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:
-        """Those of several clients without a penalty; stacked where their networks can be."""
-        answers: dict[int, LocalResult | Exception] = {}
-        learners: dict[int, tuple[dict[Part, nn.Module], Learner]] = {}
-        for at, turn in enumerate(turns):
-            params, nets, data = self._ready(turn, aggregate)
-            try:
-                if self._is_stacked(params, data) and can_stack(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER]):
-                    learners[at] = nets, Learner(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, turn.ctx)
-                else:
-                    answers[at] = self.round_of(turn.state, turn.data, aggregate, turn.ctx)
-            except (DataError, DivergedError) as error:
-                answers[at] = error
-        if learners:
-            losses = train_classifiers([learner for _, learner in learners.values()], params)
-            for (at, (nets, learner)), loss in zip(learners.items(), losses, strict=True):
-                answers[at] = loss if isinstance(loss, Exception) else self._result(nets, learner.data, loss)
-        return [answers[at] for at in range(len(turns))]
-
-    def _is_stacked(self, params: Params, data: ImageSet) -> bool:
-        """Whether a client's training is a stack's: plain batches, no frozen classifier beside its own, and no average."""
-        return not params.ema and not _aux(params) and bool(usable_rows(len(data), params.batch_size))
-
-    def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
-        """Parameters, networks and images on the device."""
-        ctx = turn.ctx
-        weights = {**turn.state.parts, **(aggregate.parts if aggregate else {})}
-        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(turn.state.parts)}
-        return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
-
-    def _result(
-        self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float, averages: Sequence[MovingAverage] = ()
-    ) -> LocalResult:
-        return local_result(nets, self.shared, data, loss, self.label_counts, averages)
+        return local_result(nets, self.shared, data, loss, self.label_counts, average)
 
 
 def _aux(params: TrainingParams) -> float:

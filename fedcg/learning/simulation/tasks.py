@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-import torch
-
 from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
@@ -25,7 +23,6 @@ from fedcg.learning.method import (
     Method,
     RoundContext,
     ServerState,
-    Turn,
     Update,
     Weights,
     check_finite,
@@ -154,32 +151,19 @@ def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutc
 
     A client that diverges, or has too few images to train on, gives a failure instead of a result.
     """
-    return local_tasks(party, [task], aggregate)[0]
-
-
-def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
-    """`local_task` of several clients, together where the method can; the shadows together as well."""
-    method, alone = get_method(party.spec.method), get_method("local")
-    told: dict[str, list[str]] = {task.client: [] for task in tasks}
-    turns = [
-        Turn(
-            task.state,
-            party.datasets[task.client].train,
-            replace(_context(party, task), callbacks=Callbacks(warn=told[task.client].append)),
-        )
-        for task in tasks
-    ]
-    shadowed = {
-        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(turn.ctx.spec), privacy=OFF))
-        for task, turn in zip(tasks, turns, strict=True)
-        if task.shadow is not None and party.spec.trains_in(task.number)
-    }
-    results = _attempts(method, turns, aggregate)
-    shadows = dict(zip(shadowed, _attempts(alone, list(shadowed.values()), None), strict=True))
-    return [
-        replace(_outcome(task, result, shadows.get(task.client)), warning="; ".join(told[task.client]) or None)
-        for task, result in zip(tasks, results, strict=True)
-    ]
+    method, told = get_method(party.spec.method), list[str]()
+    data = party.datasets[task.client].train
+    ctx = replace(_context(party, task), callbacks=Callbacks(warn=told.append))
+    trained = _attempt(method, task.state, data, aggregate, ctx)
+    state, failure = task.shadow, None
+    if task.shadow is not None and party.spec.trains_in(task.number):
+        alone = replace(ctx, spec=shadow_spec(ctx.spec), privacy=OFF)
+        shadow = _attempt(get_method("local"), task.shadow, data, None, alone)
+        state, failure = (shadow.result.private if shadow.result else task.shadow), shadow.failure
+    warning = "; ".join(told) or None
+    return LocalOutcome(
+        task.client, task.number, trained.result, trained.failure, state, trained.seconds, failure, warning
+    )
 
 
 def _context(party: Party, task: LocalTask) -> RoundContext:
@@ -201,40 +185,18 @@ class _Attempt:
     seconds: float
 
 
-def _outcome(task: LocalTask, trained: _Attempt, shadow: _Attempt | None) -> LocalOutcome:
-    state, failure = task.shadow, None
-    if shadow is not None:
-        state, failure = (shadow.result.private if shadow.result else task.shadow), shadow.failure
-    return LocalOutcome(task.client, task.number, trained.result, trained.failure, state, trained.seconds, failure)
-
-
-def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[_Attempt]:
-    # Stacked networks share their steps and have the same layers.
-    is_plain = not any(turn.ctx.privacy.is_on for turn in turns) and len({turn.ctx.spec.network for turn in turns}) == 1
-    if len(turns) > 1 and method.local_rounds is not None and is_plain:
-        started = time.perf_counter()
-        answers = method.local_rounds(turns, aggregate)
-        seconds = (time.perf_counter() - started) / len(turns)
-        return [_attempt(answer, seconds) for answer in answers]
-    attempts = []
-    for turn in turns:
-        started = time.perf_counter()
-        try:
-            answer: LocalResult | Exception = protected_round(method, turn.state, turn.data, aggregate, turn.ctx)
-        except (DivergedError, DataError) as error:
-            answer = error
-        attempts.append(_attempt(answer, time.perf_counter() - started))
-    return attempts
-
-
-def _attempt(answer: LocalResult | Exception, seconds: float) -> _Attempt:
+def _attempt(
+    method: Method, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
+) -> _Attempt:
     """A local round that ended with finite weights, or why it is none."""
-    if isinstance(answer, LocalResult):
-        try:
-            check_finite(answer.private.parts, "after the round")
-        except DivergedError as error:
-            answer = error
-    return _Attempt(None, str(answer), seconds) if isinstance(answer, Exception) else _Attempt(answer, None, seconds)
+    started = time.perf_counter()
+    try:
+        result = protected_round(method, state, data, aggregate, ctx)
+        seconds = time.perf_counter() - started
+        check_finite(result.private.parts, "after the round")
+    except (DivergedError, DataError) as error:
+        return _Attempt(None, str(error), time.perf_counter() - started)
+    return _Attempt(result, None, seconds)
 
 
 def teacher_task(party: Party, task: TeacherTask, server: ServerState) -> tuple[str, Weights]:
@@ -322,15 +284,9 @@ class Runner(Protocol):
 
 
 class SerialRunner:
-    """Runs everything in this process, one piece after the other.
+    """Runs everything in this process, one piece after the other."""
 
-    Args:
-        batched: local rounds of all clients together, where the method can: fast on a GPU, slower on a CPU, and with other last
-            digits. None: on a GPU.
-    """
-
-    def __init__(self, *, batched: bool | None = False) -> None:
-        self._batched = batched
+    def __init__(self) -> None:
         self._party: Party | None = None
 
     def start(self, party: Party) -> None:
@@ -344,9 +300,6 @@ class SerialRunner:
         party = self._party
         if party is None:
             raise RuntimeError("the runner was not started")
-        is_batched = torch.device(party.device).type == "cuda" if self._batched is None else self._batched
-        if is_batched and function is local_task:
-            return iter(local_tasks(party, tasks, shared))  # type: ignore[arg-type]  # what `local_task` takes and gives
         return (function(party, task, shared) for task in tasks)
 
     def close(self) -> None:

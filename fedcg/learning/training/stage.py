@@ -120,7 +120,6 @@ class Stage:
         kept: what else its steps change, for checkpoints.
         after: called after each step; one with a state that is not `Restorable` leaves the stage without checkpoints.
         is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph.
-        meter: (what a loss is called, device) -> what sums it and looks whether it diverges.
         until: asked with the first loss's mean since the last check, and the least mean before, whether the stage ends there.
     """
 
@@ -134,7 +133,6 @@ class Stage:
     kept: Mapping[str, Kept] = field(default_factory=dict)
     after: tuple[AfterStep, ...] = ()
     is_pure: bool = True
-    meter: Callable[[str, str], LossMeter] = LossMeter
     until: Callable[[float, float], bool] = lambda mean, least: False
 
     def modules_of(self, name: str) -> list[nn.Module]:
@@ -154,7 +152,7 @@ def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
     in_training = {name for one in stage.trained.values() for name in one.networks}
     for name, network in stage.networks.items():
         network.train(name in in_training)
-    meters = [stage.meter(what, ctx.device) for what in stage.losses]
+    meters = [LossMeter(what, ctx.device) for what in stage.losses]
     with seeded_layers(ctx, stage.name), closing(_Descending(stage, ctx)) as descending:
         _go_over(stage, ctx, meters, descending)
     return tuple(meter.latest for meter in meters)

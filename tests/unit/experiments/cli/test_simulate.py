@@ -74,15 +74,13 @@ def losses(record: dict[str, Any]) -> list[list[float]]:
     return [client["curve"]["loss"] for client in record["clients"]]
 
 
-def test_crops_and_batched_clients_reach_the_training_and_the_record(tmp_path: Path) -> None:
-    plain, cropped, batched = (
+def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:
+    plain, cropped = (
         records_of(fedcg_simulate(tmp_path / str(at), f"--method fedsplit --json {option}"))[0]
-        for at, option in enumerate(("--no-batched-clients", "--crop 2", "--batched-clients"))
+        for at, option in enumerate(("", "--crop 2"))
     )
     assert (plain["setting"]["crop"], cropped["setting"]["crop"]) == (0, 2)
-    assert (plain["setting"]["batched_clients"], batched["setting"]["batched_clients"]) == (False, True)
     assert losses(plain) != losses(cropped)
-    assert losses(batched) == [pytest.approx(loss, abs=1e-4) for loss in losses(plain)]
 
 
 def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ REFUSED = [
     ("--precision bf16", "needs --device cuda"),
     ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
     ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
-    ("--batched-clients --workers 2", "leave out --workers"),
     # Recorded updates
     ("--keep-updates some", "write all, or rounds with commas between them"),
     ("--rounds 2 --keep-updates 0", "digits-fedcg-seed0 has rounds 1 to 2, not 0"),

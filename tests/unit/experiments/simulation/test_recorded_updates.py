@@ -24,8 +24,8 @@ from fedcg.learning.methods.ppidsg import SCRAMBLING
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
-from fedcg.learning.simulation.tasks import MemorySpill, SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import same_parts
@@ -196,16 +196,8 @@ def test_recording_changes_no_figure_of_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "plain" / "updates").exists()
 
 
-def test_only_the_rounds_asked_for_are_recorded_and_clients_trained_together_give_the_same_files(
-    tmp_path: Path,
-) -> None:
-    setting = SMALL_AVERAGED.model_copy(update={"rounds": 3, "batched_clients": True})
-    together = SerialRunner(batched=True)
-
-    def batched(party: Any, schedule: Schedule, **more: Any) -> Simulation:
-        return simulate(party, schedule, runner=together, **more)
-
-    folder = recorded(setting, tmp_path, "2", batched)
+def test_only_the_rounds_asked_for_are_recorded(tmp_path: Path) -> None:
+    folder = recorded(SMALL_AVERAGED.model_copy(update={"rounds": 3}), tmp_path, "2")
     assert {seen["round"] for seen in listed(folder) if seen["kind"] == "update"} == {2}
     assert {seen["round"] for seen in listed(folder) if seen["kind"] == "aggregate"} == {1, 2}
     assert sorted(path.name for path in (folder / "truth").glob("*.safetensors")) == [

@@ -27,7 +27,7 @@ from fedcg.learning.simulation.simulation import (
     simulate,
     simulated_rounds,
 )
-from fedcg.learning.simulation.tasks import RoundRecord, SerialRunner
+from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
@@ -72,7 +72,7 @@ def test_what_owners_would_be_told_is_kept_by_client_and_round(monkeypatch: pyte
             ctx.callbacks.warn("the aggregate looks odd")
         return method.local_round(state, data, aggregate, ctx)
 
-    monkeypatch.setattr(simulation_tasks, "get_method", lambda _: replace(method, local_round=wary, local_rounds=None))
+    monkeypatch.setattr(simulation_tasks, "get_method", lambda _: replace(method, local_round=wary))
     done = simulate(cases.party_of("fedavg"), Schedule(rounds=2, shadow=False))
     assert done.warnings == dict.fromkeys(cases.NAMES, (Failure(2, "the aggregate looks odd"),))
 
@@ -370,10 +370,9 @@ def test_a_run_whose_networks_cant_be_private_ends_before_its_first_round() -> N
         simulate(replace(cases.party_of("fedcg"), privacy=private_party().privacy), Schedule(rounds=1))
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_server_gets_the_clipped_update_and_the_client_keeps_its_own(batched: bool) -> None:
+def test_the_server_gets_the_clipped_update_and_the_client_keeps_its_own() -> None:
     party = replace(cases.party_of("fedsplit"), privacy=PrivacySettings(update_clip=0.05))
-    before = simulate(party, Schedule(rounds=1, shadow=False), resume=None, runner=SerialRunner(batched=batched))
+    before = simulate(party, Schedule(rounds=1, shadow=False))
     start = simulate(replace(party, privacy=PrivacySettings(update_clip=1e-9)), Schedule(rounds=1, shadow=False))
     moved = torch.cat(
         [
