@@ -12,12 +12,14 @@ sealed moments of the mean extractor's features, without training; from these ea
     extractors, and go on with the classifiers alone.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from pydantic import Field
 
 from fedcg.learning.data.image_folder import usable_rows
+from fedcg.learning.errors import PrivacyError
 from fedcg.learning.heads.calibration import calibrated
 from fedcg.learning.heads.moments import MomentParams, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
@@ -67,7 +69,7 @@ class FedsealParams(MomentumParams, MomentParams):
         description="a mean is unusable whose validation loss is so many times that of what was trained from",
     )
     other_kind: float = Field(
-        default=1.3,
+        default=1.4,
         gt=1,
         description="images differ in kind where the mean's validation loss is so many times the own model's",
     )
@@ -107,7 +109,8 @@ def _bits(state: ClientState, aggregate: Aggregate, head: Parts, data: ImageSet,
     with_head = min(_loss({**parts, **head}, data, ctx) for parts in (aggregate.parts, with_own))
     found = {
         UNUSABLE: bool(before) and loss > params.unusable * _validation_loss(before, ctx),
-        OTHER_KIND: loss > params.other_kind * _validation_loss(state.parts, ctx),
+        OTHER_KIND: min(loss, _own_shares_loss(aggregate.parts, data, ctx))
+        > params.other_kind * _validation_loss(state.parts, ctx),
         CALIBRATED: bool(head) and with_head < min(loss, _loss(with_own, data, ctx)),
     }
     return sum(bit for bit, is_so in found.items() if is_so)
@@ -134,6 +137,14 @@ def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
 def _loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
     """Of an aggregate's parts, as this client uses them."""
     return _validation_loss(personal_parts({part: parts[part] for part in PERSONAL}, data, ctx), ctx)
+
+
+def _own_shares_loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
+    """The same with this client's label shares in the classifier's last bias: other shares are no other kind of images."""
+    try:
+        return _loss(parts, data, replace(ctx, privacy=ctx.privacy.model_copy(update={"balance": "logits"})))
+    except PrivacyError:  # the classifier has no such bias
+        return math.inf
 
 
 def _validation_loss(parts: Parts, ctx: RoundContext) -> float:

@@ -152,6 +152,21 @@ def test_a_client_votes_against_a_useless_extractor_and_for_a_calibrated_classif
     assert fedseal.vote(state, sealed.aggregate, data.train, replace(ctx, round=1)) == 0
 
 
+def test_other_label_shares_are_no_other_kind_of_images(sealed: Simulation) -> None:
+    party = federation()
+    down, rows = sealed.aggregate.parts, list(range(0, 24, 3))
+    alike = party.datasets["a"].train
+    ones, mixed = alike.rows(rows), party.datasets["a"].val
+    flat = {**down[C], "5.weight": 0.0 * down[C]["5.weight"], "5.bias": torch.zeros(3)}  # says nothing
+    fitted = {**flat, "5.bias": log_prior(ones.label_counts())}
+    state = ClientState({E: down[E], C: fitted})
+    for validation, is_other in ((ones, False), (mixed, True)):
+        better = state if validation is ones else sealed.states["a"]
+        ctx = asked(party.spec, 3, {}, validation)
+        found = fedseal.vote(better, Aggregate({E: down[E], C: flat}), ones, ctx)
+        assert bool(found & OTHER_KIND) == is_other
+
+
 def test_where_the_images_of_half_of_the_clients_differ_in_kind_all_keep_their_own_extractors(
     sealed: Simulation,
 ) -> None:
