@@ -71,7 +71,8 @@ def _as_text(method: Method) -> str:
     width = max(len(key) for key in fields)
     lines = [
         f"{method.name}: {method.title}",
-        f"  goes up: {names(frozenset(method.payload.up - method.payload.sealed))}" + _LABEL_COUNTS[method.needs.label_counts.value],
+        f"  goes up: {names(frozenset(method.payload.up - method.payload.sealed))}"
+        + _LABEL_COUNTS[method.needs.label_counts.value],
         f"  comes down: {names(frozenset(method.payload.down - method.payload.sealed))}",
         f"  stays on the box: {names(frozenset(method.payload.private))}",
         *(

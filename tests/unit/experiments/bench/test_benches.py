@@ -1,4 +1,4 @@
-"""`fedcg bench round`, `train`, `infer` and `coordinator`: what their figures are made of, and that they run.
+"""`fedcg bench round`, `train` and `coordinator`: what their figures are made of, and that they run.
 
 No timing is asserted.
 """
@@ -12,7 +12,6 @@ import pytest
 
 from experiments.bench.coordinator_rounds import Round, Run, cost_of_watchers, growth_mb
 from experiments.bench.fedcg_round import RoundPlan, TimedStage, median_seconds, whole_round
-from experiments.bench.inference_latency import Load
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
 
@@ -87,7 +86,6 @@ def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
         ("train --quick --device cpu --split nothing", "no split"),
         ("train --quick --device cpu --method no", "no m"),
         ("coordinator --watchers 5 --rounds 2", "give 3 or"),
-        pytest.param("infer --network lenet7", "lenet7", marks=pytest.mark.slow),
     ],
 )
 def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
@@ -97,7 +95,7 @@ def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
     assert "Traceback" not in refused.output
 
 
-@pytest.mark.parametrize("command", ["coordinator", "infer", "round", "train"])
+@pytest.mark.parametrize("command", ["coordinator", "round", "train"])
 def test_the_help_and_the_processes_of_devices_start_without_torch(command: str) -> None:
     code = (
         "import sys, experiments.bench.coordinator_rounds, experiments.bench.sessions\nfrom fedcg.cli import app\n"
@@ -106,39 +104,6 @@ def test_the_help_and_the_processes_of_devices_start_without_torch(command: str)
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--json" in run.stdout
-
-
-INFER = [sys.executable, "-m", "fedcg", "bench", "infer"]
-
-
-def test_a_percentile_is_the_latency_that_a_share_of_the_requests_stayed_within() -> None:
-    load = Load([number / 1000 for number in range(100, 0, -1)])  # 1 to 100 ms
-    assert [load.percentile_ms(share) for share in (0.0, 0.5, 0.99, 1.0)] == pytest.approx([1, 51, 100, 100])
-    assert Load([0.007]).percentile_ms(0.99) == pytest.approx(7)
-
-
-@pytest.mark.slow
-def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None:
-    run = subprocess.run([*INFER, "--quick", "--json"], capture_output=True, check=True, timeout=200)
-    record = data_of(run.stdout)
-    assert (record["kind"], record["format"]) == ("bench infer", 1)
-    assert set(record["setting"]) == {"images", "repeats", "callers", "requests", "swaps", "side"}
-    found = record["lenet5"]
-    for name in ("speedup_vs_eager", "eager_ms", "onnxruntime_ms", "ready_s", "rss_mb", "fp16_vs_fp32", "int8_vs_fp32"):
-        assert found[name] > 0
-    for name in ("batches", "single"):
-        assert found[name]["failed"] == 0
-        assert found[name]["p99_ms"] >= found[name]["p50_ms"] > 0
-    for name in ("one_caller", "beside_normal", "beside_low", "beside_idle"):
-        assert found[name]["failed"] == 0
-        ratio = found[name]["p99_ms"] / found["one_caller"]["p99_ms"]
-        assert ratio == pytest.approx(found[name]["p99_vs_alone"], rel=0.1, abs=0.01)
-    assert found["swaps"]["swaps"] == 1
-    assert found["swaps"]["requests"] > 0
-    assert found["swaps"]["failed"] == 0
-    shown = subprocess.run([*INFER, "--quick"], capture_output=True, check=True, timeout=200, text=True).stdout
-    assert "lenet5.speedup_vs_eager" in shown
-    assert "(at least 3)" in shown
 
 
 def closed(number: int, watchers: int | None = 0, seconds: float = 1.0, memory: float = 300.0) -> Round:
