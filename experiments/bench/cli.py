@@ -7,7 +7,7 @@ measurements in the entry-point group `fedcg.benches`.
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -153,13 +153,25 @@ def coordinator_command(
     out: Annotated[
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
     ] = None,
+    sum_devices: Annotated[
+        list[int] | None, typer.Option(min=4, max=1000, help="Instead: sealed sums of so many devices; again for more.")
+    ] = None,
+    lost: Annotated[
+        float, typer.Option(min=0.0, max=0.4, help="With --sum-devices: share that vanishes after it sent keys.")
+    ] = 0.1,
+    numbers: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
+    ] = 2873,
 ) -> Result:
     """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
+    With --sum-devices: bytes and processor time of sealed sums, each compared with the plain sum.
 
     Example: fedcg bench coordinator --sessions 50
     """
+    if sum_devices:
+        return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
     from experiments.bench.coordinator_rounds import (
         Setting,
@@ -201,6 +213,18 @@ def coordinator_command(
         write_record(record, out / "coordinator.json")
         draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
     return record, "\n".join(_coordinator_lines(record))
+
+
+def _sums(devices: list[int], lost: float, numbers: int) -> Result:
+    from experiments.bench.sealed_sums import measure_sum
+
+    found = [measure_sum(count, lost, numbers) for count in devices]
+    lines = [
+        f"{one.devices:>4} devices, groups: {one.groups}, lost: {one.lost}; {one.numbers_bytes:,} bytes of numbers, {one.control_up:,} more up, "
+        f"{one.control_down:,} down; {one.device_ms:.1f} ms a device and {one.opening_ms:.1f} to open it, {one.coordinator_ms:.1f} ms the coordinator"
+        for one in found
+    ]
+    return {**bench_record("bench coordinator"), "sums": [asdict(one) for one in found]}, "\n".join(lines)
 
 
 def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:

@@ -95,6 +95,16 @@ def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
     assert "Traceback" not in refused.output
 
 
+def test_the_cost_of_sealed_sums_is_told_for_every_number_of_devices() -> None:
+    record = data_of(run_fedcg("bench", "coordinator", "--sum-devices", "4", "--sum-devices", "40", "--json").stdout)
+    four, forty = record["sums"]
+    assert (four["devices"], four["groups"], forty["groups"]) == (4, 1, 2)
+    assert forty["lost"] == 4
+    assert four["numbers_bytes"] == forty["numbers_bytes"] == 4 * 2873
+    assert forty["control_down"] > four["control_down"] > 0
+    assert forty["coordinator_ms"] > four["coordinator_ms"] > 0
+
+
 @pytest.mark.parametrize("command", ["coordinator", "round", "train"])
 def test_the_help_and_the_processes_of_devices_start_without_torch(command: str) -> None:
     code = (
