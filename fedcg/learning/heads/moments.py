@@ -28,7 +28,7 @@ _LEAST_SHARE = 1e-6
 class MomentParams(TrainingParams):
     """Parameters of methods that send moments of features."""
 
-    clip: float = Field(default=16.0, gt=0, le=1024, description="highest feature that counts in moments")
+    clip: float = Field(default=32.0, gt=0, le=1024, description="highest feature that counts in moments")
 
 
 def highest_feature(spec: NetworkSpec) -> float:
