@@ -16,14 +16,6 @@ from tests.support.learning.learning_cases import context, quick_spec
 from tests.support.learning.networks import ARITHMETIC, PATTERN, Answer, Identity, pair, settled
 
 
-def test_the_ensemble_is_a_data_size_weighted_sum_of_logits() -> None:
-    # sizes 1 and 3: (1/4) (4, 0) + (3/4) (0, 4) = (1, 3)
-    logits = {"a": torch.tensor([[4.0, 0.0]]), "b": torch.tensor([[0.0, 4.0]])}
-    ensemble = distillation.TaughtAverage(distillation.SHARED, lambda each: logits[each.client], MemorySpill())
-    ensemble.add(update("a", 1))
-    assert ensemble.settle({"a": partial(update, "a", 1), "b": partial(update, "b", 3)})[1].tolist() == [[1.0, 3.0]]
-
-
 def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() -> None:
     streams = Streams(b"coordinator").at("f", 1, 1)
     bank = distillation.draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -279,48 +278,3 @@ def test_the_choice_is_checked_without_torch() -> None:
         "[check_defence(name, {}, dp_sgd=False) for name in defence_names()]; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-ROTATE, COMPLEMENT, FLIP, CHANNELS, SHUFFLE = ScramblingStep
-
-
-def key_of(block: int, **given: list[Any]) -> ScramblingKeys:
-    """Keys with these entries, and others that do nothing."""
-    count = len(next(iter(given.values())))
-    nothing = {name: [0] * count for name in ("rotation", "complement", "flip")}
-    every = {**nothing, "channels": [[0]] * count, "shuffle": [*range(count)], **given}
-    return ScramblingKeys(block, **{name: torch.tensor(numbers) for name, numbers in every.items()})
-
-
-SQUARE = [[[1, 2], [3, 4]]]
-
-
-PAIR, COMPLEMENTED = [[7, 8, 0, 255], [9, 10, 1, 128]], [[7, 8, 255, 0], [9, 10, 254, 127]]
-
-
-@pytest.mark.parametrize(
-    ("step", "keys", "before", "after"),
-    [
-        (ROTATE, key_of(2, rotation=[0]), SQUARE, SQUARE),
-        (ROTATE, key_of(2, rotation=[1]), SQUARE, [[[2, 4], [1, 3]]]),
-        (ROTATE, key_of(2, rotation=[2]), SQUARE, [[[4, 3], [2, 1]]]),
-        (ROTATE, key_of(2, rotation=[3]), SQUARE, [[[3, 1], [4, 2]]]),
-        (FLIP, key_of(2, flip=[0]), SQUARE, SQUARE),
-        (FLIP, key_of(2, flip=[1]), SQUARE, [[[2, 1], [4, 3]]]),
-        (FLIP, key_of(2, flip=[2]), SQUARE, [[[3, 4], [1, 2]]]),
-        (COMPLEMENT, key_of(2, complement=[0, 1], channels=[[0, 1, 2]] * 2), [PAIR] * 3, [COMPLEMENTED] * 3),
-        # Two blocks of one pixel: the first keeps its channels, the second has blue, red, green.
-        (
-            CHANNELS,
-            key_of(1, channels=[[0, 1, 2], [2, 0, 1]]),
-            [[[1, 10]], [[2, 20]], [[3, 30]]],
-            [[[1, 30]], [[2, 10]], [[3, 20]]],
-        ),
-        (SHUFFLE, key_of(1, shuffle=[2, 0, 3, 1]), [[[10, 11], [12, 13]]], [[[12, 10], [13, 11]]]),
-    ],
-)
-def test_a_step_changes_each_block_as_its_key_says(
-    step: ScramblingStep, keys: ScramblingKeys, before: list[list[list[int]]], after: list[list[list[int]]]
-) -> None:
-    """IR turns a block by quarters, IF mirrors it, IA complements it, IC permutes its channels, IS moves it."""
-    assert encrypt(torch.tensor([before], dtype=torch.uint8), keys, [step]).tolist() == [after]

@@ -92,14 +92,6 @@ def test_the_slope_of_the_divergence_from_a_mean_teacher_is_that_of_the_weighted
     assert torch.allclose(slopes[0], slopes[1], atol=1e-6)
 
 
-def test_divergence_from_the_mean_log_teacher_equals_the_weighted_sum_of_divergences() -> None:
-    # tau = (1/4, 3/4), teachers (3/4, 1/4) and (1/2, 1/2), student (1/2, 1/2):
-    # 1/4 KL(student || first) + 3/4 KL(student || second) = 0.143841 / 4 + 0
-    teachers = torch.stack([SKEWED.log_softmax(1), EVEN.log_softmax(1)])
-    mean_log = (torch.tensor([0.25, 0.75]).view(2, 1, 1) * teachers).sum(0)
-    assert PRINTED.rows_of_mean(EVEN, mean_log).item() == pytest.approx(EVEN_FROM_SKEWED / 4, abs=1e-6)
-
-
 @pytest.mark.parametrize("divergence", [PRINTED, CODE])
 def test_a_row_whose_label_nobody_has_is_finite(divergence: losses.Divergence) -> None:
     student = torch.tensor([[5.0, -5.0]], requires_grad=True)
