@@ -1,6 +1,5 @@
 """The model in service follows the version that is chosen, which is a candidate first; a bad version changes nothing."""
 
-import logging
 import re
 import shutil
 import threading
@@ -38,46 +37,6 @@ class Watched:
         """The version in service after a look; "" without one."""
         self.models.refresh()
         return self.models.current.version if self.models.current else ""
-
-
-def test_the_version_in_use_is_served_and_followed_and_loaded_once_each(root: Path) -> None:
-    watched = Watched(root)
-    assert (watched.refresh(), watched.models.refused) == ("0002", "")
-    first = watched.models.current
-    assert first is not None
-    assert first.identity() == {"federation": "garden", "round": 2, "version": "0002"}
-    watched.refresh()
-    assert watched.models.current is first
-    ModelVersions(root).use("0001")
-    assert watched.refresh() == "0001"
-    second = watched.models.current
-    assert second is not None
-    assert watched.outcomes == {"loaded": 2}
-    image = [np.full((20, 24, 3), 77, dtype=np.uint8)]
-    np.testing.assert_array_equal(first.predict(image), Model.load(root / "0002", threads=1).predict(image))
-    np.testing.assert_array_equal(second.predict(image), Model.load(root / "0001", threads=1).predict(image))
-    assert not np.array_equal(first.predict(image), second.predict(image))
-
-
-def test_a_damaged_version_is_refused_once_with_its_reason_and_the_old_one_stays(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ModelVersions(root).use("0001")
-    watched = Watched(root)
-    assert watched.refresh() == "0001"
-    path = root / "0002" / "model.onnx"
-    sound = path.read_bytes()
-    ModelVersions(root).use("0002")
-    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
-    with caplog.at_level(logging.ERROR):
-        assert [watched.refresh(), watched.refresh()] == ["0001", "0001"]
-    [line] = caplog.messages
-    assert str(path) in line
-    assert "version 0001 stays in service" in line
-    assert str(path) in watched.models.refused
-    assert watched.outcomes == {"loaded": 1, "refused": 1}
-    path.write_bytes(sound)
-    assert (watched.refresh(), watched.models.refused) == ("0002", "")
 
 
 def test_a_version_that_gives_no_numbers_or_does_not_run_is_refused(
@@ -212,21 +171,6 @@ def test_a_first_version_has_nothing_to_return_to(three_root: Path, clock: Clock
     for version in ("0001", "0007"):  # the one in use, and another
         assert not models.take_back(VersionFault(version, "drift", "told so"))
     assert (models.taken_back, ModelVersions(three_root).current().name) == ("", "0001")
-
-
-def test_a_successor_is_compared_on_the_answered_images_and_then_takes_the_requests(
-    three_root: Path, clock: Clock
-) -> None:
-    models = _started(three_root, clock)
-    assert _states(models) == ("0001", None)
-    assert _choose(models, three_root, "0002") == ("0001", "0002")
-    _compare(models, 9)
-    assert models.candidate is not None
-    assert models.candidate.progress == Progress(images=27, agreement=1.0, failures=0)
-    assert (three_root / RECORD_NAME).exists()
-    assert _after(models, clock, 0) == ("0002", None)
-    assert not (three_root / RECORD_NAME).exists()
-    assert ModelVersions(three_root).current().name == "0002"
 
 
 def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_disk(

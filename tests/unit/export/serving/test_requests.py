@@ -296,14 +296,6 @@ async def _a_few_steps() -> None:
 
 
 @on_a_loop
-async def test_a_request_alone_does_not_wait_for_others() -> None:
-    async with _running() as (batcher, sizes):
-        model = Gate()
-        assert await asyncio.wait_for(_ask(batcher, model, 7), LONG_S / 2) == [7]
-        assert (sizes, batcher.length) == ([1], 0)
-
-
-@on_a_loop
 async def test_requests_that_come_together_are_predicted_together_up_to_the_limit() -> None:
     async with _running(max_batch=4) as (batcher, sizes):
         model = Gate()
