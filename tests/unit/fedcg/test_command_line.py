@@ -226,9 +226,6 @@ def test_running_already_existing_and_missing_things_have_exit_codes_of_their_ow
         codes.append(run_fedcg("coordinator", "run", "--dir", home).exit_code)
     passphrase = ("--passphrase-file", home / "coordinator.toml")
     missing = (
-        ("federation", "show", "nobody", "--dir", home),
-        ("device", "show", "nobody", "--dir", home),
-        ("token", "revoke", "nobody", "--dir", home),
         ("federation", "list", "--dir", tmp_path / "nowhere"),
         ("federation", "create", tmp_path / "plan.toml", "--dir", home),
         ("coordinator", "restore", tmp_path / "backup", "--dir", tmp_path / "new", *passphrase),

@@ -61,14 +61,6 @@ def opened(*clients: str, policy: RoundPolicy = POLICY) -> RoundState:
     return play(RoundState(policy), *[CameOnline(client) for client in clients])[0]
 
 
-def test_a_round_opens_with_everybody_online_as_soon_as_the_quorum_is() -> None:
-    state, commands = play(RoundState(POLICY), CameOnline("b"))
-    assert (state.phase, commands) == (Phase.WAITING, [])
-    state, commands = play(state, CameOnline("a"), now=5.0)
-    assert commands == [OpenAttempt(1, 1, frozenset("ab"), 105.0), Invite(1, 1, "a"), Invite(1, 1, "b")]
-    assert state.phase is Phase.COLLECTING
-
-
 def test_who_comes_later_does_not_join_an_open_attempt_but_a_participant_is_invited_again() -> None:
     state, commands = play(opened("a", "b"), CameOnline("c"), CameOnline("b"))
     assert state.participants == {"a", "b"}
@@ -77,23 +69,6 @@ def test_who_comes_later_does_not_join_an_open_attempt_but_a_participant_is_invi
 
 def test_a_participant_whose_update_is_stored_is_not_invited_again() -> None:
     assert play(opened("a", "b"), UpdateStored(1, 1, "b"), CameOnline("b"))[1] == []
-
-
-def test_the_student_is_distilled_when_all_participants_have_answered() -> None:
-    state, commands = play(opened("c", "a"), UpdateStored(1, 1, "c"))
-    assert commands == []
-    state, commands = play(state, UpdateStored(1, 1, "a"))
-    assert commands == [Distil(1, 1, ("a", "c"))]
-    assert state.phase is Phase.DISTILLING
-
-
-def test_who_is_no_member_any_more_is_not_waited_for_and_not_invited_again() -> None:
-    state = replace(opened("a", "b", "c"), participants=frozenset("abc"), online=frozenset("abc"))
-    state, commands = play(state, UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
-    assert commands == []
-    state, commands = play(state, Departed("c"))
-    assert commands == [Distil(1, 1, ("a", "b"))]
-    assert "c" not in state.online
 
 
 def test_an_update_that_came_before_its_device_departed_still_counts() -> None:
@@ -164,14 +139,6 @@ def test_after_the_last_round_the_federation_is_finished() -> None:
     assert play(state, AggregateStored(2, 1), Tick())[1] == []
 
 
-def test_the_next_round_waits_for_the_quorum_when_clients_have_left() -> None:
-    state = opened("a", "b")
-    state, _ = play(state, UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"), WentOffline("b"))
-    state, commands = play(state, AggregateStored(1, 1))
-    assert (state.phase, state.round, commands) == (Phase.WAITING, 2, [])
-    assert isinstance(play(state, CameOnline("b"))[1][0], OpenAttempt)
-
-
 def test_a_restart_goes_on_with_the_same_attempt_and_gives_it_time() -> None:
     state = replace(opened("a", "b"), online=frozenset())
     state, commands = play(state, Restarted(), now=5000.0)
@@ -184,15 +151,6 @@ def test_a_restart_while_distilling_distils_the_same_updates_again() -> None:
     state, _ = play(opened("a", "b"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
     state, commands = play(replace(state, online=frozenset()), Restarted())
     assert commands == [ResumeAttempt(1, 1, 100.0), Distil(1, 1, ("a", "b"))]
-
-
-def test_a_restart_while_distilling_fails_an_attempt_that_a_rejection_left_below_the_quorum() -> None:
-    state, _ = play(opened("a", "b"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
-    rejected = replace(state, online=frozenset(), updates=frozenset("a"), declined=frozenset("b"))
-    state, commands = play(rejected, Restarted())
-    reason = "updates were rejected before a restart; 1 updates are left, and 2 are needed"
-    assert commands == [ResumeAttempt(1, 1, 100.0), FailAttempt(1, 1, reason, 1)]
-    assert (state.phase, state.attempt) == (Phase.WAITING, 2)
 
 
 events = st.one_of(

@@ -26,22 +26,6 @@ def end_of(device: FakeDevice, round_number: int, attempt: int, data: bytes) -> 
     return next(receipt for receipt in device.receipts() if receipt.artifact == wanted)
 
 
-def test_two_rounds_run_from_hello_to_the_final_aggregate(make_world: MakeWorld) -> None:
-    world = make_world()
-    with RunningService(world) as running:
-        world.start_devices()
-        world.wait_finished()
-        assert running.service.state.phase is Phase.FINISHED
-        assert running.service.refusals == {"dropped": 0}
-    final = world.store.aggregate("tiny", 2)
-    assert final is not None
-    for device in world.devices.values():
-        assert [receipt.outcome for receipt in device.receipts()] == [schemas.Outcome.ACCEPTED] * 2
-        assert device.of(schemas.Finished)[-1].aggregate.id == final.artifact
-        assert [(offer.round, offer.attempt) for offer in device.of(schemas.Offer)] == [(1, 1), (2, 1)]
-    assert [record.state for record in world.store.attempts("tiny")] == [AttemptState.CLOSED] * 2
-
-
 def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_world: MakeWorld) -> None:
     world = make_world()
     seen: list[bool] = []
@@ -99,32 +83,6 @@ def test_a_repeated_hello_keeps_the_session_and_a_new_one_replaces_it(make_world
         wait_until(lambda: len(a.of(schemas.Welcome)) == 3, "another welcome")
     first, second, third = a.of(schemas.Welcome)
     assert first.nonce == second.nonce != third.nonce
-
-
-def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_updates(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1)
-    a, b = world.devices["a"], world.devices["b"]
-    b.silent = True
-    first = RunningService(world)
-    with first:
-        world.start_devices()
-        wait_until(lambda: bool(a.receipts()), "a's update is stored")
-        first.vanish()
-    epochs = [first.service.epoch]
-    with RunningService(world) as running:
-        epochs.append(running.service.epoch)
-        wait_until(lambda: a.of(schemas.CoordinatorStatus)[-1].epoch == epochs[1] > epochs[0], "the new epoch")
-        assert running.service.state.updates == {"a"}
-        b.silent = False
-        for device in (a, b):
-            device.hello()
-        world.wait_finished()
-    assert [(record.round, record.attempt) for record in world.store.attempts("tiny")] == [(1, 1)]
-    assert len(a.receipts()) == 1
-    update_a, update_b = a.receipts()[0].artifact, b.receipts()[0].artifact
-    assert world.workers[1].asked[:2] == [("open", 1, 1), ("add", "a", update_a)]
-    assert ("finish", (("a", update_a, 11), ("b", update_b, 11))) in world.workers[1].asked
-    assert [event["epoch"] for event in world.events("started")] == epochs
 
 
 def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggregate(make_world: MakeWorld) -> None:

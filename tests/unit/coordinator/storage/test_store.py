@@ -170,16 +170,6 @@ def test_an_update_that_meets_the_end_of_collecting_is_merged_or_not_stored(stor
     assert store.updates(*KEY) == []
 
 
-def test_updates_and_the_end_of_collecting_in_any_order_agree_on_what_is_merged(store: Store) -> None:
-    for attempt in range(1, 11):
-        open_attempt(store, attempt)
-        with ThreadPoolExecutor(4) as pool:
-            ends = [pool.submit(store.end_update, update(client, attempt=attempt)) for client in "abc"]
-            merged = pool.submit(store.start_distilling, "f", RoundAttempt(1, attempt), 5.0)
-        stored = [end.result() for end in ends]
-        assert {item.client for item in stored if item is not None} == {item.client for item in merged.result()}
-
-
 def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
     open_attempt(store)
     store.answer(*KEY, "a", ParticipantState.DECLINED, "no\0thing")
