@@ -1,10 +1,12 @@
-"""Worlds that end with the test: a box's agent with a scripted coordinator, a coordinator's service with two devices."""
+"""Worlds and enrolment listeners that end with the test: a box's agent, a coordinator's service with two devices."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator.paths import Home
+from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World as ServiceWorld
 from tests.support.edge.world import MakeWorld, World
@@ -31,3 +33,16 @@ def service_world(tmp_path: Path) -> Iterator[ServiceWorld]:
     world.devices["b"].silent = True
     yield world
     world.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A coordinator's directory with a federation and a port for enrolments."""
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def desk(home: Home) -> Iterator[Desk]:
+    """Its running enrolment listener."""
+    with running_desk(home) as running:
+        yield running

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,7 @@ from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, fails, run_fedcg
-from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
+from tests.support.coordinator.enrolments import FEDERATION, Desk, running_desk
 
 
 @pytest.fixture
@@ -92,12 +86,6 @@ def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
     words += ["--out", root / change.get("out", "second"), "--data", root / change.get("data", "images")]
     assert why in fails(ends, "agent", "join", *words)
     assert not (root / "second").exists()
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with running_desk(open_home(tmp_path / "home")) as running:
-        yield running
 
 
 def run_enrol(*arguments: object, typed: str = "", environment: dict[str, str] | None = None) -> Result:

@@ -65,17 +65,6 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_everything_private_is_erased_and_the_images_and_the_configuration_stay(
-    enrolled: AgentConfig, tmp_path: Path
-) -> None:
-    left = leave(enrolled, erase=True, notify=False, timeout_s=1.0)
-    assert not left.confirmed
-    assert files_of(tmp_path / "box") == {"agent.toml"}
-    assert not enrolled.store.exists()
-    assert (tmp_path / "images" / "bar" / "1.png").read_bytes() == b"image"
-    assert enrolled.store in left.erased
-
-
 def test_without_erase_everything_stays(enrolled: AgentConfig, tmp_path: Path) -> None:
     before = files_of(tmp_path / "box")
     assert leave(enrolled, erase=False, notify=False, timeout_s=1.0).erased == ()

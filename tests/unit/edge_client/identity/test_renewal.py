@@ -2,7 +2,7 @@
 
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,19 +40,8 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.envelopes import SigningKey
-from tests.support.coordinator.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import Desk, running_desk
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
-
-
-@pytest.fixture
-def desk(home: Home) -> Iterator[Desk]:
-    with running_desk(home) as running:
-        yield running
 
 
 @pytest.fixture
@@ -228,15 +217,6 @@ def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threadi
 def reported(config: AgentConfig, name: str) -> list[str]:
     found = read_events(config.store / "events.jsonl")
     return [str(event.get("detail")) for event in found if event["event"] == name]
-
-
-def test_the_agent_renews_in_time_and_connects_anew(desk: Desk, device: AgentConfig) -> None:
-    before, told = certificate_of(device), threading.Event()
-    with renewer(device, lambda: days_ahead(25), told).running():
-        assert told.wait(20)
-    assert certificate_of(device) != before
-    assert fits(device)
-    assert len(reported(device, "certificate_renewed")) == 1
 
 
 def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from devices.power import Rail
-from edge_client.session.signals import RoundCommitted
 from edge_client.store.checked_files import LEDGER_FILE, read_lines
 from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
@@ -157,21 +156,6 @@ def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_own
     assert told.per_class.downloaded == pytest.approx(shares, abs=1e-4)
     assert told.per_class.shadow is None  # `shadow` is not allowed
     assert len(told.per_class.accuracy or ()) == len(site.spec.classes)
-
-
-def test_a_committed_round_is_never_trained_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.train()
-    before = site.state().generation
-
-    def never(name: str) -> object:
-        raise AssertionError(f"{name} was about to train again")
-
-    trainer = site.trainer()
-    monkeypatch.setattr(training, "initial_parts", never)
-    monkeypatch.setattr(site.store.artifacts, "get", never)
-    assert trainer.do(site.round()) == RoundCommitted(RoundAttempt(1, 1))
-    assert site.state().generation == before
-    assert len(site.events("committed")) == 1
 
 
 def test_the_next_round_starts_from_the_committed_state(site: Site) -> None:
