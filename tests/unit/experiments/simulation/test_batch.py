@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from experiments.errors import OptionError
-from experiments.settings import parse_method_params, parse_networks, parse_seeds
+from experiments.settings import parse_method_params, parse_seeds
 from experiments.simulation.batch import RunSetting, load_batch, plan_batch, planned_run, save_batch
 from fedcg.learning.privacy import PrivacySettings
 
@@ -29,15 +29,6 @@ def test_a_parameter_is_every_methods_or_that_of_one_that_is_run() -> None:
     assert parse_method_params(["lr=0.1", "fedprox.mu=1"], ("fedprox",)) == {"": {"lr": 0.1}, "fedprox": {"mu": 1}}
     with pytest.raises(OptionError, match="not one of the methods"):
         parse_method_params(["fedprox.mu=1"], ("fedavg",))
-
-
-def test_a_network_is_every_methods_or_that_of_one_that_is_run() -> None:
-    typed = {"network": ["lenet5", "fedcg=own.splits:one"], "generator": ["fedcg=conv"]}
-    networks = parse_networks(typed, ["fedcg", "local"])
-    assert networks == {"": {"network": "lenet5"}, "fedcg": {"network": "own.splits:one", "generator": "conv"}}
-    fedcg, local = (run.setting for run in plan_batch({}, ["fedcg", "local"], [0], {}, networks).runs)
-    assert (fedcg.network, fedcg.generator) == ("own.splits:one", "conv")
-    assert (local.network, local.generator) == ("lenet5", "mlp")
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0", (0,)), ("3,1", (3, 1)), ("0-2,7", (0, 1, 2, 7))])
