@@ -209,14 +209,6 @@ def test_an_altered_link_is_refused(change: dict[str, object]) -> None:
         opened(chain([altered]), pin(0), THIEF if "new" in change else KEYS[1])
 
 
-def test_a_link_of_another_federation_is_refused() -> None:
-    foreign = make_link("other", 1, 5, KEYS[0], KEYS[1].public)
-    with pytest.raises(SignatureError, match="not signed"):
-        opened(chain([foreign]), pin(0), KEYS[1])
-    with pytest.raises(MalformedError, match="'other'"):
-        opened(chain([foreign], federation="other"), pin(0), KEYS[1])
-
-
 @pytest.mark.parametrize(
     ("links", "why"),
     [
