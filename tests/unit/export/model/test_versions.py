@@ -93,16 +93,6 @@ def test_a_directory_without_manifest_or_model_is_refused(tmp_path: Path) -> Non
         read_model(tmp_path, _manifest(b"model"))
 
 
-def test_installing_puts_the_new_version_in_use(installed: ModelVersions) -> None:
-    first = installed.install(_filler(b"one"))
-    assert (first.name, installed.current()) == ("0001", first)
-    second = installed.install(_filler(b"two"))
-    assert (second.name, installed.current()) == ("0002", second)
-    assert [version.is_current for version in installed.versions()] == [False, True]
-    assert resolve(installed.root) == second
-    assert resolve(first) == first
-
-
 def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(installed: ModelVersions) -> None:
     def mismatch(directory: Path) -> None:
         (directory / "model.onnx").write_bytes(b"other")
