@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from experiments.errors import OptionError
 from fedcg.learning.spec import ParameterValue
 
-_FILES = ("fedcg.toml", "fedmd_cg.toml", "ppidsg.toml", "antigan.toml", "own.toml")
+_FILES = ("fedcg.toml", "fedmd_cg.toml", "ppidsg.toml", "antigan.toml", "own.toml", "sealed.toml")
 _SettingValues = dict[str, JsonValue]
 _Pair = Annotated[tuple[float, ...], Field(min_length=1, max_length=2)]
 
