@@ -297,14 +297,6 @@ def test_the_folder_of_a_broker_elsewhere_lacks_the_authoritys_key(home: Home, d
     x509.load_pem_x509_crl(held["crl.pem"])
 
 
-def test_the_configuration_follows_the_folder_to_another_place(deployed: Path, tmp_path: Path) -> None:
-    moved = deployed.rename(tmp_path / "elsewhere")
-    lines = write_config(moved).read_text().splitlines()
-    for name, value in (("acl_file", "acl"), ("crlfile", "crl.pem"), ("keyfile", "broker.key"), ("cafile", "ca.pem")):
-        assert f"{name} {moved / value}" in lines
-    assert (moved / "data").is_dir()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "code", "why"),
     [
