@@ -22,6 +22,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.envelopes import VerifyKey
+from tests.support.broker.broker_plant import end
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.stack import CLASSES, Stack, wait_for, write_images
@@ -329,13 +330,7 @@ class Operator:
             return probe.connect_ex(("127.0.0.1", self.ports[1])) == 0
 
     def end(self, name: str) -> None:
-        process = self.running.pop(name)
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(self.running.pop(name))
 
 
 @pytest.fixture
