@@ -43,7 +43,7 @@ DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 # Networks of a demo whose method can't do with the usual one.
 DEMO_NETWORKS: Mapping[str, Mapping[str, str | int]] = {
     "analytic": {
-        "network": "efficientnet_lite0+project:256",
+        "network": "efficientnet_lite0+project:1280",
         "freeze": "all",
         "normalise": "imagenet",
         "image_size": 64,

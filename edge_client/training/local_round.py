@@ -256,7 +256,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     aggregate = as_aggregate(work, spec, base, has_state=stored is not None)
-    if spec.sealed:
+    if spec.sealed and method.vote is None:  # else the cohort judges together
         aggregate = believed(start.personal.parts, aggregate, ctx, work.events)
     result = protected_round(method, start.personal, seen.train, aggregate, ctx)
     check_finite(result.private.parts, "after the round")
