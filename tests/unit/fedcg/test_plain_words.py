@@ -105,7 +105,7 @@ def box(tmp_path: Path) -> Path:
 
 SERVE_MQTT = "infer serve-mqtt --model {box} --name line-4 --host 127.0.0.1 --port 1"
 SAID = {
-    "cohort card --config {box}/no-key/agent.toml": "signing.key'. Enrol the device again",
+    "agent leave --yes --config {box}/no-key/agent.toml": "signing.key'. Enrol the device again",
     "agent renew --config {box}/agent.toml": "odd can't be used: ",
     "agent status --config {box}": "can't be read: Is a directory",
     "agent status --config {box}/noise": "can't be read: it is not plain text",

@@ -109,9 +109,10 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.simulation import Schedule
 from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed
 data = {name: ClientData(*(bright_images(12, seed) for seed in (1, 2, 3))) for name in "ab"}
-for method, optimiser in [*((name, "adam") for name in method_names()), ("fedmd_cg", "sgd")]:
+names = set(method_names()) - {"analytic"}  # whose backbone is timm's, which imports it
+for method, optimiser in [*((name, "adam") for name in sorted(names)), ("fedmd_cg", "sgd")]:
     spec, public = quick_spec(method, optimiser=optimiser, epochs=1), bright_images(10, 77).images
-    simulate(Party(spec, data, roots_from_seed(0, tuple("ab")), public=public), Schedule(rounds=1, shadow=False))
+    simulate(Party(spec, data, roots_from_seed(0, tuple("ab")), public=public), Schedule(rounds=3 if method == "fedseal" else 1, shadow=False))
 print(*sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
 """
 
@@ -169,7 +170,7 @@ def test_the_average_keeps_more_of_itself_from_step_to_step_up_to_the_decay(deca
     assert net.weight.item() == 2.0
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", [name for name in method_names() if name != "analytic"])  # which trains nothing
 def test_a_round_with_an_average_sends_and_keeps_the_same_and_has_the_averaged_model_beside_it(name: str) -> None:
     spec = cases.quick_spec(name)
     data = cases.bright_images(24, 0, form=spec.image)
