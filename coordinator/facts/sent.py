@@ -136,7 +136,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         record.id,
         record.method,
         _parts(spec),
-        sorted(part.value for part in spec.layouts if part not in spec.upload),
+        sorted(part.value for part in spec.layouts if part not in (*spec.upload, *spec.sealed)),
         {field.value: (field.meaning, _when(field, spec)) for field in ReportField},
         {_words(model.__name__): ((model.__doc__ or "").partition("\n")[0], own_fields(model)) for model in SENT},
         COMMON,
@@ -170,7 +170,7 @@ def _parts(spec: FederationSpec) -> list[PartSent]:
     for part in spec.upload:
         tensors = spec.layouts[part]
         codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
-        if all(each.dtype == "int64" for each in tensors):
+        if all(each.dtype != "float32" for each in tensors):
             codec = "whole numbers"
         numbers = sum(math.prod(each.shape) for each in tensors)
         found.append(PartSent(part.value, spec.meaning_of(part), len(tensors), numbers, codec))
