@@ -101,7 +101,7 @@ def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
     updates = {}
     with pytest.MonkeyPatch.context() as patch:
         for module in list(sys.modules.values()):
-            if module.__name__ != __name__ and vars(module).get("run_stage") is run_stage:
+            if getattr(module, "__name__", "") != __name__ and vars(module).get("run_stage") is run_stage:
                 patch.setattr(module, "run_stage", caught)
         for client, images in (("a", 26), ("b", 20)):
             ctx = replace(context(spec, 3, client.encode()), machine=Machine(device))
