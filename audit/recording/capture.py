@@ -6,17 +6,21 @@ check signatures), artifacts are decoded without a layout, so that content that 
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from fedcg.wire.artifacts.inspection import inspect
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcg.wire.artifacts.inspection import Inspection, inspect
 from fedcg.wire.errors import OrderError, WireError
 from fedcg.wire.messages.envelopes import MAGIC as ENVELOPE_MAGIC
 from fedcg.wire.messages.envelopes import OVERHEAD_BYTES, check_links, read_envelope
 from fedcg.wire.messages.schemas import KeyChain
 from fedcg.wire.messages.topics import ParsedTopic, TopicKind, Topics
-from fedcg.wire.parts import TensorCodec, is_delta
+from fedcg.wire.parts import Part, TensorCodec, is_delta
 from fedcg.wire.transfer.chunks import parse_chunk
 
 MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is given up and reported so
@@ -36,6 +40,7 @@ class SeenArtifact:
         sender: its maker, by its header; `coordinator` for a spec.
         tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
         facts: what its header says of its maker besides.
+        worst_bits: of its sealed numbers; see `SealedBits`.
     """
 
     id: str
@@ -51,6 +56,53 @@ class SeenArtifact:
     codecs: Mapping[TensorCodec, int] = field(default_factory=dict)
     problem: str | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
+    worst_bits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SealedBits:
+    """Whether numbers of sealed sums, each device's and what a coordinator opens of them together, show anything to who has no secret.
+
+    Under a cohort's masks every bit is a fair coin. Numbers without masks, or sums under one mask for all, are far from it.
+
+    Attributes:
+        tensors: how many were looked at.
+        worst: of all bits of all of them, the standard deviations of the one whose ones are the farthest from half.
+        limit: what fair coins stay below but for once in a million recordings.
+    """
+
+    tensors: int
+    worst: float
+    limit: float
+
+    @staticmethod
+    def of(worst_bits: Collection[float]) -> "SealedBits":
+        """Of the results of `worst_bit`."""
+        limit = math.sqrt(2 * math.log(64 * max(1, len(worst_bits)) / 1e-6))
+        return SealedBits(len(worst_bits), max(worst_bits, default=0.0), limit)
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether they show nothing."""
+        return self.worst <= self.limit
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        found = "show nothing" if self.is_fair else "ARE NOT HIDDEN"
+        return (
+            f"{self.tensors} tensors of sealed numbers {found} to who lacks the cohort's secret: "
+            f"the least fair of their bits is {self.worst:.1f} deviations from half (limit {self.limit:.1f})"
+        )
+
+
+def worst_bit(numbers: NDArray[np.uint32]) -> float:
+    """|z| of the bit whose ones are the farthest from half of all, or which is the most often like its neighbour.
+
+    Small numbers of both signs have ones in half of their high bits, but all of these are alike.
+    """
+    steps = numbers ^ (numbers >> np.uint32(1))
+    ones = np.array([np.count_nonzero(each >> np.uint32(bit) & 1) for each in (numbers, steps) for bit in range(32)])
+    return float(np.abs(ones - numbers.size / 2).max() / (numbers.size / 4) ** 0.5) if numbers.size else 0.0
 
 
 @dataclass
@@ -81,6 +133,15 @@ def _direction(parsed: ParsedTopic) -> tuple[str, str]:
     return parsed.device or "*", "up" if parsed.kind in _UP_KINDS else "down"
 
 
+def worst_bits(seen: Inspection) -> dict[str, float]:
+    """Of every tensor of sealed numbers in an artifact, by its key."""
+    return {
+        key: worst_bit(array.ravel())
+        for key, array in seen.tensors.items()
+        if key.startswith(f"{Part.SEALED.value}/") and array.dtype == np.uint32
+    }
+
+
 def describe(artifact: str, data: bytes) -> SeenArtifact:
     """Decode the bytes of an artifact; bytes of any kind are accepted."""
     try:
@@ -104,6 +165,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
         base if isinstance(base, str) else None,
         dict(sorted(Counter(seen.codecs.values()).items())),
         facts=seen.facts,
+        worst_bits=worst_bits(seen),
     )
 
 
@@ -264,6 +326,12 @@ class Capture:
             return {}
         return fields if isinstance(fields, dict) else {}
 
+    def sealed_bits(self) -> dict[str, object] | None:
+        """Of all sealed numbers that crossed; None where none did."""
+        found = [worst for seen in self.artifacts.values() for worst in seen.worst_bits.values()]
+        bits = SealedBits.of(found)
+        return {**vars(bits), "is_fair": bits.is_fair, "text": str(bits)} if found else None
+
     def bytes_per_round(self) -> dict[str, dict[str, dict[str, int]]]:
         """Payload bytes by device (`*`: broadcasts), way (`up`, `down`) and round (`0`: outside of any round)."""
         counted = Counter(self._control_bytes)
@@ -292,6 +360,7 @@ class Capture:
                 kind: {"count": entry.count, "fields": sorted(entry.fields), "senders": sorted(entry.senders)}
                 for kind, entry in sorted(self._messages.items())
             },
+            "sealed": self.sealed_bits(),
             "coordinator_keys": {str(serial): key for serial, key in sorted(self._keys.items())},
             "key_problems": self._key_problems,
             "incomplete": self._open(),

@@ -1,6 +1,16 @@
-"""Checks whether a recording of the wire holds a private tensor, as value, as a delta, or as raw bytes; reads the observer's folder and the files of private weights.
+"""Checks whether a recording of the wire holds a private tensor, as value, as a delta, or as raw bytes, and whether sealed numbers show anything.
 
-(keep the bulleted part of leakage's present docstring here)
+A check of outcomes, not of intentions: it compares numbers and bytes only and trusts no name. Its input is the recording of an
+independent observer, and the private weights of the devices as the truth.
+
+A tensor on the wire leaks a private one of the same flattened size when their absolute Pearson correlation reaches the
+threshold (scale, offset and sign don't hide it):
+  * as value;
+  * as value + base, where a base is a tensor that the attacker knows (the decoded aggregate that an update is coded
+    against, initial weights). A base that resembles the private tensor by itself is an earlier version of it: then the
+    value is compared with the change (private - base), which needs no scale, and the sum counts only while the base
+    alone stays under the threshold (else a tensor of zeros would be accused).
+Integer tensors are quantised per channel with scales of their own, so they are also compared row by row.
 """
 
 from __future__ import annotations
@@ -19,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from audit.errors import CaptureError, DecodeError
+from audit.recording.capture import SealedBits, worst_bits
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
@@ -247,6 +258,7 @@ class Check:
     """Outcome of a check: how much was compared, and what leaked.
 
     Attributes:
+        sealed: whether the numbers of sealed sums show anything.
         without_base: tensors by the aggregate that they are coded as the difference to and that was not recorded: they were compared as
             differences, not as values.
     """
@@ -256,6 +268,12 @@ class Check:
     private_tensors: int
     matches: tuple[Match, ...]
     without_base: Mapping[str, int] = field(default_factory=dict)
+    sealed: SealedBits = field(default_factory=lambda: SealedBits.of(()))
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing leaked."""
+        return not self.matches and self.sealed.is_fair
 
     def record(self) -> dict[str, object]:
         """As JSON values."""
@@ -264,18 +282,20 @@ class Check:
             "wire_tensors": self.wire_tensors,
             "private_tensors": self.private_tensors,
             "without_base": dict(self.without_base),
+            "sealed": vars(self.sealed) if self.sealed.tensors else None,
             "leaks": [vars(match) for match in self.matches],
         }
 
     def summary(self) -> str:
         """One line for a person, and one for each aggregate that was missed."""
-        missed = (
+        missed = "".join(
             f"\n{count} tensors are differences to aggregate {base}, which was not recorded: compared as differences only"
             for base, count in sorted(self.without_base.items())
         )
+        sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
         return (
             f"compared {self.wire_tensors} tensors of {self.artifacts} recorded artifacts "
-            f"with {self.private_tensors} private tensors: {len(self.matches)} leaks{''.join(missed)}"
+            f"with {self.private_tensors} private tensors: {len(self.matches)} leaks{missed}{sealed}"
         )
 
 
@@ -347,4 +367,5 @@ def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     matches = compare(seen, truth) + find_bytes(payloads, truth)
-    return Check(len(blobs), len(seen), len(truth), tuple(matches), _without_base(inspections))
+    sealed = SealedBits.of([worst for one in inspections.values() for worst in worst_bits(one).values()])
+    return Check(len(blobs), len(seen), len(truth), tuple(matches), _without_base(inspections), sealed)

@@ -133,6 +133,8 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
 
     line(f"{times['total']:.1f} s in total: {parts}")
     line(f"broker: {summary['broker']}; the observer decoded {summary['observer']['artifacts']} artifacts")
+    if sealed := summary["observer"]["sealed"]:
+        line(f"sealed: {sealed['text']}")
     line(f"accuracy over rounds: {root / 'accuracy.png'}")
     line(f"all numbers:          {root / 'summary.json'}")
     models = [client["onnx_model"] for client in summary["clients"] if client["onnx_model"]]

@@ -170,6 +170,7 @@ def summarise(
             "artifacts": len(wire.get("artifacts", ())),
             "incomplete": len(wire.get("incomplete", ())),
             "undecoded": len(wire.get("undecoded", ())),
+            "sealed": wire.get("sealed"),
             "messages": {kind: entry["count"] for kind, entry in wire.get("messages", {}).items()},
         },
         "setting": dict(setting),

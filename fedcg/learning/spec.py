@@ -392,7 +392,9 @@ class FederationPlan(RoundPolicy):
     sealed_range: Annotated[
         float,
         Field(
-            gt=0, le=1e6, description="largest number of a sealed network, either way; a round with a larger one fails"
+            gt=0,
+            le=1e6,
+            description="largest number of a sealed network, either way (batch norm's variances: 8,192); a round with a larger one fails",
         ),
     ] = 64.0
 

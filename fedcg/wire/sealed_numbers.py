@@ -67,9 +67,10 @@ def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], mo
         array = tensors[layout.name]
         middle, half = _middle_and_half(layout)
         if array.size and float(np.abs(array - middle).max()) > half:
+            advice = ": plan with a larger sealed_range" if (layout.low, layout.high) == (-most, most) else ""
             raise CodecError(
                 f"tensor {layout.name} holds numbers beyond {layout.low:g} and {layout.high:g}, and a sealed sum has no room for "
-                "them: plan with a larger sealed_range"
+                f"them{advice}"
             )
         pieces.append(np.rint(STEPS * share * ((array.astype(np.float64).reshape(-1) - middle) / half)))
     return (np.concatenate(pieces).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from audit.cli import app
 from audit.errors import CaptureError, DecodeError
 from audit.recording.capture import Capture
 from audit.recording.leakage import PrivateTensor, WireTensor, check_recording, compare, correlation, find_bytes
@@ -21,7 +23,8 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pa
 from fedcg.wire.messages.envelopes import SigningKey, make_link, seal
 from fedcg.wire.messages.schemas import Finished, KeyChain, Manifest
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import Part, Report, TensorLayout
+from fedcg.wire.sealed_numbers import to_numbers
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.stack import wait_for
 from tests.support.wire.artifact_chunks import frames_for, make_ref
@@ -221,6 +224,21 @@ def test_a_recording_is_checked_against_private_weights(wire: Recording, tmp_pat
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
     assert check.private_tensors == 1
     assert {match.how for match in check.matches} == ({"value", "bytes"} if leaks else set())
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_sealed_numbers_are_fair_coins_or_are_told(wire: Recording, tmp_path: Path, is_hidden: bool) -> None:
+    save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    layouts = (TensorLayout(name="weight", dtype="float32", shape=EXTRACTOR.shape),)
+    numbers = to_numbers({"weight": EXTRACTOR}, layouts, 64.0, 0.25)
+    mask = np.random.default_rng(3).integers(0, 1 << 32, numbers.shape, np.uint32)
+    written = record(wire, tmp_path / "seen", update(Part.SEALED, numbers + mask * is_hidden))
+    assert written["sealed"]["is_fair"] == is_hidden
+    found = CliRunner().invoke(
+        app, ["compare", "--observed", str(tmp_path / "seen"), "--private", str(tmp_path / "state.safetensors")]
+    )
+    assert found.exit_code == (0 if is_hidden else 1)
+    assert ("show nothing" if is_hidden else "ARE NOT HIDDEN") in found.output
 
 
 def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from fedcg.learning import networks
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.method import Update
 from fedcg.learning.networks import image_networks
 from fedcg.learning.networks.gan import GENERATORS, ClassGaussians
 from fedcg.learning.networks.plans import complete_spec, initial_parts, shadow_spec
@@ -17,7 +18,17 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField, TensorLayout, UpdateCodec
 from fedcg.wire.sealed_numbers import number_count
-from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same, usual_plan
+from tests.support.learning.learning_cases import (
+    CLASSES,
+    GREY,
+    aggregator_of,
+    context,
+    merged,
+    plan,
+    quick_spec,
+    same,
+    usual_plan,
+)
 from tests.support.learning.networks import networks_of
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -196,6 +207,18 @@ def test_a_plan_seals_only_what_its_method_does_nothing_with_but_average(
 ) -> None:
     with pytest.raises(NetworkError, match=problem):
         complete_spec(plan(method).model_copy(update={"params": params, "sealed": tuple(sealed)}))
+
+
+def test_a_sealed_mean_has_room_for_the_variances_of_a_pretrained_batch_norm() -> None:
+    spec = complete_spec(plan("fedseal", NetworkChoice(split="cnn_bn"), CIFAR))
+    start = initial_parts(spec, b"cohort")
+    loud = {name: one + 566.0 * name.endswith("running_var") for name, one in start[Part.EXTRACTOR].items()}
+    names = [name for name in loud if name.endswith("running_var")]
+    merge = aggregator_of(spec, context(spec, 1))
+    updates = {name: Update(name, {**start, Part.EXTRACTOR: loud}, 10) for name in "abc"}
+    mean = merged(merge, updates).parts[Part.EXTRACTOR]
+    assert names
+    assert all(torch.allclose(mean[name], loud[name], atol=1e-3) for name in names)
 
 
 def test_a_sealed_plan_becomes_a_spec_with_numbers_for_what_is_sealed_and_public_counts_only_where_they_weigh() -> None:

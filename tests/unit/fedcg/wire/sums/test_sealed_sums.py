@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from audit.recording.capture import worst_bit
 from fedcg.wire import sums
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
@@ -163,12 +164,6 @@ def test_a_cohorts_mask_is_another_one_for_each_device_secret_view_of_the_member
     assert np.array_equal(masks[0], cohort_mask(AT, SECRET, digest, name, 256))
     for first, second in combinations(masks, 2):
         assert np.count_nonzero(first == second) == 0  # each pair by a chance of 2^-24
-
-
-def worst_bit(numbers: Numbers) -> float:
-    """|z| of the bit whose ones are the farthest from half of all."""
-    ones = np.array([np.count_nonzero(numbers >> np.uint32(bit) & 1) for bit in range(32)])
-    return float(np.abs(ones - len(numbers) / 2).max() / (len(numbers) / 4) ** 0.5)
 
 
 @pytest.mark.parametrize("count", [4, 8, 32])
