@@ -134,11 +134,11 @@ def _direction(parsed: ParsedTopic) -> tuple[str, str]:
 
 
 def worst_bits(seen: Inspection) -> dict[str, float]:
-    """Of every tensor of sealed numbers in an artifact, by its key."""
+    """Of every tensor of sealed numbers in an artifact, by its key; before the first sum they are all zeros, and count for nothing."""
     return {
         key: worst_bit(array.ravel())
         for key, array in seen.tensors.items()
-        if key.startswith(f"{Part.SEALED.value}/") and array.dtype == np.uint32
+        if key.startswith(f"{Part.SEALED.value}/") and array.dtype == np.uint32 and array.any()
     }
 
 
