@@ -69,6 +69,18 @@ def test_a_fleet_of_three_goes_on_after_convergence_with_every_update(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedseal", "analytic"])
+def test_sealed_numbers_cross_the_broker_and_show_nothing_to_its_observer(tmp_path: Path, method: str) -> None:
+    few = ["--clients", "4", "--rounds", "2", "--local-epochs", "1", "--images-per-client", "100"]
+    done = _fedcg("demo", *few, "--method", method, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    observed = _summary(tmp_path / "run")["observer"]["sealed"]
+    assert observed["tensors"] >= 4 + 1
+    assert observed["is_fair"], observed["text"]
+    assert "of sealed numbers show nothing" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(demo: Path, tmp_path: Path) -> None:
     device = tmp_path / "client-1"
     shutil.copytree(demo / "devices" / "client-1", device)
