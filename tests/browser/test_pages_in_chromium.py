@@ -267,12 +267,10 @@ def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, w
     assert verdict is not None
     assert verdict["height"] < 900 or width < 1280  # one screen, where there is room for one
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    images = page.evaluate("[...document.images].map(image => image.naturalWidth)")
-    assert images == [64, 64, 64]
+    assert page.evaluate("[...document.images].map(image => image.naturalWidth)") == [64, 64, 64]
     ink, ground = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert (_lightness(ink) < _lightness(ground)) is (scheme == "light")
-    if folder := os.environ.get("FEDCG_SCREENSHOTS"):
-        page.screenshot(path=str(Path(folder) / f"audit-{scheme}-{width}.png"), full_page=True)
+    keep(page, f"audit-{scheme}-{width}")
     page.close()
 
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +150,7 @@ def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate
     wait_for(lambda: events.exists() and '"committed"' in events.read_text(), "a round is committed", 120)
     os.kill(started.pid, signal.SIGINT)
     assert started.wait(timeout=30) == 130
-    deadline = time.monotonic() + 10
-    while _processes_with(str(tmp_path)):
-        assert time.monotonic() < deadline, _processes_with(str(tmp_path))
-        time.sleep(0.05)
+    wait_for(lambda: not _processes_with(str(tmp_path)), "no process is left", 10)
     done = _fedcg("demo", "--resume", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _final_aggregate(tmp_path / "run") == _final_aggregate(demo)

@@ -57,8 +57,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("py310")
     _run(_interpreter(), "-m", "venv", folder / "venv")
     made = folder / "venv" / "bin" / "python"
-    packages = [f"{REPOSITORY}[{EXTRAS}]", "onnx", "nvidia-ml-py", "pytest", "pytest-timeout", "hypothesis"]
-    _run(made, *INSTALL, *packages)
+    _run(made, *INSTALL, f"{REPOSITORY}[{EXTRAS}]", "onnx", "nvidia-ml-py", "pytest", "pytest-timeout", "hypothesis")
     return made
 
 
@@ -91,8 +90,7 @@ def test_the_wire_the_session_and_the_versions_of_a_model_pass_their_tests(pytho
 
 
 def _requirements(extra: str) -> Iterator[str]:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    for one in project["optional-dependencies"][extra]:
+    for one in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]:
         inner = re.fullmatch(r"fedcg-edge\[(.*)\]", one)
         if inner is None:
             yield one.partition(";")[0]
@@ -130,15 +128,13 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     assert data_of(output)["results"][0]["class"] == best.label
     with serving(tmp_path / "models", command=fedcg) as server:
         answer = server.ask("/predict", content, PNG).document["results"][0]
-        assert answer["class"] == best.label
-        assert answer["probability"] == pytest.approx(best.probability, abs=1e-5)
+        assert (answer["class"], answer["probability"]) == (best.label, pytest.approx(best.probability, abs=1e-5))
     images = tmp_path / "images" / best.label
     images.mkdir(parents=True)
     for number in range(4):
         (images / f"{number}.png").write_bytes(content)
     tried = _run(*fedcg, "model", "optimise", tmp_path / "models", "--images", images.parent, "--json").stdout
-    names = [one["name"] for one in data_of(tried)["variants"] if one["latency_ms"]]
-    assert names == ["fp32", "ort", "fp16", "int8"]
+    assert [one["name"] for one in data_of(tried)["variants"] if one["latency_ms"]] == ["fp32", "ort", "fp16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -210,8 +206,7 @@ def test_a_signed_model_is_checked_there_and_refused_where_that_cannot_be_done(b
     program = "import sys; sys.modules['cryptography'] = None; from fedcg.cli import main; main()"
     unable = box.run(box.python, "-c", program, *command, code=2)
     manifest.write_text(manifest.read_text().replace('"round": 1', '"round": 2'))
-    altered = box.fedcg(*command, code=2)
-    for refused, told in ((unable, "pip install cryptography"), (altered, "altered")):
+    for refused, told in ((unable, "pip install cryptography"), (box.fedcg(*command, code=2), "altered")):
         assert refused.stdout == ""
         assert told in refused.stderr
         assert "Traceback" not in refused.stderr

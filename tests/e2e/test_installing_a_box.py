@@ -212,8 +212,7 @@ def interrupt(box: Box, *, switched: bool) -> dict[str, bytes]:
 
 def test_an_upgrade_that_was_cut_while_it_took_its_changes_back_is_taken_back_to_the_end(box: Box) -> None:
     copied = interrupt(box, switched=False)
-    nothing = box.put("upgrade", box.root / "no.whl")
-    assert nothing.returncode == 2
+    assert box.put("upgrade", box.root / "no.whl").returncode == 2
     assert content(box.stores) == {f"shapes/{name}": data for name, data in copied.items()}
     assert (box.prefix / "venv").readlink() == Path("venv-a")
     assert box.units()[AGENT_UNIT] == "agent of the old version"
@@ -268,8 +267,7 @@ def test_refused_options_make_no_folder(tmp_path: Path, words: tuple[str, ...], 
 @pytest.mark.timeout(900)  # installs packages, twice
 def test_the_sources_install_with_what_they_depend_on_and_once_more_in_place_of_themselves(tmp_path: Path) -> None:
     sources, box = tmp_path / "sources", Box(tmp_path / "root")
-    packages = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments", "deploy")
-    for name in packages:
+    for name in ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments", "deploy"):
         shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, sources / name)
@@ -338,10 +336,9 @@ class Machine:
     def start(self, action: str, wheel: Path) -> subprocess.Popen[str]:
         """The script, in a process group of its own."""
         words = (str(SCRIPT), action, "--source", str(wheel), "--python", sys.executable)
-        path = f"{self.root / 'bin'}:{os.environ['PATH']}"
         return subprocess.Popen(
             (*NAMESPACE, "bash", "-c", ENTER, "enter", *words),
-            env=environment(MACHINE=str(self.root), PATH=path),
+            env=environment(MACHINE=str(self.root), PATH=f"{self.root / 'bin'}:{os.environ['PATH']}"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -410,8 +407,7 @@ def machine(tmp_path: Path, wheels: tuple[Path, Path]) -> Machine:
 def test_units_rest_while_stores_change_those_that_ran_start_again_and_all_are_stopped_before_a_removal(
     machine: Machine, wheels: tuple[Path, Path]
 ) -> None:
-    installing = machine.calls()
-    assert any(call.startswith("useradd --system") and call.endswith(" fedcg") for call in installing)
+    assert any(call.startswith("useradd --system") and call.endswith(" fedcg") for call in machine.calls())
     assert (machine.root / "etc" / "systemd" / "system" / AGENT_UNIT).read_text() == render_agent_unit()
     (machine.root / "units").write_text(RUNNING)
     code, output = machine.put("upgrade", wheels[1])

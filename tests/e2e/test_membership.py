@@ -23,7 +23,7 @@ from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.envelopes import VerifyKey
 from tests.support.broker.broker_plant import end
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.stack import CLASSES, Stack, wait_for, write_images
 from tests.support.waiting import free_port
@@ -79,8 +79,7 @@ def test_a_new_box_takes_the_place_of_one_that_still_runs_and_that_one_is_cut_of
     wait_for(lambda: '"welcomed"' in read(new / "store" / "events.jsonl"), "the new box is welcomed", 60)
     assert welcomes(stack, "site-1") == before
     links = [event["up"] for event in stack.events("site-1") if event["event"] == "link"]
-    assert links[-1] is False
-    assert links.count(True) == 1
+    assert (links[-1], links.count(True)) == (False, 1)
 
 
 def test_a_box_that_is_revoked_while_it_runs_is_told_says_so_once_and_backs_off(stack: Stack) -> None:
@@ -106,15 +105,8 @@ def test_a_box_that_is_revoked_while_it_runs_is_told_says_so_once_and_backs_off(
 def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it(stack: Stack) -> None:
     box = start_box(stack, "site-2")
     config = str(box / "agent.toml")
-    busy = subprocess.run(
-        [sys.executable, "-m", "fedcg", "agent", "leave", "--config", config, "--erase", "--yes"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert busy.returncode == ALREADY_RUNNING
-    assert "is held by process" in busy.stderr
+    leaving = ("agent", "leave", "--config", config, "--erase", "--yes")
+    assert "is held by process" in fails(ALREADY_RUNNING, *leaving)
     stack.running["site-2"].terminate()
     assert stack.running.pop("site-2").wait(timeout=30) == 0
     assert stack.doctor("site-2")["coordinator"]["state"] == "ok"
@@ -128,7 +120,7 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
     acl.write_text(whole)
     stack.running["broker"].send_signal(signal.SIGHUP)
 
-    answer = data_of(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
+    answer = data_of(stack.command(*leaving, "--json"))
     assert answer["confirmed"] is True
     assert {path.name for path in box.iterdir() if path.is_file()} == {"agent.toml"}
     assert not (box / "store").exists()
@@ -158,8 +150,7 @@ def rotate(stack: Stack) -> str:
 
 
 def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(tmp_path: Path) -> None:
-    params = {"epochs": 2, "server_iterations": 100, "server_batch": 16}
-    stack = Stack(root=tmp_path, params=params, rounds=3)
+    stack = Stack(root=tmp_path, params={"epochs": 2, "server_iterations": 100, "server_batch": 16}, rounds=3)
     with stack.up(agents=True, observer=()):
         stack.wait_event(
             "coordinator", lambda event: event["event"] == "attempt_opened" and event["round"] == 2, "round 2"

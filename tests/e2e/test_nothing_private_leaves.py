@@ -80,8 +80,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Talkative]:
     with stack.up(observer=("--frames",)):
         stack.enrol_all()
         stack.make_cohorts()
-        broken = next((stack.root / "data" / "site-2" / "train").rglob("*.png"))
-        broken.write_bytes(b"\x89PNG and no more")
+        next((stack.root / "data" / "site-2" / "train").rglob("*.png")).write_bytes(b"\x89PNG and no more")
         for device in stack.devices:
             stack.start_agent(device)
         stack.wait_event("site-3", lambda event: event["event"] == "welcomed", "its log has begun")
@@ -104,8 +103,7 @@ def _logs(stack: Stack) -> dict[Path, str]:
 def test_no_log_has_a_file_name_of_an_image_although_one_is_broken(stack: _Talkative) -> None:
     logs = _logs(stack)
     assert not [path for path, text in logs.items() if NAME in text or any(end in text for end in FORBIDDEN_SUFFIXES)]
-    skipped = [event for event in stack.events("site-2") if event["event"] == "images_skipped"]
-    assert skipped[0]["count"] == 1
+    assert next(event for event in stack.events("site-2") if event["event"] == "images_skipped")["count"] == 1
     assert "1 images can't be read and are left out; `fedcg doctor` names them" in logs[stack.root / "site-2.log"]
 
 
@@ -134,8 +132,7 @@ def test_no_log_has_a_weight(stack: _Talkative) -> None:
     spelt = {f"{abs(weight):.6g}" for weight in weights.tolist() if len(f"{abs(weight):.6g}") >= 8}
     assert len(spelt) > 1000
     for path, text in _logs(stack).items():
-        numbers = {f"{float(number):.6g}" for number in re.findall(r"\d+\.\d{5,}(?:e-?\d+)?", text)}
-        assert not spelt & numbers, path
+        assert not spelt & {f"{float(number):.6g}" for number in re.findall(r"\d+\.\d{5,}(?:e-?\d+)?", text)}, path
 
 
 def test_the_console_of_an_agent_reports_each_thing_that_a_person_waits_for_in_order(stack: _Talkative) -> None:
@@ -312,9 +309,7 @@ def per_channel_i8(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("coding", ["float32", "float16", "i8_delta"])
 def test_the_same_check_fails_when_a_device_plants_its_extractor(stack: _Talkative, coding: str) -> None:
-    extractor = _extractor(stack, THIEF, -1)
-    base = _extractor(stack, THIEF, 0)
-    artifacts = planted(extractor, base, coding)
+    artifacts = planted(_extractor(stack, THIEF, -1), _extractor(stack, THIEF, 0), coding)
     before = _recorded(stack)
     _publish(stack, artifacts)
     wait_for(lambda: _recorded(stack) >= before + len(artifacts), "the planted artifact is recorded", 20)

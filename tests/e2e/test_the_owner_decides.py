@@ -56,8 +56,7 @@ def _agent(stack: Stack, device: str, command: str, *more: str) -> dict[str, Any
 
 
 def _page(stack: Stack, path: str) -> str:
-    reader = Reader(stack.api_port).log_in((stack.home / "api.token").read_text().strip())
-    status, text = reader.get(path)
+    status, text = Reader(stack.api_port).log_in((stack.home / "api.token").read_text().strip()).get(path)
     assert status == 200
     return text
 
@@ -82,10 +81,8 @@ def test_a_spec_beyond_the_policy_waits_until_its_owner_approves_exactly_it(stac
 
 
 def test_a_paused_device_declines_with_the_reason_and_the_page_shows_it(stack: Stack) -> None:
-    answer = _agent(stack, PAUSED, "pause", "--for", "2h", "--reason", "maintenance of line 4")
-    assert answer["paused"] is True
-    before = _agent(stack, PAUSED, "status")
-    assert "maintenance of line 4" in before["pause_reason"]
+    assert _agent(stack, PAUSED, "pause", "--for", "2h", "--reason", "maintenance of line 4")["paused"] is True
+    assert "maintenance of line 4" in _agent(stack, PAUSED, "status")["pause_reason"]
     wait_for(lambda: _agent(stack, PAUSED, "status")["agent_trainer"] == "gone", "its training process is released")
     stack.command("federation", "resume", "--dir", str(stack.home))
     stack.wait_event("coordinator", lambda event: event["event"] == "stalled", "the federation stalls")
@@ -108,8 +105,7 @@ def test_an_agent_that_is_stopped_inside_a_batch_ends_at_once_and_the_round_goes
     wait_for(lambda: bool(_agent(stack, STRICT, "status")["agent_in_session"]), "it has a session")
     stack.command("federation", "resume", "--dir", str(stack.home))
     stack.wait_event(STRICT, lambda event: event["event"] == "progress" and event["round"] == 2, "it trains")
-    process = psutil.Process(stack.running[STRICT].pid)
-    trainers = process.children(recursive=True)
+    trainers = psutil.Process(stack.running[STRICT].pid).children(recursive=True)
     stack.running[STRICT].terminate()
     assert stack.running[STRICT].wait(timeout=STOP_S) == 0
     wait_for(lambda: not any(_runs(one) for one in trainers), "no process of the agent is left", 10)
@@ -133,10 +129,8 @@ def test_no_training_process_is_left_when_the_federation_has_ended(stack: Stack)
 
 
 def test_the_record_of_what_was_sent_is_what_the_observer_and_the_coordinator_received(stack: Stack) -> None:
-    seen = stack.root / "wire" / "wire.json"
-
     def updates() -> list[dict[str, Any]]:
-        return [one for one in json.loads(seen.read_text())["artifacts"] if one["kind"] == "update"]
+        return [one for one in recorded(stack) if one["kind"] == "update"]
 
     wait_for(lambda: len({one["sender"] for one in updates()}) == 3, "the observer has all updates", 20)
     stored = {path.name for path in (stack.home / "artifacts").rglob("*") if path.is_file()}
@@ -150,8 +144,7 @@ def test_the_record_of_what_was_sent_is_what_the_observer_and_the_coordinator_re
         for artifact, item in listed.items():
             payload = (stack.root / "wire" / "artifacts" / artifact).read_bytes()
             assert item["bytes"] == len(payload)
-            assert set(item["parts"]) == {"statistics"}
-            assert set(item["report"]) == set(mine[artifact]["report"])
+            assert (set(item["parts"]), set(item["report"])) == ({"statistics"}, set(mine[artifact]["report"]))
             assert item["receipt"] in ("accepted", "duplicate")
             assert artifact in report, "the report file lists it by SHA-256"
             assert item["facts"] == mine[artifact]["facts"]
@@ -197,8 +190,7 @@ def test_an_update_whose_gate_does_not_hold_is_withheld_and_figures_leave_only_w
 
     assert not events(stack, strict, "committed")
     assert NEVER in events(stack, strict, "declined")[0]["detail"]
-    page = (stack.store(strict) / "audit" / "report.html").read_text()
-    assert f"gate {NEVER}: FAILED".replace("<", "&lt;") in page
+    assert f"gate {NEVER}: FAILED".replace("<", "&lt;") in (stack.store(strict) / "audit" / "report.html").read_text()
     answers = {(event["client"], event["reason"]) for event in events(stack, "coordinator", "declined")}
     assert answers == {(strict, "withheld")}
     assert {event["client"] for event in events(stack, "coordinator", "update_stored")} == {free, silent}

@@ -260,8 +260,7 @@ class App:
 
     def __init__(self, name: str, broker: RunningMosquitto) -> None:
         self.name = name
-        config = MqttConfig(HOST, broker.port, name, tls=broker.pki.tls(name))
-        self.client = Client(MqttTransport(config))
+        self.client = Client(MqttTransport(MqttConfig(HOST, broker.port, name, tls=broker.pki.tls(name))))
         self.client.transport.subscribe(f"{PREFIX}/response/+/+")
         self.client.transport.subscribe(f"{PREFIX}/response/{name}/+")
         self.client.transport.subscribe(f"{PREFIX}/status")

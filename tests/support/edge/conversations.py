@@ -24,5 +24,4 @@ def talk(world: World, root: Path, key: SigningKey, timeout_s: float, *, is_leav
     config = box_config(root)
     store = PrivateStore.open(config.store, config.federation, config.device)
     keys = AgentKeys(key, world.key.public)
-    transport = MemoryTransport(world.broker, config.device)
-    return converse(config, keys, store, transport, timeout_s, is_leaving=is_leaving)
+    return converse(config, keys, store, MemoryTransport(world.broker, config.device), timeout_s, is_leaving=is_leaving)

@@ -94,8 +94,7 @@ def _described(store: PrivateStore) -> tuple[object, ...]:
         return None, problems
     store.generations.snapshot(state.generation)
     update = store.generations.update_bytes(state.generation)
-    newest = store.generations.newest()
-    assert newest == state.generation
+    assert store.generations.newest() == state.generation
     weights = {
         part.value: {name: one.tolist() for name, one in some.items()} for part, some in state.slots["personal"].items()
     }

@@ -1,9 +1,11 @@
 """A device's folder with everything that a trainer needs, for tests that train for real."""
 
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import DataSection, KeysSection
 from edge_client.session.signals import ChooseModel, RoundCommitted, RoundFailed, TrainRound
 from edge_client.store.generations import StoredState
@@ -17,9 +19,11 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.artifacts.artifacts import read_header, unpack
+from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import RoundAttempt
-from fedcg.wire.parts import Part
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
+from fedcg.wire.parts import Part, Report, TensorLayout
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config
 
 DEVICE_KEY = b"d" * 32
@@ -29,14 +33,13 @@ FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_ro
 def real_plan(
     method: str = "fedcg", *, network: NetworkChoice | None = None, **params: ParameterValue
 ) -> FederationPlan:
-    known = FAST if method == "fedcg" else {"epochs": 1}
     return FederationPlan(
         federation=FEDERATION,
         classes=CLASSES,
         image=FORM,
         network=network or get_method(method).example.network,
         method=method,
-        params={**known, **params},
+        params={**(FAST if method == "fedcg" else {"epochs": 1}), **params},
         rounds=3,
         seed=7,
     )
@@ -58,19 +61,14 @@ class Site:
         draw_images(root / "common", 4, seed=3)
         self.key = SigningKey.generate()
         self.key.save(root / "signing.key")
-        config = make_config(root, shadow=shadow, export=export)
-        self.config = config.model_copy(
-            update={
-                "data": DataSection(root=root / "data", common_test=root / "common"),
-                "keys": KeysSection(signing=root / "signing.key"),
-            }
-        )
+        self.config = make_config(root, shadow=shadow, export=export)
+        data = DataSection(root=root / "data", common_test=root / "common")
+        self.configure(data=data, keys=KeysSection(signing=root / "signing.key"))
         (root / "store" / "secrets").mkdir(parents=True)
         (root / "store" / "secrets" / "device.key").write_bytes(checked_secret(DEVICE_KEY))
         self.store = PrivateStore.open(root / "store", FEDERATION, DEVICE)
         self.store.save_spec(spec.canonical())
-        method = get_method(spec.method)
-        first = method.init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate
+        first = get_method(spec.method).init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate
         self.aggregate = self.store.artifacts.put(aggregate_of(to_arrays(first.parts), spec, 0))
         self.events_path = root / "store" / "events.jsonl"
 
@@ -89,11 +87,12 @@ class Site:
         report = self.trainer().do(self.round(number, attempt))
         assert report == RoundCommitted(RoundAttempt(number, attempt)), report
 
-    def declined(self, number: int = 1, attempt: int = 1) -> RoundFailed:
-        """Why a round can't be trained."""
+    def declined(self, reason: DeclineReason, number: int = 1, attempt: int = 1) -> str:
+        """Why a round can't be trained, in words; it must be declined for this reason."""
         report = self.trainer().do(self.round(number, attempt))
         assert isinstance(report, RoundFailed), report
-        return report
+        assert (report.round_attempt, report.reason) == (RoundAttempt(number, attempt), reason), report
+        return report.detail
 
     @property
     def end(self) -> ChooseModel:
@@ -110,6 +109,10 @@ class Site:
         """Give the device the secret of its cohort."""
         self.store.keep_cohort_secret(b"c" * 32)
 
+    def finding(self, check: str) -> Finding:
+        """What the doctor says of the device by one of its checks."""
+        return examine(self.config, datetime.now(timezone.utc), (check,))[0]
+
     def state(self) -> StoredState:
         state = self.store.generations.load()
         assert state is not None
@@ -125,6 +128,21 @@ class Site:
 
     def update(self) -> bytes:
         return self.store.generations.update_bytes(self.state().generation)
+
+    def report(self) -> Report:
+        """What the update reports."""
+        report = read_header(self.update()).report
+        assert report is not None
+        return report
+
+    @property
+    def shared(self) -> dict[Part, tuple[TensorLayout, ...]]:
+        """The layouts of an update's parts."""
+        return {part: self.spec.layouts[part] for part in self.spec.upload}
+
+    def brought(self) -> PartArrays:
+        """The tensors of the aggregate from which rounds start."""
+        return unpack(self.store.artifacts.get(self.aggregate), self.shared).parts
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [dict(event) for event in read_events(self.events_path) if event["event"] == name]

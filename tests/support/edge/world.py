@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -60,7 +61,7 @@ LAYOUTS = {
 
 def toy_spec(
     *,
-    upload: tuple[Part, ...] = (Part.CLASSIFIER, Part.GENERATOR),
+    upload: tuple[Part, ...] = SHARED,
     report: tuple[ReportField, ...] = (ReportField.EXAMPLES, ReportField.ACCURACY),
     layouts: Mapping[Part, tuple[TensorLayout, ...]] = LAYOUTS,
     method: str = "fedcg",
@@ -118,31 +119,22 @@ def newest(generations: Generations) -> tuple[Generation, tuple[str, ...]]:
     return generation, problems
 
 
+def header_of(spec: FederationSpec, at: RoundAttempt, **more: Any) -> ArtifactHeader:
+    """The header of an artifact of a round attempt."""
+    return ArtifactHeader(method=spec.method, federation=spec.federation, round=at.round, attempt=at.attempt, **more)
+
+
 def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec, round_number: int) -> bytes:
     """A packed aggregate."""
-    header = ArtifactHeader(
-        kind="aggregate",
-        method=spec.method,
-        federation=spec.federation,
-        round=round_number,
-        attempt=1,
-        client=COORDINATOR,
-    )
+    header = header_of(spec, RoundAttempt(round_number, 1), kind="aggregate", client=COORDINATOR)
     return pack(header, parts, spec.aggregate_codec)
 
 
 def update_of(spec: FederationSpec, attempt: RoundAttempt) -> bytes:
     """The packed update that the fake trainer makes of a round attempt."""
-    header = ArtifactHeader(
-        kind="update",
-        method=spec.method,
-        federation=spec.federation,
-        round=attempt.round,
-        attempt=attempt.attempt,
-        client=DEVICE,
-        report=Report(examples=3, accuracy=0.5),
-    )
-    return pack(header, toy_parts(attempt.round, (Part.CLASSIFIER, Part.GENERATOR)))
+    report = Report(examples=3, accuracy=0.5)
+    header = header_of(spec, attempt, kind="update", client=DEVICE, report=report)
+    return pack(header, toy_parts(attempt.round, SHARED))
 
 
 def draw_images(root: Path, per_class: int, seed: int) -> None:
@@ -289,10 +281,10 @@ class World:
         self._thread.start()
         return agent
 
-    def connect(self) -> None:
+    def connect(self, *, until_finished: bool = False) -> None:
         """Bring coordinator and agent up, until the device's hello."""
         self.coordinator.come_online()
-        self.start_agent()
+        self.start_agent(until_finished=until_finished)
         self.coordinator.wait(Hello)
 
     def aggregate(self, number: int = 0) -> bytes:

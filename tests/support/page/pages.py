@@ -82,8 +82,7 @@ class Reader:
             found = FORM_TOKEN.search(self.get(form_of)[1])
             assert found is not None, f"{form_of} has no form"
             fields["form_token"] = found[1]
-        kind = {"Content-Type": "application/x-www-form-urlencoded"}
-        return self.ask("POST", path, urlencode(fields), **kind)
+        return self.ask("POST", path, urlencode(fields), **{"Content-Type": "application/x-www-form-urlencoded"})
 
     def log_in(self, token: str) -> Reader:
         status, headers, text = self.post("/login", token=token)
@@ -129,8 +128,7 @@ def known_of(world: World, spec: FederationSpec | None = None, services: Mapping
 def served(made: Federations) -> Iterator[ServedPage]:
     """Run the coordinator of these federations with its page; its devices are started by the test."""
     home = Home(made.world.root)
-    config = CoordinatorConfig(enrolment=EnrolmentSettings(port=8444))
-    home.config_file.write_text(render_config(config))
+    home.config_file.write_text(render_config(CoordinatorConfig(enrolment=EnrolmentSettings(port=8444))))
     home.secret_file.write_bytes(checked_secret(b"s" * 32))
     HighWater(home, made.world.store._engine).lift()  # of the world's database, which has no home before
     with made.running(), running_api(home, made.coordinator) as api:

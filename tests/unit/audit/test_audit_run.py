@@ -37,8 +37,7 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
     assert best > 0.2  # of 3 classes or so in 86 images, from the update alone
     assert report["subject"]["sent"].keys() == {"classifier", "generator"}
     assert report["subject"]["start"].startswith("cohort secret, or the public spec seed")  # no store shows which
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "something came back" in page
+    assert "something came back" in (tmp_path / "out" / "report.html").read_text()
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "out" / "report.html").stat().st_mode) == 0o600
 
@@ -49,8 +48,7 @@ def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(
     assert first.exit_code == 0, first.output
     kept = tmp_path / "out" / "attacks" / "labels.json"
     before = kept.stat().st_mtime_ns
-    again = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
-    assert again.exit_code == 0
+    assert run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels")).exit_code == 0
     assert kept.stat().st_mtime_ns == before
     other = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7))
     assert other.exit_code != 0
@@ -104,8 +102,7 @@ def test_a_damaged_outcome_is_made_again_and_a_damaged_folder_is_named(tmp_path:
     (tmp_path / "attacks" / "x.json").write_text("{")
     assert folder.kept("x") is None
     (tmp_path / "audit.json").write_text("no")
-    done = run_fedcg(*audit_command(place, tmp_path, "--attacks", "labels"))
-    assert "audit.json can't be read" in done.stderr
+    assert "audit.json can't be read" in run_fedcg(*audit_command(place, tmp_path, "--attacks", "labels")).stderr
 
 
 def test_the_attacks_are_listed_with_their_papers() -> None:

@@ -175,8 +175,7 @@ def test_an_agents_store_gives_the_round_before_and_after_and_no_other_devices(t
     assert alone.before is None
     assert alone.after is not None
     write_generation(tmp_path / "store", case, 1, "")
-    both = read_truth(view, data, tmp_path / "store")
-    assert both.before is not None
+    assert read_truth(view, data, tmp_path / "store").before is not None
     with pytest.raises(TruthError, match="store of another device: its update of round 2 is not cdcd"):
         read_truth(replace(view, artifact="cd" * 32), data, tmp_path / "store")
     (tmp_path / "store" / "generations" / "2" / "state.json").write_text("[]")

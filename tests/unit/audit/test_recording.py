@@ -68,10 +68,8 @@ def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round(
     assert completed == [{}] * (len(completed) - 1) + [{artifact_id(data): data}]
     (seen,) = capture.artifacts.values()
     assert (seen.kind, seen.sender, seen.round, seen.parts) == ("update", "client-1", 2, ("classifier",))
-    assert seen.report == ("accuracy", "examples")
-    assert seen.tensors == {"classifier/weight": (6, 1, 5, 5)}
-    expected = len(manifest(data)) + sum(map(len, frames(data)))
-    assert capture.bytes_per_round() == {"client-1": {"up": {"2": expected}}}
+    assert (seen.report, seen.tensors) == (("accuracy", "examples"), {"classifier/weight": (6, 1, 5, 5)})
+    assert capture.bytes_per_round() == {"client-1": {"up": {"2": len(manifest(data)) + sum(map(len, frames(data)))}}}
 
 
 def test_a_planted_extractor_is_seen_by_name() -> None:
@@ -123,8 +121,7 @@ def test_the_coordinators_keys_are_written_down_and_one_that_is_told_twice_diffe
 
     tell(keys[0], keys[1])
     tell(keys[0], keys[1])
-    assert capture.record()["coordinator_keys"] == {"1": keys[1].public.hex}
-    assert capture.record()["key_problems"] == []
+    assert (capture.record()["coordinator_keys"], capture.record()["key_problems"]) == ({"1": keys[1].public.hex}, [])
     tell(keys[0], keys[2])
     assert capture.record()["key_problems"] == ["key 1 was announced twice, and differently"]
 
@@ -137,8 +134,7 @@ class Recording:
 
 
 def rules(identity: str, action: str, topic: str) -> bool:
-    allowed = TOPICS.may_publish if action == "publish" else TOPICS.may_read
-    return allowed(identity, topic)
+    return (TOPICS.may_publish if action == "publish" else TOPICS.may_read)(identity, topic)
 
 
 @pytest.fixture
@@ -188,12 +184,10 @@ def record(wire: Recording, out: Path, *sent: bytes) -> dict[str, Any]:
 def test_a_whole_recording_ends_with_the_federation_and_is_complete(wire: Recording, tmp_path: Path) -> None:
     data = update()
     written = record(wire, tmp_path, data)
-    assert written["finished"] is True
-    assert written["parts_on_wire"] == ["classifier"]
+    assert (written["finished"], written["parts_on_wire"]) == (True, ["classifier"])
     assert written["fields_on_wire"] == ["accuracy", "examples"]
     assert sorted(entry["kind"] for entry in written["artifacts"]) == ["aggregate", "spec", "update"]
-    stored = {path.read_bytes() for path in (tmp_path / "artifacts").iterdir()}
-    assert data in stored
+    assert data in {path.read_bytes() for path in (tmp_path / "artifacts").iterdir()}
     kept, topic = (tmp_path / "frames.bin").read_bytes(), TOPICS.up_chunk("client-1").encode()
     for frame in frames(data):
         assert struct.pack(">II", len(topic), len(frame)) + topic + frame in kept
@@ -262,14 +256,12 @@ def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
     told = header.model_copy(update={"kind": "update", "client": "client-1", "base": known.id, "round": 2})
     data = pack(told, {Part.GENERATOR: {"weight": EXTRACTOR}}, "i8-delta", known)
     written = record(wire, tmp_path / "seen", *([base] if has_base else []), data)
-    coded = next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})
-    assert coded["base"] == known.id
+    assert next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})["base"] == known.id
     assert written["bases_not_seen"] == ([] if has_base else [known.id])
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
     assert check.without_base == ({} if has_base else {known.id: 1})
     assert (f"1 tensors are differences to aggregate {known.id}, which was not recorded" in check.summary()) != has_base
-    leaked = {match.tensor for match in check.matches}
-    assert leaked == ({"generator/weight (decoded)"} if has_base else set())
+    assert {match.tensor for match in check.matches} == ({"generator/weight (decoded)"} if has_base else set())
 
 
 Array = NDArray[Any]
@@ -352,14 +344,12 @@ def test_correlation_is_pearsons_by_hand() -> None:
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_raw_bytes_of_a_private_tensor_are_found_inside_a_payload(kind: type) -> None:
     noise = np.random.default_rng(6).bytes(4000)
-    planted = noise + TRAINED.astype(kind).tobytes() + noise
-    (match,) = find_bytes({"frame": planted, "clean": noise * 3}, PRIVATE)
+    (match,) = find_bytes({"frame": noise + TRAINED.astype(kind).tobytes() + noise, "clean": noise * 3}, PRIVATE)
     assert (match.artifact, match.how) == ("frame", "bytes")
 
 
 def test_a_piece_of_a_private_tensor_is_found_too() -> None:
-    piece = TRAINED.ravel()[: TRAINED.size // 3].tobytes()
-    assert find_bytes({"frame": b"header" + piece}, PRIVATE)
+    assert find_bytes({"frame": b"header" + TRAINED.ravel()[: TRAINED.size // 3].tobytes()}, PRIVATE)
 
 
 def test_constant_tensors_give_no_needle() -> None:

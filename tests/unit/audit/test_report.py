@@ -54,8 +54,7 @@ def test_the_gradient_of_a_batch_decides_only_where_nothing_was_measured_on_the_
 
 
 def test_what_was_not_measured_or_not_proven_does_not_pass() -> None:
-    skipped = Outcome("membership", skipped="no images")
-    (verdict,) = judge(parse_gate("mia_auc<0.6"), [skipped])
+    (verdict,) = judge(parse_gate("mia_auc<0.6"), [Outcome("membership", skipped="no images")])
     assert not verdict.passed
     assert "membership: no images" in verdict.why
     broken = Outcome("x", (_gained("reid", Interval(0, 0, 0)),), (Control("c", 0.1, "over 0.9", passed=False),))
@@ -116,8 +115,7 @@ def test_a_ceiling_never_stands_for_an_attack() -> None:
 def test_the_gradient_of_a_batch_is_not_what_left() -> None:
     batch = replace(figure("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.BATCH,))
     assert finding_of(attack("x"), Outcome("x", (batch,))).result is Result.HYPOTHETICAL
-    quiet = figure("reid", Interval(0.0, -0.1, 0.1))
-    found = finding_of(attack("x"), Outcome("x", (batch, quiet)))
+    found = finding_of(attack("x"), Outcome("x", (batch, figure("reid", Interval(0.0, -0.1, 0.1)))))
     assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
 
 
@@ -168,14 +166,12 @@ def test_ceilings_are_marked() -> None:
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:
     # Clopper-Pearson with 0 of n: upper = 1 - (0.05 / 2)^(1 / n) = 1 - 0.025^0.1 for n = 10.
     found = proportion(0, 10)
-    assert found.value == 0
-    assert found.low == 0
+    assert (found.value, found.low) == (0, 0)
     assert found.high == pytest.approx(1 - 0.025**0.1)
 
 
 def test_a_bootstrap_covers_the_mean_and_a_single_value_is_its_own_interval() -> None:
-    values = np.arange(100, dtype=np.float64)
-    found = bootstrap(values, 0)
+    found = bootstrap(np.arange(100, dtype=np.float64), 0)
     assert found.value == 49.5
     # Standard error of the mean: 28.87 / 10 = 2.89; 1.96 of them on either side.
     assert found.low == pytest.approx(49.5 - 5.66, abs=0.6)
@@ -198,8 +194,7 @@ def test_the_rate_at_few_false_positives_stays_under_them() -> None:
     # 1 % of 100 others: one may pass, so the threshold is 98 and lies below 99.5 and 98.5 alone.
     assert true_positive_rate(members, others, 0.01).value == 0.5
     points = roc(members, others)
-    assert points[0] == (0.0, 0.0)
-    assert points[-1] == (1.0, 1.0)
+    assert (points[0], points[-1]) == ((0.0, 0.0), (1.0, 1.0))
 
 
 def test_psnr_and_ssim_of_images() -> None:

@@ -32,8 +32,7 @@ MOST_EXPOSURE = 25
 
 def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a linter; without it skip visibly, and fail where a skip would hide something (CI)."""
-    folders = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
-    found = shutil.which(tool, path=os.pathsep.join(folders))
+    found = shutil.which(tool, path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if found is None:
         if os.environ.get("CI") == "true":
             pytest.fail(f"{tool} is missing, in CI it must be there")
@@ -62,20 +61,14 @@ def project() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_systemd_accepts_the_unit_without_a_word(unit: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_without_a_word_and_finds_it_hardened(unit: Path, tmp_path: Path) -> None:
     copy = installed_unit(unit, tmp_path)
     result = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy)
     assert_clean(result)
     # An unknown or misspelt setting is only a warning to systemd.
     assert copy.name not in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_systemd_finds_the_unit_hardened(unit: Path, tmp_path: Path) -> None:
-    copy = installed_unit(unit, tmp_path)
-    assert_clean(
-        run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSURE}", "--no-pager", copy)
-    )
+    threshold = f"--threshold={MOST_EXPOSURE}"
+    assert_clean(run("systemd-analyze", "security", "--offline=true", threshold, "--no-pager", copy))
 
 
 def test_the_agents_unit_is_what_the_command_prints_and_holds_what_the_agent_relies_on() -> None:
@@ -105,8 +98,7 @@ def test_hadolint_accepts_the_dockerfile(dockerfile: Path) -> None:
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
 def test_the_image_runs_as_an_ordinary_user_by_number_from_a_named_release(dockerfile: Path) -> None:
     text = dockerfile.read_text()
-    users = re.findall(r"^USER (\S+)", text, re.MULTILINE)
-    assert users == ["10001:10001"]
+    assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["10001:10001"]
     # A Jetson's base image has to fit its JetPack, so the build names it.
     (release,) = re.findall(r"^ARG (?:PYTHON_IMAGE=\S+:|BASE_IMAGE)(\S*)", text, re.MULTILINE)
     assert release.endswith("bookworm") or (release == "" and "jetson" in dockerfile.name)
@@ -187,8 +179,7 @@ def test_the_compose_file_starts_a_broker_a_coordinator_and_as_many_agents_as_a_
     services = compose()["services"]
     agents = [name for name in services if name.startswith("agent-")]
     assert {"broker", "coordinator"} <= set(services)
-    plan = plan_from_mapping(tomllib.loads((COMPOSE.parent / "plan.toml").read_text()))
-    assert len(agents) >= plan.min_clients
+    assert len(agents) >= plan_from_mapping(tomllib.loads((COMPOSE.parent / "plan.toml").read_text())).min_clients
     for service in services.values():
         assert (COMPOSE.parent / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
 
@@ -215,8 +206,7 @@ def test_agents_get_their_own_bundle_and_images_read_only_and_share_nothing() ->
 
 
 def test_the_broker_sees_of_the_coordinator_only_the_folder_that_was_deployed_for_it() -> None:
-    sources = [volume.split(":")[0] for volume in compose()["services"]["broker"]["volumes"]]
-    assert sources == ["./state/broker"]
+    assert [volume.split(":")[0] for volume in compose()["services"]["broker"]["volumes"]] == ["./state/broker"]
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:

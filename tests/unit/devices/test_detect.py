@@ -13,6 +13,7 @@ from devices.detect import detect, load_catalogue, runtime_obstacle
 from devices.nvidia import nvml_gpu
 from devices.profile import GIB, DeviceKind, Gpu, cpu_precisions, gpu_precisions
 from tests.support.commands import data_of, run_fedcg
+from tests.support.present import present
 
 ROOT = Path(__file__).parents[3]
 TREES = ROOT / "tests" / "golden" / "devices"
@@ -34,15 +35,11 @@ def test_a_jetson_is_known_by_its_device_tree(
 ) -> None:
     profile = detect(TREES / tree)
     assert profile.kind is DeviceKind.JETSON
-    assert profile.model is not None
-    assert module in profile.model
-    assert profile.architecture == "aarch64"
-    assert profile.cpus == cpus
-    assert profile.memory_bytes == memory_kib * KIB
-    assert profile.gpu is not None
-    assert profile.gpu.shares_memory
-    assert profile.gpu.memory_bytes == profile.memory_bytes
-    assert profile.gpu.compute_capability == capability
+    assert module in present(profile.model)
+    assert (profile.architecture, profile.cpus, profile.memory_bytes) == ("aarch64", cpus, memory_kib * KIB)
+    gpu = present(profile.gpu)
+    assert gpu.shares_memory
+    assert (gpu.memory_bytes, gpu.compute_capability) == (profile.memory_bytes, capability)
     assert str(profile.l4t) == release
 
 
@@ -74,8 +71,7 @@ def test_a_board_is_found_in_the_table_with_its_precisions_and_why_it_can_train_
 
 def test_a_cuda_box_without_nvml_is_known_by_the_drivers_files_and_the_rest_is_unavailable() -> None:
     profile = detect(TREES / "x86-cuda")
-    assert profile.kind is DeviceKind.CUDA
-    assert profile.model == "Dell Inc. Precision 3660"
+    assert (profile.kind, profile.model) == (DeviceKind.CUDA, "Dell Inc. Precision 3660")
     assert profile.architecture == "x86_64"
     assert profile.gpu == Gpu("NVIDIA RTX A2000 12GB", memory_bytes=None, compute_capability=None, driver="535.183.01")
 
@@ -116,29 +112,24 @@ def test_an_unknown_module_of_a_known_chip_still_gives_the_generation(tmp_path: 
     (tree / "compatible").write_bytes(b"acme,carrier-1\0nvidia,p9999-0001\0nvidia,tegra234\0")
     (tree / "model").write_bytes(b"Acme Box\0")
     profile = detect(tmp_path)
-    assert profile.kind is DeviceKind.JETSON
-    assert profile.model == "Acme Box"
-    assert profile.gpu is not None
-    assert profile.gpu.compute_capability == (8, 7)
-    assert profile.gpu.memory_bytes is None
+    assert (profile.kind, profile.model) == (DeviceKind.JETSON, "Acme Box")
+    gpu = present(profile.gpu)
+    assert (gpu.compute_capability, gpu.memory_bytes) == ((8, 7), None)
 
 
 def test_a_recorded_tree_is_never_mixed_with_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("devices.detect.nvml_gpu", lambda: Gpu("NVIDIA H200", 141 * GIB, (9, 0), "570"))
     assert detect(TREES / "x86-cpu").gpu is None
-    live = detect()
-    assert live.gpu is not None
-    assert live.gpu.name == "NVIDIA H200"
+    assert present(detect().gpu).name == "NVIDIA H200"
 
 
 def test_what_the_driver_tells_of_a_jetson_wins_and_the_catalogue_completes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "LIVE_ROOT", TREES / "jetson-agx-thor")
     monkeypatch.setattr(detection, "nvml_gpu", lambda: Gpu("NVIDIA Thor", None, None, "580.00"))
     profile = detect(TREES / "jetson-agx-thor")
-    assert profile.gpu is not None
-    assert (profile.gpu.name, profile.gpu.driver) == ("NVIDIA Thor", "580.00")
-    assert profile.gpu.compute_capability == (11, 0)
-    assert profile.gpu.memory_bytes == profile.memory_bytes
+    gpu = present(profile.gpu)
+    assert (gpu.name, gpu.driver) == ("NVIDIA Thor", "580.00")
+    assert (gpu.compute_capability, gpu.memory_bytes) == ((11, 0), profile.memory_bytes)
 
 
 def test_a_machine_without_the_nvml_library_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +165,7 @@ def test_every_module_of_the_catalogue_is_found_by_its_part_number_and_chip() ->
     catalogue = load_catalogue()
     for number, module in catalogue.module.items():
         found = catalogue.identify((f"nvidia,p1111-0000+{number}", f"nvidia,{module.soc}"))
-        assert found is not None
-        assert found.module == module
+        assert present(found).module == module
 
 
 @pytest.mark.parametrize("tree", ["jetson-nano", "jetson-agx-xavier", "jetson-agx-orin-jetpack5"])

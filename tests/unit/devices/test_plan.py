@@ -136,8 +136,7 @@ def test_bf16_needs_instructions_of_the_place_that_trains(gpu: Gpu | None, devic
 
 @pytest.mark.parametrize(("free", "scale"), [(None, 1.0), (GIB, 1.0), (GIB - 1, 0.5), (GIB // 2 - 1, 0.25), (0, 0.25)])
 def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: float) -> None:
-    assert batch_share(box(), "cpu", free) == scale
-    assert batch_share(box(memory=MIB), "cpu", free) == 0.25
+    assert (batch_share(box(), "cpu", free), batch_share(box(memory=MIB), "cpu", free)) == (scale, 0.25)
 
 
 def test_the_profile_command_shows_the_plan_why_a_box_cannot_train_and_what_it_does_not_report(tmp_path: Path) -> None:

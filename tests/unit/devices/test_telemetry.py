@@ -129,8 +129,7 @@ def test_software_and_hardware_throttling_are_told_apart_and_hardware_alone_degr
 
 def test_clocks_and_counters_are_read_where_the_box_reports_them() -> None:
     orin, laptop = TREES / "jetson-orin-nano-8gb", TREES / "x86-laptop"
-    assert telemetry.read_cpu_mhz(orin) == (1344, 1728)
-    assert telemetry.read_cpu_mhz(laptop) is None
+    assert (telemetry.read_cpu_mhz(orin), telemetry.read_cpu_mhz(laptop)) == ((1344, 1728), None)
     assert telemetry.read_counters(orin) == {"over-current oc1": 0, "over-current oc3": 41}
     assert telemetry.read_counters(laptop) == {"package throttle": 1207}
 
@@ -164,8 +163,7 @@ def test_new_over_current_events_count_as_hardware_throttling_and_old_ones_do_no
     counter.write_text("42\n")
     now = 20.0
     read = sensors.read()
-    assert read.hardware_throttling == ("over-current oc3: 3.0 events a minute",)
-    assert read.condition is Health.DEGRADED
+    assert (read.hardware_throttling, read.condition) == (("over-current oc3: 3.0 events a minute",), Health.DEGRADED)
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
@@ -245,8 +243,7 @@ def test_a_rail_without_a_current_is_unavailable_and_not_zero(tmp_path: Path) ->
 
 
 def test_the_power_mode_is_named_by_nvpmodels_configuration_else_by_its_number(tmp_path: Path) -> None:
-    assert read_power_mode(ORIN) == "25W"
-    assert read_power_mode(TREES / "jetson-xavier-nx") == "8"
+    assert (read_power_mode(ORIN), read_power_mode(TREES / "jetson-xavier-nx")) == ("25W", "8")
     assert read_power_mode(tmp_path) is None
 
 

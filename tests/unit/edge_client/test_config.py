@@ -60,11 +60,9 @@ def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
 def test_paths_are_relative_to_the_file_and_absolute_ones_stay(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
     assert config.tls is not None
-    assert config.tls.ca == tmp_path / "tls/ca.pem"
-    assert config.tls.key == Path("/etc/device.key")
+    assert (config.tls.ca, config.tls.key) == (tmp_path / "tls/ca.pem", Path("/etc/device.key"))
     assert config.data.root == tmp_path / "images"
-    assert config.data.common_test is None
-    assert config.store == tmp_path / "store"
+    assert (config.data.common_test, config.store) == (None, tmp_path / "store")
     assert config.keys.signing == tmp_path / "signing.key"
 
 
@@ -120,11 +118,8 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
         (GOOD.replace("port =", "prot ="), "broker.prot", "did you mean `port`?"),
         (PLAIN, "(file)", "[tls]"),
         (PLAIN.replace("port = 8884", "insecure = true"), "broker", "another one"),
-        (
-            INSECURE.replace("broker.example", "127.0.0.1"),
-            "(file)",
-            "leave one out",
-        ),  # else weights might go in the clear
+        # else weights might go in the clear
+        (INSECURE.replace("broker.example", "127.0.0.1"), "(file)", "leave one out"),
         (GOOD + '[eligibility]\npower_modes = "15W"\n', "eligibility.power_modes", 'a list: power_modes = ["15W"]'),
         (GOOD + "[eligibility]\nquiet_hours = 22\n", "eligibility.quiet_hours", 'a list: quiet_hours = ["…"]'),
         (GOOD + '[eligibility]\nquiet_hours = ["at night"]\n', "eligibility.quiet_hours", "22:00-06:00"),
@@ -189,8 +184,7 @@ def test_audit_and_privacy_are_off_unless_asked_for_and_read_without_torch(tmp_p
     assert chosen == ("labels", "membership")
     code = "import sys; from edge_client.config import load_config; from pathlib import Path; "
     code += "load_config(Path(sys.argv[1]), {}); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "agent.toml")], check=False)
-    assert done.returncode == 0
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "agent.toml")], check=False).returncode == 0
 
 
 def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Path) -> None:

@@ -113,21 +113,16 @@ def test_an_update_made_earlier_is_judged_by_the_policy_of_now() -> None:
 
 
 PRIVATE = {**toy_parts(1), Part.DISCRIMINATOR: toy_parts(1)[Part.EXTRACTOR]}
+WITH_EXTRACTOR, WITH_DISCRIMINATOR = (*SHARED, Part.EXTRACTOR), (*SHARED, Part.DISCRIMINATOR)
 LONGER = {**LAYOUTS, Part.DISCRIMINATOR: LAYOUTS[Part.EXTRACTOR]}
 
 
 @pytest.mark.parametrize(
     ("offered", "asked", "policy", "why", "part"),
     [
-        ((*SHARED, Part.EXTRACTOR), (*SHARED, Part.EXTRACTOR), PolicySection(), "allow_upload", "extractor"),
-        (
-            (*SHARED, Part.DISCRIMINATOR),
-            (*SHARED, Part.DISCRIMINATOR),
-            PolicySection(),
-            "allow_upload",
-            "discriminator",
-        ),
-        ((*SHARED, Part.EXTRACTOR), SHARED, EVERYTHING, "does not ask", "extractor"),
+        (WITH_EXTRACTOR, WITH_EXTRACTOR, PolicySection(), "allow_upload", "extractor"),
+        (WITH_DISCRIMINATOR, WITH_DISCRIMINATOR, PolicySection(), "allow_upload", "discriminator"),
+        (WITH_EXTRACTOR, SHARED, EVERYTHING, "does not ask", "extractor"),
         (SHARED, SHARED, PolicySection(allow_upload=frozenset({Part.CLASSIFIER})), "allow_upload", "generator"),
         ((Part.CLASSIFIER,), SHARED, PolicySection(), "did not return", "generator"),
     ],
@@ -190,8 +185,7 @@ def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_
     wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
     wants = wants.model_copy(update={"optional_report": (ReportField.LABEL_COUNTS,)})
     assert check_spec(wants, PolicySection()) is None
-    told = reports_of((PolicySection(), EVERYTHING), wants)
-    assert [one.label_counts for one in told] == [None, (4, 4, 4)]
+    assert [one.label_counts for one in reports_of((PolicySection(), EVERYTHING), wants)] == [None, (4, 4, 4)]
     still_needed = PolicySection(allow_report=frozenset({ReportField.LABEL_COUNTS}))
     assert (check_spec(wants, still_needed) or ())[:1] == (DeclineReason.REPORT_NOT_ALLOWED,)
 
@@ -215,12 +209,7 @@ def test_a_report_without_what_the_method_needs_is_refused() -> None:
         ({}, PolicySection(methods=frozenset({"fedavg"})), DeclineReason.NEEDS_APPROVAL, "does not list fedcg"),
         ({}, PolicySection(federations=frozenset({"other"})), DeclineReason.NEEDS_APPROVAL, "does not list shapes"),
         ({"params": {"epochs": 200}}, PolicySection(), None, ""),
-        (
-            {"params": {"epochs": 201}},
-            PolicySection(),
-            DeclineReason.NEEDS_APPROVAL,
-            "max_epochs of this device is 200",
-        ),
+        ({"params": {"epochs": 201}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "max_epochs of this device is"),
         ({"params": {"epochs": 1e9}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "epochs = 1000000000.0; policy."),
         ({"params": {"epochs": 20}}, PolicySection(max_epochs=20), None, ""),
         ({"params": {"epochs": 20}}, PolicySection(max_epochs=19), DeclineReason.NEEDS_APPROVAL, "policy.max_epochs"),
@@ -233,8 +222,7 @@ def test_a_report_without_what_the_method_needs_is_refused() -> None:
 def test_a_spec_is_judged_by_the_owners_policy_with_a_reason_to_tell(
     changes: dict[str, Any], policy: PolicySection, reason: DeclineReason | None, said: str
 ) -> None:
-    spec = toy_spec(**changes)
-    refusal = check_spec(spec, policy)
+    refusal = check_spec(toy_spec(**changes), policy)
     assert (None if refusal is None else refusal[0]) is reason
     assert refusal is None or said in refusal[1]
 
@@ -251,9 +239,8 @@ def test_a_spec_that_names_code_nobody_installed_or_allowed_here_is_refused_and_
 parts_sets = st.sets(st.sampled_from(Part)).map(frozenset)
 plain_sets = parts_sets.map(lambda parts: parts - {Part.SEALED})
 # `model` belongs to a device's report of itself, not to an update's.
-field_sets = st.sets(st.sampled_from(sorted(set(ReportField) - {ReportField.MODEL, ReportField.TELEMETRY}))).map(
-    frozenset
-)
+OF_UPDATES = sorted(set(ReportField) - {ReportField.MODEL, ReportField.TELEMETRY})
+field_sets = st.sets(st.sampled_from(OF_UPDATES)).map(frozenset)
 
 
 @settings(max_examples=200, deadline=None)
@@ -300,8 +287,7 @@ def test_nothing_leaves_that_is_not_asked_for_and_allowed(
 
 def test_an_update_is_coded_after_it_was_checked_and_against_the_aggregate_of_the_round() -> None:
     layouts = {part: (TensorLayout(name="weight", dtype="float32", shape=(4, 20)),) for part in SHARED}
-    coded = {"layouts": layouts, "codec": "i8-delta", "with_base": (Part.CLASSIFIER,)}
-    spec = toy_spec().model_copy(update=coded)
+    spec = toy_spec().model_copy(update={"layouts": layouts, "codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
     random = np.random.default_rng(3)
     shared: Parts = {part: {"weight": random.standard_normal((4, 20), dtype=np.float32)} for part in SHARED}
     base: Parts = {part: {"weight": tensors["weight"] + np.float32(0.01)} for part, tensors in shared.items()}

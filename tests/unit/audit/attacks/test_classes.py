@@ -26,6 +26,7 @@ from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
 from tests.support.audit import WHOLE_MODEL, carried_out, outcome_of, simulated_case
+from tests.support.present import present
 
 
 def whole_model_case() -> Case:
@@ -45,8 +46,7 @@ def test_a_model_that_was_sent_whole_shows_what_the_class_looks_like() -> None:
     assert ssim.value.low > 0.45  # the mean image of the other classes: 0.33 to 0.36
     assert all("sent" in one.setting for one in outcome.figures)
     assert [one.samples for one in outcome.figures] == [200, 15]
-    assert recognised.ceiling is not None
-    assert recognised.ceiling > 0.7  # digits of the class that nobody trained on
+    assert present(recognised.ceiling) > 0.7  # digits of the class that nobody trained on
 
 
 @pytest.mark.slow
@@ -125,14 +125,14 @@ def test_the_attacker_has_no_image_of_the_class_that_the_device_trained_on_most(
     target = class_inference.target_class(case.truth)
     counts = case.truth.train.label_counts()
     assert counts[target] == max(counts)
-    assert case.view.auxiliary is not None
-    for most, known in ((50, 50), (10_000, int((case.view.auxiliary.labels != target).sum()) // 2)):
+    auxiliary = present(case.view.auxiliary)
+    for most, known in ((50, 50), (10_000, int((auxiliary.labels != target).sum()) // 2)):
         view, kept = class_inference.without_class(case.view, target, most, torch.Generator().manual_seed(0))
-        assert view.auxiliary is not None
-        assert len(view.auxiliary) == known
-        assert target not in view.auxiliary.labels
+        left = present(view.auxiliary)
+        assert len(left) == known
+        assert target not in left.labels
         assert target in kept.labels
-        assert len(kept) + known == len(case.view.auxiliary)
+        assert len(kept) + known == len(auxiliary)
 
 
 def test_the_class_fake_is_one_logit_more_and_leaves_the_others_as_they_were() -> None:
@@ -186,8 +186,7 @@ def test_the_last_biases_gradient_is_prediction_minus_share() -> None:
     # two rows, labels 0 and 0, p = (0.5, 0.5) for both: gradient of the bias = mean(p - y) = (-0.5, 0.5), so shares 0.5 - (-0.5) = 1, 0
     logits = torch.zeros(2, 2, requires_grad=True)
     torch.nn.functional.cross_entropy(logits, torch.tensor([0, 0])).backward()
-    assert logits.grad is not None
-    bias = logits.grad.sum(0)
+    bias = present(logits.grad).sum(0)
     assert bias.tolist() == [-0.5, 0.5]
     assert labels_by_bias(bias, torch.tensor([0.5, 0.5])).tolist() == [1, 0]
 
@@ -197,16 +196,15 @@ def test_ppidsg_eq_3_divides_the_row_sums_of_the_weight_gradient_by_the_sum_of_t
     inputs, labels = torch.tensor([[1.0, 3.0], [1.0, 3.0]]), torch.tensor([0, 0])
     weight = torch.zeros(2, 2, requires_grad=True)
     torch.nn.functional.cross_entropy(inputs @ weight.T, labels).backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[-0.5, -1.5], [0.5, 1.5]]
-    assert labels_by_weight(weight.grad, torch.tensor([0.5, 0.5]), inputs.mean(0)).tolist() == [1, 0]
+    gradient = present(weight.grad)
+    assert gradient.tolist() == [[-0.5, -1.5], [0.5, 1.5]]
+    assert labels_by_weight(gradient, torch.tensor([0.5, 0.5]), inputs.mean(0)).tolist() == [1, 0]
 
 
 def test_the_conditional_logit_finds_the_weights_that_made_the_shares() -> None:
     values = torch.randn(30, 5, 2, generator=torch.Generator().manual_seed(0))
     shares = (values @ torch.tensor([2.0, -1.0])).softmax(1)
-    found = fitted(values[:20], shares[:20])(values[20:])
-    assert (found - shares[20:]).abs().max() < 0.02
+    assert (fitted(values[:20], shares[:20])(values[20:]) - shares[20:]).abs().max() < 0.02
 
 
 @pytest.mark.slow
@@ -218,13 +216,11 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
     assert shares.gain.low > 0.1
     assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
-    batch = figure(outcome, "label_accuracy", "batches of 32, bias")
-    assert batch.gain.low > 0
+    assert figure(outcome, "label_accuracy", "batches of 32, bias").gain.low > 0
     assert all(one.value.low <= one.value.value <= one.value.high for one in outcome.figures)
     assert [one.passed for one in outcome.controls] == [True, True]
     assert len({(one.name, one.setting) for one in outcome.figures}) == len(outcome.figures)
-    lines = outcome.curves[0].lines
-    assert sum(share for _, share in lines["true"]) == pytest.approx(1)
+    assert sum(share for _, share in outcome.curves[0].lines["true"]) == pytest.approx(1)
     assert ("generator" in " ".join(one.setting for one in outcome.figures)) == (method == "fedcg")
 
 
@@ -282,8 +278,7 @@ def test_a_simulated_client_sends_what_the_method_sends_and_its_own_generator() 
     case = skewed("fedcg")
     some = case.truth.train.rows(torch.arange(20))
     planted = of_simulated_client(case.view, some, case.streams.at("planted"), epochs=1)
-    assert planted.update.keys() == case.view.update.keys()
-    assert planted.report.examples == 20
+    assert (planted.update.keys(), planted.report.examples) == (case.view.update.keys(), 20)
     for part in planted.update:
         for others in (case.view.before.parts, case.view.update):
             assert any(not torch.equal(weights, others[part][key]) for key, weights in planted.update[part].items())

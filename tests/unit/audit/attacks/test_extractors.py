@@ -72,8 +72,7 @@ def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> 
 
 def test_without_the_private_networks_the_update_alone_is_tried() -> None:
     case = simulated_case(method="fedcg")
-    blind = replace(case, truth=replace(case.truth, before=None, after=None))
-    outcome = reidentified(blind)
+    outcome = reidentified(replace(case, truth=replace(case.truth, before=None, after=None)))
     assert set(by_extractor(outcome, UPDATE)) == {"start of the public seed", "surrogate"}
     assert not by_extractor(outcome, GRADIENT)
     assert any("give --private" in note for note in outcome.notes)

@@ -45,8 +45,7 @@ def test_the_attackers_figures_stand_beside_those_with_the_true_extractor() -> N
     assert [one.name for one in mine] == [one.name for one in ceilings] == names
     assert [one.ceiling for one in mine] == [one.value.value for one in ceilings]
     assert all(one.ceiling is None for one in ceilings)
-    assert len(outcome.pictures) == 2
-    assert len(outcome.pictures[0].rows[0][1]) == 10
+    assert (len(outcome.pictures), len(outcome.pictures[0].rows[0][1])) == (2, 10)
 
 
 @pytest.mark.slow
@@ -79,8 +78,7 @@ class BlankDecoder(torch.nn.Module):
 
 def test_without_auxiliary_images_the_device_still_learns_its_generators_distances() -> None:
     case = generator_case()
-    alone = replace(case, view=replace(case.view, auxiliary=None))
-    found = attacked(alone)
+    found = attacked(replace(case, view=replace(case.view, auxiliary=None)))
     assert [(one.name, one.setting) for one in found.figures] == [("memory_auc", "extractor: true")]
     assert [one.passed for one in found.controls] == [True]
 
@@ -101,8 +99,7 @@ def test_distances_and_their_auc_by_hand() -> None:
     found = generator_memory.nearness(
         train, held_out, torch.zeros(2, dtype=torch.int64), lambda label, count: torch.tensor([[0.0], [10.0]]), 2
     )
-    assert found.train.tolist() == [-1.0, 0.0]
-    assert found.held_out.tolist() == [-3.0, -1.0]
+    assert (found.train.tolist(), found.held_out.tolist()) == ([-1.0, 0.0], [-3.0, -1.0])
     # Of four pairs one is a tie (1 and 1) and three are won by the image that was trained on.
     assert generator_memory.wins(found).mean() == (3 + 0.5) / 4
     # Sample 0 is nearer to 1 than to 3, sample 10 nearer to 10 than to 9.
@@ -144,8 +141,7 @@ def test_shuffling_whose_images_moved_the_output_leaves_no_gain() -> None:
     both = joined(case.truth.train, case.truth.held_out)
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(5))
     inside, outside = (both.rows(some) for some in order.chunk(2))
-    shuffled = replace(case, truth=replace(case.truth, train=inside, held_out=outside))
-    found = carried_out("image_generator", shuffled)
+    found = carried_out("image_generator", replace(case, truth=replace(case.truth, train=inside, held_out=outside)))
     assert all(one.gain.low <= 0 for one in named(found, "mia_auc"))
 
 

@@ -14,6 +14,7 @@ from audit.measures import Outcome, Reconstructions, trivial_images, unit_pixels
 from audit.techniques import gradients
 from fedcg.wire.parts import Part
 from tests.support.audit import carried_out, outcome_of, simulated_case
+from tests.support.present import present
 
 
 def run(case: Case) -> Outcome:
@@ -51,8 +52,7 @@ def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyP
     in_the_blink_of_an_eye(monkeypatch, 0.5)
     outcome = run(simulated_case(method="fedsplit"))
     assert [control.passed for control in outcome.controls] == [False, False]
-    psnr = [figure for figure in outcome.figures if figure.name == "psnr"]
-    assert all(figure.gain.value <= 0 for figure in psnr)
+    assert all(figure.gain.value <= 0 for figure in outcome.figures if figure.name == "psnr")
     (rank,) = [figure for figure in outcome.figures if figure.name == "rank"]
     assert 0 < rank.value.value <= 400 / (32 * 32)  # as many pixels as there are features
 
@@ -113,10 +113,8 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
     mean, _ = floors["the mean auxiliary image of its class"]
     of_floor = Reconstructions(mean, pixels, floors).figure("psnr", "", (), None, 1)
     assert (of_floor.gain.value, of_floor.gain.high) == (0, 0)
-    perfect = Reconstructions((pixels + 0.01).clamp(0, 1), pixels, floors).figure("psnr", "", (), None, 1)
-    assert perfect.gain.low > 3
-    shuffled = Reconstructions(pixels.roll(1, 0), pixels, floors).figure("psnr", "", (), None, 1)
-    assert shuffled.gain.value < 0
+    assert Reconstructions((pixels + 0.01).clamp(0, 1), pixels, floors).figure("psnr", "", (), None, 1).gain.low > 3
+    assert Reconstructions(pixels.roll(1, 0), pixels, floors).figure("psnr", "", (), None, 1).gain.value < 0
 
 
 def test_a_batch_is_put_into_the_order_that_fits_best() -> None:
@@ -140,8 +138,7 @@ def test_the_labels_of_a_batch_are_taken_off_one_by_one() -> None:
 
 def test_the_classifiers_gradient_of_one_image_holds_its_features_exactly() -> None:
     case = simulated_case(method="fedsplit")
-    true, train = case.model(), case.truth.train
-    assert true is not None
+    true, train = present(case.model()), case.truth.train
     pixels = unit_pixels(train.images[:1])
     seen = gradients.batch_gradient(case.view.spec, true, pixels, train.labels[:1], (Part.CLASSIFIER,))
     given = gradients.attacker_model(case.view.with_private(case.truth.before or {}), Extractor.TRUE, case.streams, 1)
@@ -224,8 +221,7 @@ def test_channel_statistics_by_hand() -> None:
 
 def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     case = simulated_case(method="fedavg")
-    model, train, parts = case.model(), case.truth.train, (Part.EXTRACTOR, Part.CLASSIFIER)
-    assert model is not None
+    model, train, parts = present(case.model()), case.truth.train, (Part.EXTRACTOR, Part.CLASSIFIER)
     pixels, other = train.images[:1] / 255.0, train.images[1:2] / 255.0
     seen = gradients.batch_gradient(case.view.spec, model, pixels, train.labels[:1], parts)
     longer = gradients.BatchGradient(parts, tuple(3 * one for one in seen.values), 1)

@@ -54,8 +54,7 @@ def test_rmias_ratio_divides_by_the_offline_estimate_of_the_images_likelihood(mo
     images = _images([0, 1])
     target = _target_with(monkeypatch, {"victim": [0.8, 0.2], "first": [0.3, 0.2], "second": [0.5, 0.2]}, _images([0]))
     # a = 0.3: Pr(x) = (1.3 · 0.4 + 0.7) / 2 = 0.61, and (1.3 · 0.2 + 0.7) / 2 = 0.48
-    expected = np.log([0.8 / 0.61, 0.2 / 0.48])
-    assert log_ratio(target, images, _streams()) == pytest.approx(expected)
+    assert log_ratio(target, images, _streams()) == pytest.approx(np.log([0.8 / 0.61, 0.2 / 0.48]))
 
 
 def test_rmias_score_is_the_share_of_the_population_that_the_image_is_likelier_than(
@@ -146,8 +145,7 @@ def _nothing() -> None:
 def test_scores_find_what_a_model_learnt_by_heart() -> None:
     target, seen, unseen, case = _overfitted()
     for score in (ml_leaks, rmia):
-        found = auc(score(target, seen, case.streams), score(target, unseen, case.streams))
-        assert found > 0.8, score.__name__
+        assert auc(score(target, seen, case.streams), score(target, unseen, case.streams)) > 0.8, score.__name__
 
 
 def test_ppidsgs_attack_tells_the_victims_images_from_those_of_other_clients() -> None:
@@ -194,8 +192,7 @@ def test_a_whole_model_after_many_epochs_leaks_membership_and_a_shuffled_truth_d
     assert all(control.passed for control in found.controls)
     mixed = joined(case.truth.train, case.truth.held_out)
     order = torch.randperm(len(mixed), generator=case.streams.generator("mix"))
-    sides = (mixed.rows(some) for some in order.tensor_split([len(case.truth.train)]))
-    train, held_out = sides
+    train, held_out = (mixed.rows(some) for some in order.tensor_split([len(case.truth.train)]))
     shuffled = Case(case.view, replace(case.truth, train=train, held_out=held_out), case.streams)
     assert _rmia(carried_out("membership", shuffled)).gain.low < 0
 
@@ -234,9 +231,8 @@ def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_besi
         "generator alone",
         "RMIA and generator",
     )
-    sources = (Extractor.START, Extractor.SURROGATE)
     assert [one.setting for one in found.figures if one.name == "mia_auc"] == [
-        f"{name}, extractor: {source.value}" for source in sources for name in names
+        f"{name}, extractor: {source.value}" for source in (Extractor.START, Extractor.SURROGATE) for name in names
     ]
     assert all(one.ceiling is not None for one in found.figures)
     assert [control.passed for control in found.controls] == [True] * 5
@@ -273,8 +269,7 @@ def test_all_of_ten_right_rule_out_the_epsilon_at_which_q_to_the_tenth_is_five_p
 
 def test_no_right_guess_is_certain_and_bounds_nothing() -> None:
     assert p_value(10, 10, 0, 1.0, 1e-5) == 1.0
-    assert epsilon_bound(10, 10, 0) == 0.0
-    assert epsilon_bound(10, 0, 0) == 0.0
+    assert epsilon_bound(10, 10, 0) == epsilon_bound(10, 0, 0) == 0.0
 
 
 def test_the_bound_grows_with_right_guesses_and_falls_with_delta_and_with_abstentions_counted_in() -> None:
@@ -301,8 +296,7 @@ def test_scores_that_know_the_coin_give_a_large_bound_and_scores_of_nothing_give
     included = drawn.random(200) < 0.5
     noise = drawn.normal(size=200)
     assert best_bound(included + 0.01 * noise, included) > 2.0
-    assert best_bound(noise, included) == 0.0
-    assert best_bound(-(included + 0.01 * noise), included) == 0.0
+    assert best_bound(noise, included) == best_bound(-(included + 0.01 * noise), included) == 0.0
 
 
 def test_canaries_follow_from_the_stream_and_have_the_form_of_the_images() -> None:
@@ -348,5 +342,4 @@ def test_where_the_extractor_stays_there_is_a_bound_per_estimate_and_the_ceiling
     assert [one.setting for one in found.figures] == ["extractor: start of the public seed", "extractor: surrogate"]
     assert all(one.ceiling is not None and one.name == "epsilon" for one in found.figures)
     assert found.controls[0].passed
-    again = _epsilon(case)
-    assert [one.value for one in again.figures] == [one.value for one in found.figures]
+    assert [one.value for one in _epsilon(case).figures] == [one.value for one in found.figures]

@@ -40,9 +40,7 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
 ) -> None:
     world = make_world()
     coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent(until_finished=True)
-    coordinator.wait(schemas.Hello)
+    world.connect(until_finished=True)
     for round_number in (1, 2):
         world.open_round(round_number)
         accept = coordinator.wait(schemas.Accept)
@@ -51,16 +49,14 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
     coordinator.finish(world.spec, world.aggregate(2), 2)
     while world.exit_code is None:
         coordinator.step()
-    assert world.exit_code == 0
-    assert world.trainer.rounds() == [schemas.RoundAttempt(1, 1), schemas.RoundAttempt(2, 1)]
+    assert (world.exit_code, world.trainer.rounds()) == (0, [schemas.RoundAttempt(1, 1), schemas.RoundAttempt(2, 1)])
     assert world.store.finalised()["aggregate"] == coordinator.serve(world.aggregate(2)).id
     for told in ("1: the update is being sent (", "1: the update is accepted", "2: the update is accepted"):
         assert f"round {told}" in log.text
     assert status(world)["finished"] == "finished; no exported model"
     assert re.search(r"last welcomed +20..-.* UTC\n", status_table(status(world)))
-    EventLog(world.config.store / "events.jsonl", time.time).write(
-        "invited", round=3, attempt=1, rounds=3
-    )  # it was extended
+    # It is extended.
+    EventLog(world.config.store / "events.jsonl", time.time).write("invited", round=3, attempt=1, rounds=3)
     assert status(world)["finished"] is None
 
 
@@ -69,9 +65,7 @@ def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_w
 ) -> None:
     world = make_world()
     coordinator = world.coordinator
-    coordinator.come_online()
-    world.start_agent(until_finished=True)
-    coordinator.wait(schemas.Hello)
+    world.connect(until_finished=True)
     topic, about = coordinator.topics.down_control(DEVICE), coordinator.address(DEVICE)
     own = schemas.Revoked(**about, key=coordinator.device_key.public.hex)
     coordinator.publish(topic, schemas.Revoked(**about, key="0" * 64))  # the device that had this name before
@@ -104,8 +98,7 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
     world.coordinator.broadcast(world.aggregate())
     world.coordinator.wait(schemas.Manifest)
     spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(world.aggregate()).id
-    asked = {message.artifact for message in world.coordinator.heard if isinstance(message, schemas.Need)}
-    assert asked == {spec_id}
+    assert {message.artifact for message in world.coordinator.heard if isinstance(message, schemas.Need)} == {spec_id}
     assert {event["artifact"] for event in world.events("artifact_stored")} == {spec_id, aggregate_id}
 
 
@@ -243,8 +236,7 @@ def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_wo
     while beat.phase is None:  # one that was on its way
         beat = world.coordinator.wait(schemas.Heartbeat)
     assert (beat.at, beat.phase, beat.step, beat.steps) == (schemas.RoundAttempt(1, 1), "classify", 0, 0)
-    strange = "the patient's name"
-    world.trainer.deliver(Noted({"event": "progress", "phase": strange, "step": 3, "steps": 9, **where}))
+    world.trainer.deliver(Noted({"event": "progress", "phase": "the patient's name", "step": 3, "steps": 9, **where}))
     beat = world.coordinator.wait(schemas.Heartbeat)
     assert (beat.phase, beat.step, beat.steps) == ("train", 3, 9)
     world.trainer.work(world.trainer.commands[-1])
@@ -347,12 +339,11 @@ def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_and_the_log_
     assert world.coordinator.session not in (None, first)
     world.open_round()
     world.coordinator.wait(schemas.Manifest)
-    lines = [record.getMessage() for record in log.records if "broker" in record.getMessage()]
-    assert [line.partition(" after")[0].partition(";")[0] for line in lines] == [
-        "connected to the broker",
-        "the link to the broker is lost",
-        "the link to the broker is back",
-    ]
+    assert [
+        line.partition(" after")[0].partition(";")[0]
+        for line in map(logging.LogRecord.getMessage, log.records)
+        if "broker" in line
+    ] == ["connected to the broker", "the link to the broker is lost", "the link to the broker is back"]
 
 
 def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
@@ -371,8 +362,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
 
 
 def test_what_the_transport_warns_of_is_in_the_status_until_the_link_is_back(tmp_path: Path) -> None:
-    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
-    handler, log = LinkProblems(events), logging.getLogger("fedcg.wire.test")
+    handler, log = LinkProblems(EventLog(tmp_path / "events.jsonl", lambda: 0.0)), logging.getLogger("fedcg.wire.test")
     log.addHandler(handler)
     try:
         for seconds in (0.2, 0.4):

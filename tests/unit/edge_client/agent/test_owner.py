@@ -32,7 +32,7 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt, SelfReport
 from fedcg.wire.parts import Part
 from tests.support.edge.answering_agent import answering_agent
-from tests.support.edge.world import MakeWorld, World, connected, in_training, toy_spec
+from tests.support.edge.world import MakeWorld, World, connected, in_round, in_training, toy_spec
 from tests.support.waiting import wait_until
 
 CLASSIFIER_ONLY = PolicySection(allow_upload=frozenset({Part.CLASSIFIER}))
@@ -105,8 +105,7 @@ def test_the_device_reports_that_it_is_paused(make_world: MakeWorld) -> None:
 
 
 def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_world: MakeWorld) -> None:
-    world = connected(make_world, policy=CLASSIFIER_ONLY)
-    world.open_round()
+    world = in_round(make_world, policy=CLASSIFIER_ONLY)
     world.coordinator.wait(Decline)
     assert read_status(world.config)["bytes_today"] == {"up": 0, "down": len(world.spec.canonical())}
     ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
@@ -122,8 +121,7 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
 
 
 def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:
-    world = connected(make_world, policy=CLASSIFIER_ONLY, spec=toy_spec(method="telepathy"))
-    world.open_round()
+    world = in_round(make_world, policy=CLASSIFIER_ONLY, spec=toy_spec(method="telepathy"))
     assert world.coordinator.wait(Decline).reason is DeclineReason.UNKNOWN_METHOD
     assert Consent(world.config.store).read().waiting == {}
 
@@ -181,8 +179,7 @@ def test_an_agent_whose_folder_for_requests_cannot_be_made_reports_that_and_trai
 
 
 def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make_world: MakeWorld) -> None:
-    world = connected(make_world)
-    world.open_round()
+    world = in_round(make_world)
     manifest = world.coordinator.wait(Manifest)
     path = world.config.store / SENT_FILE
     assert [item["kind"] for item in sent_items(path)] in ([], ["self_report"])
@@ -190,8 +187,7 @@ def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make
     item = sent_items(path)[-1]
     assert (item["kind"], item["artifact"], item["bytes"]) == ("update", artifact_id(payload), len(payload))
     assert item["parts"] == {"classifier": 4 * (3 + 12), "generator": 8 + 4 * 8}  # bytes of its numbers
-    assert item["report"] == {"examples": 3, "accuracy": 0.5}
-    assert item["receipt"] is None
+    assert (item["report"], item["receipt"]) == ({"examples": 3, "accuracy": 0.5}, None)
     world.coordinator.receipt(manifest)
     wait_until(lambda: sent_items(path)[-1]["receipt"] == "accepted", "the receipt is recorded")
     assert path.stat().st_mode & 0o777 == 0o600
@@ -203,8 +199,7 @@ def test_an_update_whose_record_cannot_be_written_does_not_leave_and_the_reason_
     world = connected(make_world)
     (world.config.store / SENT_FILE).mkdir()
     world.open_round()
-    manifest = world.coordinator.wait(Manifest)
-    world.coordinator.grant(manifest, ((0, 1),))
+    world.coordinator.grant(world.coordinator.wait(Manifest), ((0, 1),))
 
     def is_reported() -> bool:
         return any("send chunks: " in str(event["detail"]) for event in world.events("agent_error"))

@@ -168,6 +168,5 @@ def test_an_agent_reports_from_its_start_to_its_end(
 def test_no_sign_of_life_without_a_watchdog_of_this_process(
     manager: socket.socket, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    service = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify"), **environment}, lambda: 0.0)
-    service.alive("trains")
+    ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify"), **environment}, lambda: 0.0).alive("trains")
     assert received(manager) == "STATUS=trains"

@@ -22,6 +22,7 @@ from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, make_config
+from tests.support.present import present
 from tests.support.waiting import wait_until
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
@@ -132,9 +133,7 @@ NO_DATA = schemas.DoctorFinding(check="data", state="failed")
 
 def due(reporter: SelfReporter, now: float = 0.0) -> schemas.SelfReport:
     """The report that must be due."""
-    report = reporter.due(ABOUT, now)
-    assert report is not None
-    return report
+    return present(reporter.due(ABOUT, now))
 
 
 def test_a_report_comes_with_each_session_and_with_each_change(make_world: MakeWorld) -> None:
@@ -194,8 +193,7 @@ def test_readings_leave_as_numbers_and_codes_where_the_owner_allows_them(tmp_pat
     }
     assert readings(Telemetry()).model_dump(exclude_none=True) == {"slowed_by": ()}
     last: list[Telemetry | None] = [None]
-    allowed = PolicySection(allow_report=frozenset({ReportField.TELEMETRY}))
-    reporter = SelfReporter(allowed, tmp_path, lambda: last[0])
+    reporter = SelfReporter(PolicySection(allow_report=frozenset({ReportField.TELEMETRY})), tmp_path, lambda: last[0])
     at_first = due(reporter)
     last[0] = read
     assert reporter.due(ABOUT, 1.0) is None, "readings change all the time"
@@ -211,9 +209,8 @@ def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_w
     assert world.coordinator.wait(schemas.SelfReport).telemetry is None
     world.agent.hardware.reason()  # looks, as the agent does every 15 s
     world.agent.self_reporter.repeat()
-    told = world.coordinator.wait(schemas.SelfReport).telemetry
-    assert told is not None
-    assert (told.free_disk or 0) > 0
+    told = present(world.coordinator.wait(schemas.SelfReport).telemetry)
+    assert present(told.free_disk) > 0
     (line,) = [one for one in read_lines(world.store.root / SENT_FILE) if one["kind"] == "self_report"]
     assert "free_disk" in line["report"]["telemetry"]
 
@@ -240,14 +237,12 @@ def test_the_model_in_use_is_reported_with_what_its_export_measured(tmp_path: Pa
     site.configure(export={"variants": True, "gate_points": 100.0})
     trainer, models = site.trainer(), site.store.root / "models"
     trainer.afterwards(trainer.do(site.round(1)))
-    first = served_model(models)
-    assert first is not None
+    first = present(served_model(models))
     assert (first.version, first.round, first.serves, first.before) == ("0001", 1, "fp32", None)
     assert [form.name for form in first.forms] == ["fp32"]
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     allowed = PolicySection(allow_report=frozenset({ReportField.MODEL}))
-    model = due(SelfReporter(allowed, models)).condition.model
-    assert model is not None
+    model = present(due(SelfReporter(allowed, models)).condition.model)
     assert (model.version, model.before) == ("0002", first.accuracy)
     judged = {one.images for one in read_manifest(ModelVersions(models).current()).variants if one.accuracy is not None}
     assert judged == {site.store.finalised()["val_images"]}, "never by test images"

@@ -58,10 +58,6 @@ def run(*arguments: str) -> Result:
     return run_fedcg("agent", *arguments)
 
 
-def doctor(*arguments: str) -> Result:
-    return run_fedcg("doctor", *arguments)
-
-
 def findings(config: Path, now: datetime = NOW) -> dict[str, Finding]:
     return {finding.check: finding for finding in examine(load_config(config, {}), now)}
 
@@ -83,8 +79,7 @@ def test_status_before_the_first_run_says_what_to_do(device: Path) -> None:
 
 
 def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device: Path) -> None:
-    config = load_config(device, {})
-    store = opened(config)
+    store = opened(load_config(device, {}))
     generation = store.generations.commit(toy_generation(toy_spec(), RoundAttempt(3, 2)))
     assert generation.outbox is not None
     with store.locked():
@@ -96,8 +91,7 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
     (store.root / "secrets" / "cohort.key").write_bytes(checked_secret(b"c" * 32))
     done = data_of(run("status", "--config", str(device), "--json").stdout)
     assert (done["update_waiting"], done["running"]) == (None, False)
-    assert done["last_receipt"] == "round 3.2: accepted"
-    assert done["private_parts_start"] == "cohort secret"
+    assert (done["last_receipt"], done["private_parts_start"]) == ("round 3.2: accepted", "cohort secret")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +224,7 @@ def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(
 ) -> None:
     if content is not None:
         (tmp_path / "nowhere.toml").write_text(content)
-    result = doctor("--config", str(tmp_path / "nowhere.toml"), "--json")
+    result = run_fedcg("doctor", "--config", tmp_path / "nowhere.toml", "--json")
     assert result.exit_code == code
     assert data_of(result.stdout)["findings"][0]["check"] == "configuration"
 
@@ -266,8 +260,7 @@ def test_the_events_of_a_device_are_printed_as_sentences(config: Path) -> None:
     log(config, 1.0).write("link", up=True, down_s=None)
     log(config, 2.0).write("phase_started", phase="load", round=1, attempt=1)
     log(config, 3.0).write("declined", round=1, attempt=1, rounds=9, reason="no_data", detail="/srv: no images")
-    done = run_fedcg("agent", "logs", "--config", config)
-    first, second = done.output.splitlines()
+    first, second = run_fedcg("agent", "logs", "--config", config).output.splitlines()
     assert first.endswith("[info     ] connected to the broker")
     assert (
         "[warning  ] round 1 of 9: declined (no_data): /srv: no images. What to do: put images where [data] root"

@@ -112,8 +112,7 @@ def test_a_name_that_would_steer_the_terminal_is_escaped_by_doctor_and_status(tm
     draw(tmp_path / "data")
     bad = tmp_path / "data" / "good" / "\x1b[31m\nfailed \u202e\u2066.png"
     bad.write_bytes(b"no image")
-    store = open_store(load_config(config, {}), make=True)
-    store.save_left_out({bad.name: f"{bad}: not an image"})
+    open_store(load_config(config, {}), make=True).save_left_out({bad.name: f"{bad}: not an image"})
     for words in (("doctor",), ("agent", "status")):
         told = run_fedcg(*words, "--config", config).stdout
         assert r"\x1b[31m\nfailed \u202e\u2066.png: not an image" in told

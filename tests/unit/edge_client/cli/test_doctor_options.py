@@ -141,8 +141,7 @@ def test_without_a_defence_or_with_one_that_the_images_do_not_allow_no_picture_i
     picture = tmp_path / "seen.png"
     plain = write_config(tmp_path / "plain", tmp_path / "images", None)
     assert shown(plain, picture)["detail"] == "none: models are trained on the real images"
-    odd = write_config(tmp_path / "odd", tmp_path / "images", "etc", block=5)
-    found = shown(odd, picture)
+    found = shown(write_config(tmp_path / "odd", tmp_path / "images", "etc", block=5), picture)
     assert found["state"] == "failed"
     assert "block = 5 does not divide images of 96x96 pixels" in found["detail"]
     assert "is assumed: the agent has no federation's spec yet" in found["detail"]

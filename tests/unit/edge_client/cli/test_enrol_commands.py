@@ -154,8 +154,7 @@ def test_images_named_from_here_are_found_from_anywhere(
     (tmp_path / "pictures").mkdir()
     assert run_enrol("--token", desk.token("a").text, "--out", "box", "--data", "pictures").exit_code == 0
     assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "pictures"
-    done = run_enrol("--token", desk.token("b").text, "--out", "other")
-    assert "Set [data] root" in done.stdout
+    assert "Set [data] root" in run_enrol("--token", desk.token("b").text, "--out", "other").stdout
     assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
 
 

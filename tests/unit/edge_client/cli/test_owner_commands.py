@@ -66,8 +66,7 @@ def run(device: Path, *words: object, typed: str | None = None) -> Any:
 def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[OwnerRequest]) -> None:
     paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
     assert paused.stdout.startswith(f"{DEVICE} is paused until 2001-09-09 01:46:40 UTC.\nNext: ")
-    request = asked[0].model_dump()
-    assert request == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
+    assert asked[0].model_dump() == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
     assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
     assert data_of(run(device, "pause", "--json").stdout)["paused"] is True
     assert data_of(run(device, "resume", "--json").stdout)["paused"] is False
@@ -171,8 +170,7 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
     status = data_of(run(device, "status", "--json").stdout)
     assert (status["paused"], status["pause_reason"]) == ("until 2096-10-02 07:06:40 UTC", "maintenance")
     assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
-    assert status["bytes_today"] == {"up": 12, "down": 0}
-    assert status["agent_now"] == "waits for a round"
+    assert (status["bytes_today"], status["agent_now"]) == ({"up": 12, "down": 0}, "waits for a round")
     lines = [re.split(r"  +", line) for line in run(device, "status").stdout.splitlines()]
     assert lines[0] == ["ABOUT", "STATE"]
     assert ["bytes today", "up 12, down 0"] in lines
@@ -276,8 +274,7 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
 
 def test_the_support_file_keeps_addresses_and_numbers_where_names_of_classes_are_digits(device: Path) -> None:
     root = device.parent
-    classes = ("0", "1", "127", "8883", "2026")
-    for name in classes:
+    for name in ("0", "1", "127", "8883", "2026"):
         (root / "data" / name).mkdir(parents=True)
     events = EventLog(root / "store" / "events.jsonl", time.time).unwatched()
     trouble = "no connection to 127.0.0.1:8883 since 2026-11-26 10:01"
@@ -285,8 +282,7 @@ def test_the_support_file_keeps_addresses_and_numbers_where_names_of_classes_are
     assert run(device, "diagnose", "--out", root / "support.zip").exit_code == 0
     texts = members(root / "support.zip")
     event = json.loads(texts["events.jsonl"].splitlines()[-1])
-    assert event["detail"] == f"{trouble}; class class-2 in {root}/data/class-2/[image]"
-    assert event["port"] == 8883
+    assert (event["detail"], event["port"]) == (f"{trouble}; class class-2 in {root}/data/class-2/[image]", 8883)
     assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
     assert all(json.loads(texts[name]) for name in texts if name.endswith(".json"))
 

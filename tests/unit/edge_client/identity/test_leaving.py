@@ -65,6 +65,14 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def erased(box: Path) -> str:
+    """What the command prints that erases a box without its coordinator."""
+    words = ("leave", "--config", box / "agent.toml", "--erase", "--without-coordinator", "--yes")
+    done = run_fedcg("agent", *words)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_without_erase_everything_stays(enrolled: AgentConfig, tmp_path: Path) -> None:
     before = files_of(tmp_path / "box")
     assert leave(enrolled, erase=False, notify=False, timeout_s=1.0).erased == ()
@@ -122,13 +130,10 @@ def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: Agent
     for name in strangers:
         (enrolled.store / name).write_text("the owner's")
     (tmp_path / "box" / "tls" / "plans.next").write_text("the owner's")
-    config = str(tmp_path / "box" / "agent.toml")
-    done = run_fedcg("agent", "leave", "--config", config, "--erase", "--without-coordinator", "--yes")
-    assert done.exit_code == 0, done.output
-    assert files_of(enrolled.store) == strangers
-    assert files_of(tmp_path / "box" / "tls") == {"plans.next"}
+    told = erased(tmp_path / "box")
+    assert (files_of(enrolled.store), files_of(tmp_path / "box" / "tls")) == (strangers, {"plans.next"})
     for name in ("notes.json", "notes.txt", "photos"):
-        assert f"left {enrolled.store / name}: this program did not make it" in done.stdout
+        assert f"left {enrolled.store / name}: this program did not make it" in told
 
 
 def test_a_store_that_was_moved_aside_is_named_with_the_command_that_removes_it(
@@ -138,11 +143,9 @@ def test_a_store_that_was_moved_aside_is_named_with_the_command_that_removes_it(
     enrolled.store.rename(before)
     (tmp_path / "box" / "store.txt").write_text("the owner's")
     PrivateStore.open(enrolled.store, enrolled.federation, enrolled.device)
-    leaving = ["leave", "--config", str(tmp_path / "box" / "agent.toml"), "--erase", "--without-coordinator", "--yes"]
-    done = run_fedcg("agent", *leaving)
-    assert done.exit_code == 0, done.output
-    assert f"rm -r {before}\n" in done.stdout
-    assert "store.txt" not in done.stdout
+    told = erased(tmp_path / "box")
+    assert f"rm -r {before}\n" in told
+    assert "store.txt" not in told
     assert (before / "models" / "0001" / "model.onnx").exists()
 
 
@@ -158,12 +161,11 @@ def test_the_certificates_of_the_system_stay(enrolled: AgentConfig, tmp_path: Pa
 
 def test_no_command_that_fails_or_only_reads_makes_a_store(enrolled: AgentConfig, tmp_path: Path) -> None:
     config = str(tmp_path / "box" / "agent.toml")
-    leaving = ("agent", "leave", "--config", config, "--yes", "--erase")
-    assert run_fedcg(*leaving, "--without-coordinator").exit_code == 0
+    erased(tmp_path / "box")
     (tmp_path / "empty").touch()
     for words in (
         ("agent", "leave", "--config", config, "--yes"),
-        leaving,
+        ("agent", "leave", "--config", config, "--yes", "--erase"),
         ("agent", "run", "--config", config),
         ("agent", "approve", "--config", config, "--yes"),
         ("agent", "status", "--config", config),

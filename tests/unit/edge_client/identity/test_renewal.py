@@ -3,6 +3,7 @@
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.coordinator.enrolments import Desk, running_desk
+from tests.support.present import present
 from tests.support.waiting import wait_until
 
 
@@ -51,13 +53,11 @@ def device(desk: Desk, tmp_path: Path) -> AgentConfig:
 
 
 def certificate_of(config: AgentConfig) -> x509.Certificate:
-    assert config.tls is not None
-    return load_certificate(config.tls.cert.read_bytes())
+    return load_certificate(present(config.tls).cert.read_bytes())
 
 
 def fits(config: AgentConfig) -> bool:
-    assert config.tls is not None
-    return certificate_key_digest(certificate_of(config)) == TlsKey.load(config.tls.key).digest
+    return certificate_key_digest(certificate_of(config)) == TlsKey.load(present(config.tls).key).digest
 
 
 def days_ahead(days: float) -> datetime:
@@ -72,8 +72,7 @@ def test_a_renewal_brings_a_new_key_and_a_later_end_under_the_same_name(desk: De
     assert certificate_key_digest(renewed) != certificate_key_digest(before)
     assert renewed.subject == before.subject
     assert renewed.not_valid_after_utc >= before.not_valid_after_utc
-    assert device.tls is not None
-    assert stat.S_IMODE(device.tls.key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(present(device.tls).key.stat().st_mode) == 0o600
     assert [event["client"] for event in desk.events("certificate_renewed")] == ["line-4"]
     known = desk.store.register.certificates("line-4")
     assert [entry.revoked_at for entry in known] == [None, None]  # the answer might have been lost
@@ -132,20 +131,11 @@ def test_a_device_without_a_place_to_renew_is_told_so(device: AgentConfig) -> No
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> tuple[Path, Path, bytes, bytes, bytes, bytes]:
-    """Paths of certificate and key, the old pair, the new pair."""
+def pairs(tmp_path: Path) -> list[tuple[bytes, bytes]]:
+    """Certificate and key, of the old pair and of the new one."""
     create_ca(tmp_path / "pki")
-    old, new = (issue(tmp_path / "pki", name) for name in ("old", "new"))
-    folder = tmp_path / "tls"
-    folder.mkdir()
-    return (
-        folder / "device.pem",
-        folder / "device.key",
-        old.certificate.read_bytes(),
-        old.key.read_bytes(),
-        new.certificate.read_bytes(),
-        new.key.read_bytes(),
-    )
+    issued = [issue(tmp_path / "pki", name) for name in ("old", "new")]
+    return [(one.certificate.read_bytes(), one.key.read_bytes()) for one in issued]
 
 
 class _PowerCutError(Exception):
@@ -154,13 +144,14 @@ class _PowerCutError(Exception):
 
 @pytest.mark.parametrize("survived", range(12))
 def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_whole(
-    pairs: tuple[Path, Path, bytes, bytes, bytes, bytes], monkeypatch: pytest.MonkeyPatch, survived: int
+    pairs: list[tuple[bytes, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
     """Every rename and every deletion may be the last thing that happened."""
-    certificate, key, *contents = pairs
-    certificate.write_bytes(contents[0])
-    key.write_bytes(contents[1])
-    left = survived
+    (old, new), left = pairs, survived
+    certificate, key = tmp_path / "tls" / "device.pem", tmp_path / "tls" / "device.key"
+    certificate.parent.mkdir()
+    certificate.write_bytes(old[0])
+    key.write_bytes(old[1])
 
     def count() -> None:
         nonlocal left
@@ -181,20 +172,13 @@ def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_w
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", counted_replace)
         patched.setattr(Path, "unlink", counted_unlink)
-        try:
-            replace_pair(certificate, key, contents[2], contents[3])
-            done = True
-        except _PowerCutError:
-            done = False
+        is_done = False
+        with suppress(_PowerCutError):
+            replace_pair(certificate, key, *new)
+            is_done = True
     settle_pair(certificate, key)
-    found = (read_checked(certificate), read_checked(key))
-    assert found in ((contents[0], contents[1]), (contents[2], contents[3]))
-    if done:
-        assert found == (contents[2], contents[3])
-    assert {path.name for path in certificate.parent.iterdir() if not path.name.startswith(".")} == {
-        "device.pem",
-        "device.key",
-    }
+    assert (read_checked(certificate), read_checked(key)) in ([new] if is_done else [old, new])
+    assert {path for path in certificate.parent.iterdir() if not path.name.startswith(".")} == {certificate, key}
 
 
 # ------------------------------------------------------------------ in time, by itself
@@ -215,8 +199,7 @@ def renewer(config: AgentConfig, clock: Callable[[], datetime], renewed: threadi
 
 
 def reported(config: AgentConfig, name: str) -> list[str]:
-    found = read_events(config.store / "events.jsonl")
-    return [str(event.get("detail")) for event in found if event["event"] == name]
+    return [str(event.get("detail")) for event in read_events(config.store / "events.jsonl") if event["event"] == name]
 
 
 def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_path: Path) -> None:
@@ -259,7 +242,5 @@ def test_the_doctor_tells_when_the_certificate_ends_and_when_its_renewal_is_over
         (25, "warning", "fedcg agent renew"),
         (31, "failed", "--replaces"),
     ):
-        found = {finding.check: finding for finding in examine(device, days_ahead(days), ("certificate",))}[
-            "certificate"
-        ]
+        (found,) = examine(device, days_ahead(days), ("certificate",))
         assert (found.state, told in found.detail + found.advice) == (state, True), found

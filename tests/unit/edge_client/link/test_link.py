@@ -233,8 +233,7 @@ def test_a_failure_forgets_the_artifact_and_it_can_be_asked_for_again(direction:
     direction.add("x", REF, ((0, 1),))
     road.may_go.release()
     wait_until(lambda: len(road.reports) == 2, "it is carried")
-    assert road.reports[-1] is None
-    assert road.runs == [("x", 0, 2), ("x", 0, 1)]
+    assert (road.reports[-1], road.runs) == (None, [("x", 0, 2), ("x", 0, 1)])
 
 
 def test_a_forgotten_artifact_that_waits_is_not_carried(direction: Direction[str], road: Road) -> None:

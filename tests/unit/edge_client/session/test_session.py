@@ -78,6 +78,10 @@ def update(round_number: int, attempt: int = 1) -> ArtifactRef:
     return ArtifactRef(id=f"{round_number * 16 + attempt:064x}".replace("0", "f", 1), size=4000, chunk_bytes=500)
 
 
+AT_HAND = (ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None), ArtifactStored(aggregate(1).id))
+"""All that training of round 1 needs."""
+
+
 def offer(round_number: int, attempt: int = 1, *, spec: ArtifactRef = SPEC) -> Offered:
     at = {"epoch": 1, "round": round_number, "attempt": attempt}
     message = Offer(**BROADCAST, **at, spec=spec, aggregate=aggregate(round_number), rounds=3, deadline_at=0.0)
@@ -246,8 +250,7 @@ def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(traini
 
 
 def test_an_obstacle_declines_before_accepting_and_a_repeated_invite_is_reconsidered(ready: SessionState) -> None:
-    known = (offer(1), ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None), ArtifactStored(aggregate(1).id))
-    state, commands = drive(ready, *known, ObstacleChanged(DeclineReason.HOT), Invited(RoundAttempt(1, 1)))
+    state, commands = drive(ready, offer(1), *AT_HAND, ObstacleChanged(DeclineReason.HOT), Invited(RoundAttempt(1, 1)))
     assert reasons(commands) == [DeclineReason.HOT]
     assert Note("declined", RoundAttempt(1, 1), "hot") in commands
     assert not any(isinstance(command, TrainRound) for command in commands)
@@ -304,9 +307,7 @@ def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_i
 ) -> None:
     at = RoundAttempt(1, 1)
     asked = Invited(at, share=0.25, predicted_s=12.5)
-    _, commands = drive(
-        ready, offer(1), asked, ArtifactStored(SPEC.id), SpecChecked(SPEC.id, None), ArtifactStored(aggregate(1).id)
-    )
+    _, commands = drive(ready, offer(1), asked, *AT_HAND)
     told = [command.message for command in commands if isinstance(command, Send)]
     assert [message.predicted_s for message in told if isinstance(message, Accept)] == [12.5]
     assert TrainRound(at, SPEC.id, aggregate(1).id, share=0.25) in commands
@@ -491,14 +492,7 @@ def ready() -> SessionState:
 @pytest.fixture
 def training(ready: SessionState) -> SessionState:
     """Round 1 is being trained."""
-    state, commands = drive(
-        ready,
-        offer(1),
-        Invited(RoundAttempt(1, 1)),
-        ArtifactStored(SPEC.id),
-        SpecChecked(SPEC.id, None),
-        ArtifactStored(aggregate(1).id),
-    )
+    state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)), *AT_HAND)
     assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
     return state
 

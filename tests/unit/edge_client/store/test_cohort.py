@@ -20,7 +20,6 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, secr
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.roster import card_of, roster_mark, roster_of
 from edge_client.sum_keeper import SumKeeper
-from fedcg.cli import app
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
 from fedcg.wire.messages.envelopes import SigningKey
@@ -37,6 +36,7 @@ from fedcg.wire.messages.schemas import (
 from fedcg.wire.sums import SumRound, SumSecrets
 from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, newest, toy_generation, toy_spec, write_device
+from tests.support.present import present
 
 SECRETS = st.binary(min_size=32, max_size=32)
 
@@ -48,8 +48,7 @@ def open_store(folder: Path, device: str = "site-1") -> PrivateStore:
 @given(SECRETS)
 def test_a_code_gives_its_secret_back_however_it_is_written(secret: bytes) -> None:
     code = code_of(secret)
-    assert secret_of(code) == secret
-    assert secret_of(f" {code.lower().replace('-', ' ')}\n") == secret
+    assert secret_of(code) == secret_of(f" {code.lower().replace('-', ' ')}\n") == secret
     assert secret_of(code.replace("O", "0").replace("I", "1").replace("B", "8")) == secret
     assert len(code.split("-")) == 14
 
@@ -92,22 +91,20 @@ def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: P
 
 
 def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_commands_of_the_refusal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     config = write_device(tmp_path / "box", DEVICE)
     store = PrivateStore.open(load_config(config, {}).store, FEDERATION, DEVICE)
     store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
-    for number in range(2):
+    for number, ends in enumerate((BAD_INPUT, EXISTS)):
         code = tmp_path / "code"
         code.write_text(code_of(bytes([number]) * 32))
-        join = ("join", "--config", str(config), "--code-file", str(code))
-        assert run(*join) in (BAD_INPUT, EXISTS)
-        refusal = capsys.readouterr().err.replace("\n", " ")
+        join = ("cohort", "join", "--config", config, "--code-file", code)
+        refusal = fails(ends, *join)
         command = re.search(r"stop the agent, `(mv [^`]+)`, give this command again, start the agent", refusal)
         assert command is not None, refusal
         subprocess.run(command[1].replace(".before", f".before-{number}").split(), check=True)
-        assert run(*join) == 0
-        assert "Joined; mark" in capsys.readouterr().out
+        assert "Joined; mark" in run_fedcg(*join).stdout
 
 
 def test_a_lost_code_is_replaced_by_the_file_of_another_box(tmp_path: Path) -> None:
@@ -132,37 +129,26 @@ def test_devices_without_a_secret_are_alike_and_unlike_one_that_has_it() -> None
     assert cohorts.verdict("mine") is CohortVerdict.DIFFERENT
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app.main(args=["cohort", *arguments], prog_name="fedcg")
-    return int(ended.value.code or 0)
-
-
-def test_the_commands_carry_a_secret_from_the_first_device_to_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: Path) -> None:
     first, second = (write_device(tmp_path / name, name) for name in ("first", "second"))
-    assert run("status", "--config", str(first)) == NOT_FOUND
-    assert (
-        f"No cohort secret.\nNext: on the first device fedcg cohort create --config {first}, on"
-        in capsys.readouterr().out
-    )
-    assert run("create", "--config", str(first), "--json") == 0
-    made = data_of(capsys.readouterr().out)
+    without = run_fedcg("cohort", "status", "--config", first)
+    assert without.exit_code == NOT_FOUND
+    assert f"No cohort secret.\nNext: on the first device fedcg cohort create --config {first}, on" in without.stdout
+    made = data_of(run_fedcg("cohort", "create", "--config", first, "--json").stdout)
     code = tmp_path / "code"
     code.write_text(made["code"] + "\n")
-    assert run("join", "--config", str(second), "--code-file", str(code)) == 0
-    assert f"Joined; mark {made['mark']}\nNext: fedcg cohort card --config {second}\n" in capsys.readouterr().out
-    assert run("status", "--config", str(second), "--json") == 0
+    join = ("cohort", "join", "--config", second, "--code-file", code)
+    joined = run_fedcg(*join)
+    assert joined.exit_code == 0
+    assert f"Joined; mark {made['mark']}\nNext: fedcg cohort card --config {second}\n" in joined.stdout
     nothing: dict[str, object] = {"roster": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
-    assert data_of(capsys.readouterr().out) == {"mark": made["mark"], **nothing}
-    assert run("create", "--config", str(first)) == EXISTS
-    assert "has a cohort secret already" in capsys.readouterr().err
+    status = run_fedcg("cohort", "status", "--config", second, "--json")
+    assert data_of(status.stdout) == {"mark": made["mark"], **nothing}
+    assert "has a cohort secret already" in fails(EXISTS, "cohort", "create", "--config", first)
     code.write_text("ABCD")
-    assert run("join", "--config", str(second), "--code-file", str(code)) == 2
-    assert "this one has 4" in capsys.readouterr().err
-    assert run("join", "--config", str(second), "--code-file", str(tmp_path / "nowhere")) == NOT_FOUND
-    assert "nowhere" in capsys.readouterr().err
+    assert "this one has 4" in fails(BAD_INPUT, *join)
+    code.unlink()
+    assert str(code) in fails(NOT_FOUND, *join)
 
 
 def test_an_agent_sends_its_mark_and_records_when_others_have_another_secret(make_world: MakeWorld) -> None:
@@ -206,12 +192,11 @@ def test_the_mark_of_a_roster_changes_with_every_name_key_and_line_and_not_with_
     mark = roster_mark(keys, FEDERATION)
     assert re.fullmatch(r"[0-9a-f]{32}", mark)
     assert roster_mark(dict(reversed(keys.items())), FEDERATION) == mark
-    exchanged = {**keys, "line-1": keys["line-2"], "line-2": keys["line-1"]}
     others = (
         {name: key for name, key in keys.items() if name != "line-2"},
         {**keys, "line-2": SigningKey.generate().public},
         {**keys, "line-3": SigningKey.generate().public},
-        exchanged,
+        {**keys, "line-1": keys["line-2"], "line-2": keys["line-1"]},
     )
     assert len({mark, roster_mark(keys, "herbs"), *(roster_mark(other, FEDERATION) for other in others)}) == 6
 
@@ -273,26 +258,25 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
     done = run_fedcg("cohort", "renew", "--config", first, typed="y\n")
     assert done.exit_code == 0, done.output
     assert "This replaces the cohort secret of first." in done.stderr
-    code, mark = (re.search(pattern, done.stdout) for pattern in (r"\n  ([A-Z2-7-]{69})\n", r"everywhere: (\w+)"))
-    assert code is not None
-    assert mark is not None
+    patterns = (r"\n  ([A-Z2-7-]{69})\n", r"everywhere: (\w+)")
+    code, mark = (present(re.search(pattern, done.stdout))[1] for pattern in patterns)
     carried = tmp_path / "code"
-    carried.write_text(code[1])
+    carried.write_text(code)
     join = ("cohort", "join", "--config", second, "--code-file", carried)
     assert "`fedcg cohort join --replace` on the others" in fails(EXISTS, *join)
     assert store_of(second).cohort_secret() == b"c" * 32
     with store_of(second).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *join, "--replace", "--yes")
     joined = run_fedcg(*join, "--replace", "--yes")
-    assert joined.stdout.startswith(f"Joined; mark {mark[1]}\n"), joined.output
+    assert joined.stdout.startswith(f"Joined; mark {mark}\n"), joined.output
     assert run_fedcg(*join, "--replace").stdout.startswith("This device had joined before"), "nothing is asked"
     for config in cohort:
         store = store_of(config)
-        assert store.cohort_secret() == secret_of(code[1])
+        assert store.cohort_secret() == secret_of(code)
         assert newest(store.generations)[0].round_attempt == RoundAttempt(4, 1), "networks stay"
         assert store.sum_gate.first_round == 5, "the open round's sum began under the secret before"
-        assert store.secrets_of_sum(4) == (secret_of(code[1]), b"c" * 32), "the last sum is still opened"
-        assert store.secrets_of_sum(5) == (secret_of(code[1]),), "who has the one before makes no later one"
+        assert store.secrets_of_sum(4) == (secret_of(code), b"c" * 32), "the last sum is still opened"
+        assert store.secrets_of_sum(5) == (secret_of(code),), "who has the one before makes no later one"
 
 
 def test_a_secret_that_is_not_there_or_encrypts_images_is_not_renewed(cohort: tuple[Path, Path]) -> None:
@@ -320,8 +304,7 @@ def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one
     store.save_sum_record("parts", {"round": 4})
     assert "`fedcg cohort resume-sums ROUND`" in gate.obstacle(99)
     assert gate.resume(2) == 5, "never below what it knows itself"
-    assert gate.obstacle(4) == "this device takes part in sums from round 5 on"
-    assert gate.obstacle(5) == ""
+    assert (gate.obstacle(4), gate.obstacle(5)) == ("this device takes part in sums from round 5 on", "")
 
 
 @pytest.mark.parametrize("name", ["sums.json", "weights.json", "sum_gate.json"])
@@ -369,8 +352,7 @@ def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_re
     keys = {DEVICE: store.sum_key(), **{f"other-{number}": SigningKey.generate() for number in range(3)}}
     store.save_roster({name: key.public for name, key in keys.items()})
     load, save = partial(store.sum_record, "parts"), partial(store.save_sum_record, "parts")
-    own = SumKeeper(DEVICE, keys[DEVICE], store.roster, load, save, store.numbered, 4).announce(at, 5)
-    assert own is not None
+    own = present(SumKeeper(DEVICE, keys[DEVICE], store.roster, load, save, store.numbered, 4).announce(at, 5))
     announced = {name: SumSecrets.draw(name).announce(at, 5, key) for name, key in keys.items()}
     members = SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
     asked = SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)

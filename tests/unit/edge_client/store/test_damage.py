@@ -93,8 +93,7 @@ def test_a_damaged_snapshot_of_a_round_that_was_not_committed_is_taken_anew(
 
 
 def test_only_absent_state_files_are_empty(store: PrivateStore) -> None:
-    assert store.seen() == (0, 0, 0)
-    assert store.pinned_key(ENROLLED) == PinnedKey(ENROLLED)
+    assert (store.seen(), store.pinned_key(ENROLLED)) == ((0, 0, 0), PinnedKey(ENROLLED))
     assert (store.deliveries(), store.finalised()) == ((), {})
 
 
@@ -146,8 +145,7 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
     trainer, agent = Generations(store.root), Generations(store.root)
     assert agent.newest() is None
     for number in (1, 2):
-        committed = trainer.commit(toy_generation(SPEC, RoundAttempt(number, 1)))
-        assert agent.newest() == committed
+        assert trainer.commit(toy_generation(SPEC, RoundAttempt(number, 1))) == agent.newest()
     (store.root / "generations" / "2" / "state.safetensors").write_bytes(b"torn")
     restarted = Generations(store.root)
     fallback, problems = newest(restarted)

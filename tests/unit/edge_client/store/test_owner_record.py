@@ -16,7 +16,7 @@ from edge_client.firewall import FACTS, check_spec, widened
 from edge_client.store.checked_files import SENT_FILE, SentRecord, checked_text, read_lines, sent_items, totals
 from edge_client.store.owner_record import MOST_WAITING, Consent, Pause, PauseFile, TrafficCounter
 from fedcg.wire.messages.envelopes import read_envelope
-from fedcg.wire.messages.schemas import DeclineReason, Manifest, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
 from fedcg.wire.parts import Part, ReportField
 from tests.support.edge.world import MakeWorld, toy_spec, update_of
@@ -138,8 +138,7 @@ def test_a_torn_line_costs_itself_and_no_other(
     path.write_bytes(torn + torn.splitlines()[1][:cut] + noise.replace(b"\n", b""))
     record(root).self_report({"number": 2})
     numbers = [item["report"]["number"] for item in sent_items(path)]
-    assert numbers[0] == 1
-    assert numbers[-1] == 2
+    assert (numbers[0], numbers[-1]) == (1, 2)
 
 
 SECURITY = Path(__file__).parents[4] / "docs" / "security.md"
@@ -187,11 +186,8 @@ def test_the_record_has_the_bytes_of_every_message_that_left_by_kind(make_world:
 
     world.broker.record = note
     world.connect()
-    world.coordinator.offer(world.spec, world.aggregate(), 1)
-    world.coordinator.invite(1)
-    manifest = world.coordinator.wait(Manifest)
-    payload = world.coordinator.collect(manifest)
-    world.coordinator.receipt(manifest)
+    world.open_round()
+    payload = world.deliver()
     world.stop_agent()
     recorded = Counter[str]()
     for line in read_lines(world.config.store / SENT_FILE):

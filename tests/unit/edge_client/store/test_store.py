@@ -23,6 +23,7 @@ from fedcg.files import checked_secret
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.edge.world import DEVICE, FEDERATION, newest, toy_generation, toy_snapshot, toy_spec
+from tests.support.present import present
 
 SPEC = toy_spec()
 
@@ -43,8 +44,7 @@ def reopened(store: PrivateStore) -> PrivateStore:
 def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> None:
     new = toy_generation(SPEC, RoundAttempt(3, 2))
     store.generations.commit(new)
-    state = reopened(store).generations.load()
-    assert state is not None
+    state = present(reopened(store).generations.load())
     for slot, parts in new.slots.items():
         for part, tensors in parts.items():
             assert {name: array.tolist() for name, array in tensors.items()} == {
@@ -157,16 +157,14 @@ def test_the_last_commit_always_counts(
         assert generations.current() == (None, ())
         return
     generation, _ = newest(generations)
-    assert generation.outbox is not None
     round_number, attempt, update = commits[-1]
-    assert (generation.round_attempt, generation.outbox.round_attempt) == (RoundAttempt(round_number, attempt),) * 2
+    assert generation.round_attempt == present(generation.outbox).round_attempt == RoundAttempt(round_number, attempt)
     assert generations.update_bytes(generation) == update
 
 
 def test_only_a_recorded_receipt_empties_the_outbox(store: PrivateStore) -> None:
     generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
-    entry = reopened(store).outbox(generation)
-    assert entry is not None
+    entry = present(reopened(store).outbox(generation))
     store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
     assert store.outbox(generation) == entry
     store.save_delivery(DeliveryRecord(entry.artifact, 1, 1, "late", ""))
@@ -279,8 +277,7 @@ def test_a_snapshot_survives_its_encoding_and_its_digest_tells_any_difference() 
     snapshot = Snapshot((SnapshotFile("a/ü.png", "0" * 64, 0, "train"), SnapshotFile("b/1.png", "1" * 64, 1, "val")))
     assert Snapshot.decode(snapshot.encode()) == snapshot
     assert snapshot.counts() == {"train": 1, "val": 1, "test": 0}
-    moved = Snapshot((snapshot.files[0], SnapshotFile("b/1.png", "1" * 64, 1, "test")))
-    assert moved.digest != snapshot.digest
+    assert Snapshot((snapshot.files[0], SnapshotFile("b/1.png", "1" * 64, 1, "test"))).digest != snapshot.digest
     with pytest.raises(ValueError, match="snapshot"):
         Snapshot.decode(b'[{"path": "a"}]')
 
@@ -293,8 +290,7 @@ def test_a_kept_spec_that_was_tampered_with_counts_as_absent_and_is_replaced_by_
     path = store.root / "specs" / f"{SPEC.digest}.json"
     for damaged in (path.read_bytes().replace(b'"rounds":2', b'"rounds":9'), b"{"):
         path.write_bytes(damaged)
-        assert store.spec(SPEC.digest) is None
-        assert store.spec_digests() == frozenset()
+        assert (store.spec(SPEC.digest), store.spec_digests()) == (None, frozenset())
     store.save_spec(SPEC.canonical())
     assert store.spec(SPEC.digest) == SPEC
 

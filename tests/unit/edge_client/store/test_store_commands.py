@@ -30,16 +30,16 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return config
 
 
-def run(*words: object, root: Path) -> tuple[int, str]:
+def run(*words: object, root: Path, ends: int = 0) -> str:
+    """What `fedcg agent` prints, which must end with this code."""
     result = run_fedcg("agent", *words, "--passphrase-file", root / "passphrase")
-    return result.exit_code, " ".join((result.output + result.stderr).split())
+    assert result.exit_code == ends, result.output
+    return " ".join((result.output + result.stderr).split())
 
 
 def made(box: Path) -> Path:
     file = box.parent.parent / "backup"
-    code, output = run("backup", "--config", box, "--out", file, root=file.parent)
-    assert code == 0, output
-    assert "trained up to round 2" in output
+    assert "trained up to round 2" in run("backup", "--config", box, "--out", file, root=file.parent)
     return file
 
 
@@ -47,8 +47,7 @@ def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Pa
     file = made(box)
     assert file.stat().st_mode & 0o777 == 0o600
     new = tmp_path / "new" / "agent.toml"
-    code, output = run("restore", file, "--config", new, root=tmp_path)
-    assert code == 0, output
+    output = run("restore", file, "--config", new, root=tmp_path)
     assert f"Restored device {DEVICE} of {FEDERATION}, trained up to round 2" in output
     for told in ("must not run again", "`conflict`", "spent privacy", f"fedcg cohort resume-sums ROUND --config {new}"):
         assert told in output
@@ -68,23 +67,16 @@ def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Pa
 
 def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
     file, before = made(box), files_of(box.parent)
-    code, output = run("restore", file, "--config", box, root=tmp_path)
-    assert code == EXISTS
+    output = run("restore", file, "--config", box, root=tmp_path, ends=EXISTS)
     assert f"{box.parent / 'store'} is there already" in output
-    code, output = run("backup", "--config", box, "--out", file, root=tmp_path)
-    assert code == EXISTS
-    assert "exists already" in output
+    assert "exists already" in run("backup", "--config", box, "--out", file, root=tmp_path, ends=EXISTS)
     other = write_device(tmp_path / "other", "site-9")
-    code, output = run("restore", file, "--config", other, root=tmp_path)
-    assert code == 1
-    assert "is of device 'site-9'" in output
+    assert "is of device 'site-9'" in run("restore", file, "--config", other, root=tmp_path, ends=1)
     same = write_device(tmp_path / "same")  # another signing key
     kept = files_of(same.parent)
-    code, output = run("restore", file, "--config", same, root=tmp_path)
-    assert code == EXISTS
+    output = run("restore", file, "--config", same, root=tmp_path, ends=EXISTS)
     assert "signing.key is there already and differs" in output
-    assert files_of(same.parent) == kept
-    assert files_of(box.parent) == before
+    assert (files_of(same.parent), files_of(box.parent)) == (kept, before)
 
 
 def test_an_agent_toml_that_is_there_names_the_places(box: Path, tmp_path: Path) -> None:
@@ -107,13 +99,12 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     place = int(at * len(whole))
     for changed in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole + b"x"):
         file.write_bytes(changed)
-        code, output = run("restore", file, "--config", new, root=tmp_path)
-        assert (code, new.parent.exists()) == (1, False), output
-        assert str(file) in output
+        assert str(file) in run("restore", file, "--config", new, root=tmp_path, ends=1)
+        assert not new.parent.exists()
     file.write_bytes(whole)
     (tmp_path / "passphrase").write_text("another passphrase\n")
-    code, output = run("restore", file, "--config", new, "--json", root=tmp_path)
-    assert (code, new.parent.exists()) == (1, False)
+    output = run("restore", file, "--config", new, "--json", root=tmp_path, ends=1)
+    assert not new.parent.exists()
     assert "another passphrase was used" in output
     assert "give the passphrase with which it was written" in output
 
@@ -124,12 +115,9 @@ def test_a_damaged_box_is_not_backed_up_and_its_status_names_the_file(box: Path,
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
-    code, output = run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path)
-    assert code != 0
-    assert str(path) in output
+    assert str(path) in run("backup", "--config", box, "--out", tmp_path / "backup", root=tmp_path, ends=BAD_INPUT)
     assert not (tmp_path / "backup").exists()
-    shown = data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)
-    assert str(path) in shown["problem"]
+    assert str(path) in data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)["problem"]
 
 
 def test_a_torn_line_of_a_record_hinders_no_backup(box: Path, tmp_path: Path) -> None:
@@ -137,18 +125,15 @@ def test_a_torn_line_of_a_record_hinders_no_backup(box: Path, tmp_path: Path) ->
         with (box.parent / "store" / name).open("a") as file:
             file.write('{"kind": "round", "t": 1')  # the power was cut
     made(box)
-    shown = data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)
-    assert shown["problem"] is None
+    assert data_of(run_fedcg("agent", "status", "--config", box, "--json").stdout)["problem"] is None
 
 
 def test_a_backup_without_a_key_of_the_box_or_while_the_agent_runs_is_refused(box: Path, tmp_path: Path) -> None:
     words = ("backup", "--config", box, "--out", tmp_path / "backup")
     with open_store(load_config(box, {})).locked():
-        code, output = run(*words, root=tmp_path)
-    assert (code, "stop it first" in output) == (ALREADY_RUNNING, True)
+        assert "stop it first" in run(*words, root=tmp_path, ends=ALREADY_RUNNING)
     box.with_name("signing.key").unlink()
-    code, output = run(*words, root=tmp_path)
-    assert (code, "signing.key" in output) == (BAD_INPUT, True)
+    assert "signing.key" in run(*words, root=tmp_path, ends=BAD_INPUT)
     assert not (tmp_path / "backup").exists()
 
 
@@ -160,9 +145,9 @@ def test_a_restore_that_was_cut_is_repeated(box: Path, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(backup, "replace_durably", full)  # the store is in its staging folder, the keys are not there yet
-        assert run("restore", file, "--config", new, root=tmp_path)[0] == 1
+        run("restore", file, "--config", new, root=tmp_path, ends=1)
     assert files_of(new.parent) == {}
-    assert run("restore", file, "--config", new, root=tmp_path)[0] == 0
+    run("restore", file, "--config", new, root=tmp_path)
 
 
 @pytest.fixture
@@ -229,8 +214,7 @@ def test_a_store_of_a_running_agent_is_not_migrated(place: Path) -> None:
 def test_another_user_changes_no_store(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = content(place)
     monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
-    words = ("agent", "store", "migrate", "--config", place / "agent.toml")
-    assert "run this as that user" in fails(BAD_INPUT, *words)
+    assert "run this as that user" in fails(BAD_INPUT, "agent", "store", "migrate", "--config", place / "agent.toml")
     assert content(place) == before
 
 

@@ -17,11 +17,10 @@ from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
+from fedcg.wire.artifacts.artifacts import Base, artifact_id, unpack
 from fedcg.wire.artifacts.inspection import inspect
-from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout, UpdateCodec
-from tests.support.edge.world import DEVICE, toy_spec
+from tests.support.edge.world import DEVICE, aggregate_of, toy_spec
 
 CODECS: tuple[UpdateCodec, ...] = get_args(UpdateCodec)
 SHAPE = (20, 16)  # of the generator's weight, and of the extractor's: nothing but the firewall's rules tells them apart
@@ -180,8 +179,7 @@ def aliased_storage(attempt: Attempt) -> None:
 
 
 def aliased_by_strides(attempt: Attempt) -> None:
-    memory = torch.stack([attempt.generator["weight"], attempt.extractor], dim=2)
-    attempt.generator["weight"] = memory[:, :, 0]
+    attempt.generator["weight"] = torch.stack([attempt.generator["weight"], attempt.extractor], dim=2)[:, :, 0]
 
 
 def a_gradient(attempt: Attempt) -> None:
@@ -207,21 +205,16 @@ LEFT_BEHIND: dict[str, Hide] = {
 
 def spec_for(codec: UpdateCodec) -> FederationSpec:
     spec = toy_spec(upload=SHARED, report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS), layouts=LAYOUTS)
-    with_base = SHARED if codec.endswith("-delta") else ()
-    return spec.model_copy(update={"codec": codec, "with_base": with_base})
+    return spec.model_copy(update={"codec": codec, "with_base": SHARED if codec.endswith("-delta") else ()})
 
 
 def base_bytes(spec: FederationSpec) -> bytes:
     """The aggregate that the round started from: near the update, as in training."""
-    shared = to_arrays(attempt().parts)
     moved = {
         part: {name: value + np.float32(0.01) if value.dtype == np.float32 else value for name, value in arrays.items()}
-        for part, arrays in shared.items()
+        for part, arrays in to_arrays(attempt().parts).items()
     }
-    header = ArtifactHeader(
-        kind="aggregate", method=spec.method, federation=spec.federation, round=2, attempt=1, client=COORDINATOR
-    )
-    return pack(header, moved)
+    return aggregate_of(moved, spec, 2)
 
 
 def leave(trying: Attempt, codec: UpdateCodec) -> tuple[bytes, bytes]:
@@ -230,8 +223,7 @@ def leave(trying: Attempt, codec: UpdateCodec) -> tuple[bytes, bytes]:
     base = base_bytes(spec)
     facts = UpdateFacts(DEVICE, 3, 2, trying.versions, trying.determinism)
     known = Base(artifact_id(base), unpack(base, {part: LAYOUTS[part] for part in SHARED}).parts)
-    arrays = to_arrays(trying.parts)
-    return build_update(arrays, trying.report, spec=spec, policy=POLICY, facts=facts, base=known), base
+    return build_update(to_arrays(trying.parts), trying.report, spec=spec, policy=POLICY, facts=facts, base=known), base
 
 
 def leaks(update: bytes, base: bytes, trying: Attempt) -> list[Match]:
@@ -263,8 +255,7 @@ def test_a_private_part_behind_what_leaves_stays_behind(place: str, codec: Updat
     LEFT_BEHIND.get(place, id)(trying)
     update, base = leave(trying, codec)
     assert leaks(update, base, trying) == []
-    header = inspect(update).header
-    assert trying.secret_text[:16] not in json.dumps(header)
+    assert trying.secret_text[:16] not in json.dumps(inspect(update).header)
     assert inspect(update).report_fields == {"examples", "label_counts"}
     plain, _ = leave(attempt(), codec)
     assert update == plain  # whatever was tried left no trace at all

@@ -248,8 +248,7 @@ def test_an_aggregation_worker_that_hangs_or_whose_card_broke_is_replaced_and_th
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", first_life)
     settings = worker_settings(tmp_path)
-    is_hanging = first_life is driven_worker.hang_once
-    said = merged_despite(replace(settings, stall_s=STALL_S) if is_hanging else settings)
+    said = merged_despite(replace(settings, stall_s=STALL_S) if first_life is driven_worker.hang_once else settings)
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [(event.deaths, event.reason) for event in died] == [(1, reason)]
     assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2

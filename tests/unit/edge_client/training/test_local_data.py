@@ -6,14 +6,12 @@ import os
 import shutil
 import struct
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.errors import RoundError
@@ -114,17 +112,11 @@ FEWER = CLASSES[0]
 
 def trained(site: Site, trainer: Trainer, number: int) -> Counter[str]:
     assert trainer.do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
-    files = site.store.generations.snapshot(site.state().generation).files
-    return Counter(CLASSES[file.label] for file in files)
-
-
-def data_finding(site: Site) -> Finding:
-    return {one.check: one for one in examine(site.config, datetime.now(timezone.utc))}["data"]
+    return Counter(CLASSES[file.label] for file in site.store.generations.snapshot(site.state().generation).files)
 
 
 def test_damaged_images_are_left_out_and_listed_with_their_reasons_until_they_are_mended(site: Site) -> None:
-    folder = site.root / "data" / "train" / FEWER
-    damaged = sorted(folder.iterdir())[:2]
+    damaged = sorted((site.root / "data" / "train" / FEWER).iterdir())[:2]
     whole = [path.read_bytes() for path in damaged]
     damaged[0].write_bytes(b"a letter")
     damaged[1].write_bytes(whole[1][:60])
@@ -136,7 +128,7 @@ def test_damaged_images_are_left_out_and_listed_with_their_reasons_until_they_ar
         assert path.relative_to(site.root / "data").as_posix() in told
     assert "not an image" in told
     assert "damaged image" in told
-    found = data_finding(site)
+    found = site.finding("data")
     assert found.state == "warning"
     assert "2 can't be used: " in found.detail
     assert all(str(path) in found.detail for path in damaged)
@@ -152,15 +144,13 @@ def test_a_class_may_be_missing_and_an_unknown_one_is_an_error_with_the_fix(site
         path.rename(site.root / f"{path.parent.name}-{FEWER}")
     assert trained(site, site.trainer(), 1)[FEWER] == 0
     assert f"{FEWER} 0" in str(read_status(site.config)["images"])
-    found = data_finding(site)
+    found = site.finding("data")
     assert found.state == "ok"
     assert f"{FEWER} 0" in found.detail
     (site.root / f"train-{FEWER}").rename(site.root / "data" / "train" / "cow")
-    report = site.declined(2)
-    assert report.reason is DeclineReason.NO_DATA
-    found = data_finding(site)
+    detail, found = site.declined(DeclineReason.NO_DATA, 2), site.finding("data")
     assert found.state == "failed"
-    for text in (report.detail, f"{found.detail}; {found.advice}"):
+    for text in (detail, f"{found.detail}; {found.advice}"):
         assert "class 'cow'" in text
         assert ", ".join(CLASSES) in text
         assert "ename the folder to one of them" in text
@@ -175,8 +165,7 @@ def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_tr
     method: str, tmp_path: Path
 ) -> None:
     site = Site(tmp_path, real_spec(method))
-    told = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
-    site.configure(policy=told)
+    site.configure(policy=PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS}))
     train = site.root / "data" / "train"
     for path in (train / CLASSES[0]).iterdir():
         path.unlink()  # an empty class
@@ -199,10 +188,9 @@ def test_a_box_with_too_few_images_declines_and_names_what_is_wrong(tmp_path: Pa
     first, *others = (sorted((site.root / "data" / "train" / name).iterdir()) for name in CLASSES)
     for path in (*first[1:], *itertools.chain(*others)):
         path.unlink()
-    report = site.declined()
-    assert report.reason is DeclineReason.NO_DATA
-    assert "training images after the split; at least 2" in report.detail
-    assert str(site.root / "data") in report.detail
+    detail = site.declined(DeclineReason.NO_DATA)
+    assert "training images after the split; at least 2" in detail
+    assert str(site.root / "data") in detail
     assert site.store.generations.current() == (None, ())
 
 
@@ -249,7 +237,7 @@ def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent
         assert trainer.do(site.round(number)) == RoundCommitted(RoundAttempt(number, 1))
     assert [event["count"] for event in site.events("images_skipped")] == [6]
     told = str(read_status(site.config)["images_left_out"])
-    finding = {one.check: one for one in examine(site.config, datetime.now(timezone.utc))}["data"]
+    finding = site.finding("data")
     assert told.startswith("6: ")
     assert told.endswith("repair or remove them; training leaves them out")
     assert (finding.state, finding.advice) == ("warning", "repair or remove them; training leaves them out")

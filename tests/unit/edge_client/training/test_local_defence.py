@@ -3,7 +3,6 @@
 import re
 import stat
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from edge_client.cli.doctor.checks import examine
 from edge_client.config import DataSection
 from edge_client.session.signals import RoundCommitted
 from edge_client.store.generations import Snapshot
@@ -29,6 +27,7 @@ from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.training_site import DEVICE_KEY, Site, real_spec
 from tests.support.edge.world import CLASSES, FEDERATION
 from tests.support.learning.networks import DIGITS, digit_images
+from tests.support.present import present
 
 SHORT: dict[str, int | str] = {
     "gan_steps": 4,
@@ -52,7 +51,7 @@ def local(site: Site) -> LocalData:
 
 
 def finding(site: Site) -> tuple[str, str]:
-    (found,) = examine(site.config, datetime.now(timezone.utc), ["defence"])
+    found = site.finding("defence")
     return found.state, found.detail
 
 
@@ -83,8 +82,7 @@ def test_a_round_trains_on_defended_images_and_its_snapshot_and_doctor_say_so(tm
     assert finding(site)[0] == "ok"
     assert str(samples) in finding(site)[1]
     assert samples.is_relative_to(site.store.root)
-    assert stat.S_IMODE(samples.stat().st_mode) == 0o600
-    assert stat.S_IMODE(samples.parent.stat().st_mode) == 0o700
+    assert (stat.S_IMODE(samples.stat().st_mode), stat.S_IMODE(samples.parent.stat().st_mode)) == (0o600, 0o700)
     assert np.array(Image.open(samples)).shape[:2] == (96 * len(CLASSES), 288)
 
 
@@ -141,13 +139,12 @@ FORM = ImageForm(mode="L", height=16, width=16, mean=(0.4,), std=(0.6,))
 
 
 def digits_spec() -> FederationSpec:
-    params = {"epochs": 12, "lr": 2e-3}
     plan = {
         "federation": FEDERATION,
         "classes": DIGITS,
         "image": FORM,
         "method": "local",
-        "params": params,
+        "params": {"epochs": 12, "lr": 2e-3},
         "rounds": 2,
     }
     return complete_spec(FederationPlan.model_validate(plan))
@@ -183,8 +180,7 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits(tmp_pat
     installed = read_manifest(ModelVersions(site.store.root / "models").current())
     assert installed.verification.accuracy_onnx == pytest.approx(scores["best.test"])
     for folder, name in ((digits / "test", "test"), (tmp_path / "common_digits", "common")):
-        asked = run_fedcg("infer", folder, "--model", site.store.root, "--json")
-        found = data_of(asked.stdout)["results"]
+        found = data_of(run_fedcg("infer", folder, "--model", site.store.root, "--json").stdout)["results"]
         right = [Path(one["file"]).parent.name == one["class"] for one in found]
         assert float(np.mean(right)) == pytest.approx(scores[f"best.{name}"])
 
@@ -201,18 +197,14 @@ def test_all_sets_of_a_device_are_encrypted_alike_and_a_second_round_has_the_sam
     plain, common = real.for_round(site.spec, 1), real.common_test(site.spec)
     give(site, "etc", common_test=tmp_path / "common")
     first = local(site).for_round(site.spec, 1)
-    layer, encrypted_common = local(site).input_layer(site.spec), local(site).common_test(site.spec)
-    assert layer is not None
-    assert common is not None
-    assert encrypted_common is not None
+    layer, encrypted_common = present(local(site).input_layer(site.spec)), present(local(site).common_test(site.spec))
     pairs = [*((getattr(first, name), getattr(plain, name)) for name in ("train", "val", "test"))]
-    for encrypted, truth in [*pairs, (encrypted_common, common)]:
+    for encrypted, truth in [*pairs, (encrypted_common, present(common))]:
         assert torch.equal(encrypted.images, layer.encrypt(truth.images))
         assert torch.equal(encrypted.labels, truth.labels)
         assert not torch.equal(encrypted.images, truth.images)
     again = local(site).for_round(site.spec, 2)
-    assert again.snapshot == first.snapshot
-    assert again.snapshot.defended == first.train.digest()
+    assert (again.snapshot, again.snapshot.defended) == (first.snapshot, first.train.digest())
 
 
 def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(tmp_path: Path) -> None:
@@ -220,9 +212,8 @@ def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(t
     (sites[1].store.root / "secrets" / "device.key").write_bytes(checked_secret(b"e" * len(DEVICE_KEY)))
     for site in sites:
         give(site, "etc", {"key": "cohort"})
-    report = sites[0].declined()
-    assert report.reason is DeclineReason.SPEC_REFUSED
-    assert "key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device" in report.detail
+    refusal = sites[0].declined(DeclineReason.SPEC_REFUSED)
+    assert "key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device" in refusal
     for site in sites:
         site.store.keep_cohort_secret(b"c" * 32)
     one, two = (local(site).for_round(site.spec, 1).train.digest() for site in sites)
@@ -246,7 +237,6 @@ def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) ->
 def test_before_the_first_round_the_doctor_shows_the_newest_of_several_specs(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
     give(site, "etc")
-    other = site.spec.model_copy(update={"rounds": site.spec.rounds + 1})
-    for spec in (site.spec, other):
+    for spec in (site.spec, site.spec.model_copy(update={"rounds": site.spec.rounds + 1})):
         site.store.save_spec(spec.canonical())
     assert "assumed" not in finding(site)[1]

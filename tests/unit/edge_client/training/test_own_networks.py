@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import nn
 
 from edge_client.agent.owner import OwnerControl
 from edge_client.agent.run import run_agent
-from edge_client.cli.doctor.checks import Finding, examine
+from edge_client.cli.doctor.checks import Finding
 from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
@@ -42,8 +41,7 @@ from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
 
 
 def allowing(site: Site) -> Site:
-    policy = PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | frozenset(site.spec.upload))
-    site.configure(policy=policy)
+    site.configure(policy=PolicySection(allow_upload=DEFAULT_ALLOW_UPLOAD | frozenset(site.spec.upload)))
     return site
 
 
@@ -58,27 +56,22 @@ def test_what_a_method_keeps_beside_its_networks_is_there_in_the_next_round(tmp_
 
 @pytest.mark.parametrize(("method", "part"), [("fedproto", "statistics"), ("ppidsg", "image_generator")])
 def test_what_is_no_usual_part_leaves_only_with_the_owners_word(tmp_path: Path, method: str, part: str) -> None:
-    report = Site(tmp_path, real_spec(method)).declined()
-    assert report.reason is DeclineReason.UPLOAD_NOT_ALLOWED
-    assert part in report.detail
+    assert part in Site(tmp_path, real_spec(method)).declined(DeclineReason.UPLOAD_NOT_ALLOWED)
 
 
 def test_a_spec_that_seals_what_its_method_does_more_with_than_average_is_declined_and_one_without_the_cohort_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = real_plan("fedavg").model_copy(update={"sealed": (Part.EXTRACTOR,)})
-    site = allowing(Site(tmp_path, complete_spec(plan)))
+    site = allowing(Site(tmp_path, complete_spec(real_plan("fedavg").model_copy(update={"sealed": (Part.EXTRACTOR,)}))))
     method, classifier = get_method("fedavg"), frozenset({Part.CLASSIFIER})
     for payload in (replace(method.payload, sealable=classifier), replace(method.payload, sealed=classifier)):
         other = replace(method, payload=payload)
         monkeypatch.setattr(local_round, "get_method", lambda _name, other=other: other)
-        report = site.declined()
-        assert report.reason is DeclineReason.SPEC_REFUSED
-        assert report.detail == "the spec's upload list is not that of method fedavg"
+        refusal = site.declined(DeclineReason.SPEC_REFUSED)
+        assert refusal == "the spec's upload list is not that of method fedavg"
     monkeypatch.undo()
-    report = site.declined()
-    assert report.reason is DeclineReason.SPEC_REFUSED
-    assert report.detail.startswith("method fedavg needs the cohort secret: `fedcg cohort create` on the first device")
+    refusal = site.declined(DeclineReason.SPEC_REFUSED)
+    assert refusal.startswith("method fedavg needs the cohort secret: `fedcg cohort create` on the first device")
 
 
 @pytest.mark.parametrize(
@@ -99,12 +92,11 @@ def test_the_exported_model_is_the_methods_own(
     assert isinstance(done, Chosen)
     assert done.succeeded, site.events("finalise_failed")
     (final,) = site.events("finalised")
-    slots, layouts = site.state().slots, {part: spec.layouts[part] for part in spec.upload}
+    slots = site.state().slots
     best = to_weights(slots["best"])
     assert set(best) == parts
-    incoming = to_weights(unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
-    candidates = {"own": best, "downloaded": {**to_weights(slots["personal"]), **incoming}}
-    chosen = candidates[str(final["candidate"])]
+    incoming = to_weights(site.brought())
+    chosen = {"own": best, "downloaded": {**to_weights(slots["personal"]), **incoming}}[str(final["candidate"])]
     network = personal_model(spec, chosen)
     assert type(network) is kind
     session = onnxruntime.InferenceSession(ModelVersions(site.store.root / "models").current() / "model.onnx")
@@ -154,8 +146,7 @@ def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection
     assert sum(seen) == 12 * 3 + 5 * 3 + 4 * 3
     assert trainer.do(site.round(2)) == RoundCommitted(RoundAttempt(2, 1))
     assert len(seen) == 4
-    state = site.state().slots["personal"][Part.EXTRACTOR]
-    assert set(state) == {"project.weight", "project.bias"}
+    assert set(site.state().slots["personal"][Part.EXTRACTOR]) == {"project.weight", "project.bias"}
 
 
 def test_a_spec_whose_weights_are_not_here_is_declined_before_anything_is_trained(
@@ -207,9 +198,8 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
 
     def found(**training: object) -> Finding:
-        section = TrainingSection.model_validate({"device": "cpu", **training})
-        config = site.config.model_copy(update={"training": section})
-        return examine(config, datetime.now(timezone.utc), ["training"])[0]
+        site.configure(training=TrainingSection.model_validate({"device": "cpu", **training}))
+        return site.finding("training")
 
     own = f"timm:{TIMM}"
     assert found(weights=weights, backbone=own).state == "ok"
@@ -235,9 +225,7 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     state = site.state()
     assert (state.generation.backbone, state.generation.spec) == ("timm:test_resnet", site.spec.digest)
     assert any(name.startswith("backbone.") for name in state.slots["personal"][Part.EXTRACTOR])
-    layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
-    sent = unpack(site.store.generations.update_bytes(state.generation) or b"", layouts).parts
-    assert set(sent) == {Part.CLASSIFIER, Part.GENERATOR}
+    assert set(unpack(site.update(), site.shared).parts) == {Part.CLASSIFIER, Part.GENERATOR}
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
 
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
@@ -245,8 +233,7 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     choose("auto")  # as before, whatever the hardware
     site.train(2)
     choose(f"timm:{TIMM}")
-    failed = site.declined(3)
-    assert failed.reason is DeclineReason.SPEC_REFUSED
-    assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in failed.detail
+    refusal = site.declined(DeclineReason.SPEC_REFUSED, 3)
+    assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in refusal
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
     assert (owner.check(site.spec) or ("",))[0] is DeclineReason.SPEC_REFUSED

@@ -33,8 +33,7 @@ NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
 
 def two_classes(margin: float, right: int, wrong: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (0, margin) for every image; `right` of them are of class 1, `wrong` of class 0."""
-    logits = torch.tensor([[0.0, margin]] * (right + wrong))
-    return logits, torch.tensor([1] * right + [0] * wrong)
+    return torch.tensor([[0.0, margin]] * (right + wrong)), torch.tensor([1] * right + [0] * wrong)
 
 
 def candidate(name: str, loss: float | None) -> Candidate:
@@ -60,8 +59,7 @@ def test_a_model_is_not_made_more_confident_than_it_is() -> None:
 
 
 def test_the_least_loss_is_chosen_and_the_first_of_equals() -> None:
-    some = [candidate("own", 1.5), candidate("tuned", 1.25), candidate("averaged", 1.25)]
-    assert choose(some).name == "tuned"
+    assert choose([candidate("own", 1.5), candidate("tuned", 1.25), candidate("averaged", 1.25)]).name == "tuned"
     assert choose([candidate("own", 1.5), candidate("tuned", 1.5)]).name == "own"
     assert choose([candidate("own", None), candidate("tuned", None)]).name == "own"
 
@@ -132,12 +130,10 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
     method: str, brought: set[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(tmp_path, real_spec(method))
-    policy = PolicySection(allow_upload=frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR}))
-    site.configure(policy=policy)
+    site.configure(policy=PolicySection(allow_upload=frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR})))
     site.train()
     seen = watch(monkeypatch)
-    command = site.end
-    assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
+    assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=True)
     assert len(seen) == (5 if brought else 1)
     held = {part: site.spec.layouts[part] for part in get_method(method).payload.down}
     first, latest = unpack(site.store.artifacts.get(site.aggregate), held).parts, site.state().slots["personal"]
@@ -180,8 +176,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert outcome["accuracy_onnx"] == pytest.approx(outcome["accuracy_personal"])
     assert outcome["accuracy_common_onnx"] == pytest.approx(outcome["accuracy_common_personal"])
     scores = site.state().generation.scores
-    assert outcome["accuracy_local"] == scores["best_shadow.test"]
-    assert outcome["accuracy_own"] == scores["best.test"]
+    assert (outcome["accuracy_local"], outcome["accuracy_own"]) == (scores["best_shadow.test"], scores["best.test"])
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
     assert read_manifest(Path(outcome["model_dir"]), required(site.key.public.hex))
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
@@ -252,8 +247,7 @@ def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_li
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(PrivateStore, "save_finalised", full)
-    chosen = site.trainer().do(site.end)
-    assert chosen == Chosen(site.aggregate, succeeded=False)
+    assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=False)
     assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
     assert f"Free space on, or repair, {site.store.root}" in caplog.text
 

@@ -15,8 +15,7 @@ from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
 from edge_client.training import local_round
 from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
-from fedcg.wire.artifacts.artifacts import read_header, unpack
-from fedcg.wire.artifacts.payload import PartArrays
+from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, PrivacySpent, ReportField
 from tests.support.edge.training_site import Site, real_spec
@@ -38,17 +37,6 @@ def dp_sgd(**settings: float) -> PrivacySettings:
     return PrivacySettings(dp_sgd=DpSgdSettings(**{"noise_multiplier": 1.0, "delta": DELTA, **settings}))
 
 
-def sent(site: Site, data: bytes | None = None) -> PartArrays:
-    layouts = {part: site.spec.layouts[part] for part in site.spec.upload}
-    return unpack(site.update() if data is None else data, layouts).parts
-
-
-def reported(site: Site) -> PrivacySpent | None:
-    report = read_header(site.update()).report
-    assert report is not None
-    return report.epsilon
-
-
 def expected_epsilon(site: Site, rounds: int) -> float:
     """By Opacus alone: one epoch of Poisson batches a round, in the one stage of FedSplit."""
     images = site.store.generations.snapshot(site.state().generation).counts()["train"]
@@ -62,9 +50,8 @@ def test_mechanisms_change_what_is_sent_and_neither_the_private_model_nor_the_sh
     clipped = site_with(tmp_path / "b", PrivacySettings(update_clip=0.01, update_noise=0.001), shadow=1)
     for site in (plain, clipped):
         site.train()
-    base = sent(plain, plain.store.artifacts.get(plain.aggregate))
-    one, other = (sent(site)[Part.CLASSIFIER] for site in (plain, clipped))
-    start = base[Part.CLASSIFIER]
+    one, other = (unpack(site.update(), site.shared).parts[Part.CLASSIFIER] for site in (plain, clipped))
+    start = plain.brought()[Part.CLASSIFIER]
 
     def norm(tensors: Any) -> float:
         return float(np.sqrt(sum(np.square(tensors[name] - start[name]).sum() for name in start)))
@@ -91,28 +78,25 @@ def test_every_round_of_dp_sgd_counts_and_its_epsilon_is_reported_and_shown(tmp_
     seen = []
     for number in (1, 2):
         site.train(number)
-        assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, number), delta=DELTA, budget=1000.0)
+        assert site.report().epsilon == PrivacySpent(epsilon=expected_epsilon(site, number), delta=DELTA, budget=1000.0)
         seen.append(expected_epsilon(site, number))
     assert 0 < seen[0] < seen[1]
     assert read_status(site.config)["privacy_spent"] == f"epsilon {seen[1]:.3g} of 1000 at delta 0.001"
     site.configure(policy={"allow_report": DEFAULT_ALLOW_REPORT})
     site.train(3)
-    assert reported(site) is None
+    assert site.report().epsilon is None
 
 
 def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_path: Path) -> None:
     site = site_with(tmp_path, dp_sgd())
     site.train(1)
-    spent = expected_epsilon(site, 1)
-    site.configure(privacy=dp_sgd(budget_epsilon=(spent + expected_epsilon(site, 2)) / 2))
+    site.configure(privacy=dp_sgd(budget_epsilon=(expected_epsilon(site, 1) + expected_epsilon(site, 2)) / 2))
     before, phases = site.store.privacy(), len(site.events("phase_started"))
-    failed = site.declined(2)
-    assert failed.reason is DeclineReason.WITHHELD
+    detail = site.declined(DeclineReason.WITHHELD, 2)
     for text in ("budget is used up", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
-        assert text in failed.detail
+        assert text in detail
     assert [event["phase"] for event in site.events("phase_started")[phases:]] == ["load"]
-    assert site.store.privacy() == before
-    assert site.state().generation.round_attempt == RoundAttempt(1, 1)
+    assert (site.store.privacy(), site.state().generation.round_attempt) == (before, RoundAttempt(1, 1))
     site.configure(privacy=dp_sgd(budget_epsilon=1000.0))
     site.train(2)
 
@@ -161,7 +145,7 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
         site.train()
     assert killed.store.privacy() == counted == calm.store.privacy()
     assert killed.update() == calm.update()  # the same noise: the repetition shows nothing that the first one did not
-    assert reported(killed) == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
+    assert killed.report().epsilon == PrivacySpent(epsilon=expected_epsilon(killed, 1), delta=DELTA)
 
 
 def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
@@ -169,30 +153,29 @@ def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
 ) -> None:
     install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),))))
     site = site_with(tmp_path, dp_sgd())
-    audit = AuditSection(before_publish="quick", gate="label_l1_gain<0.01", attacks=("labels",))
-    site.configure(audit=audit)
-    assert site.declined().reason is DeclineReason.WITHHELD
+    site.configure(audit=AuditSection(before_publish="quick", gate="label_l1_gain<0.01", attacks=("labels",)))
+    site.declined(DeclineReason.WITHHELD)
 
     def broken(*_: object, **__: object) -> bytes:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", broken)
-        site.declined(1, 2)
+        site.declined(DeclineReason.TRAINING_FAILED, 1, 2)
     site.configure(audit=AuditSection())
     site.train(1, 3)
-    assert reported(site) == PrivacySpent(epsilon=expected_epsilon(site, 3), delta=DELTA)
+    assert site.report().epsilon == PrivacySpent(epsilon=expected_epsilon(site, 3), delta=DELTA)
 
 
 def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_with(tmp_path, dp_sgd(noise_multiplier=2.0))
     with monkeypatch.context() as patch:
         patch.setattr(local_round, "build_update", lambda *_, **__: 1 / 0)
-        site.declined()
+        site.declined(DeclineReason.TRAINING_FAILED)
     first = site.store.privacy()["epsilon"]
     site.configure(privacy=dp_sgd(noise_multiplier=1.0))
     site.train()
-    both = reported(site)
+    both = site.report().epsilon
     assert both is not None
     assert both.epsilon > max(first, expected_epsilon(site, 1))
 
@@ -203,7 +186,7 @@ def test_no_epsilon_is_claimed_once_a_round_was_sent_without_dp_sgd(tmp_path: Pa
     assert read_status(site.config)["privacy_spent"] is None
     site.configure(privacy=dp_sgd())
     site.train(2)
-    assert reported(site) is None
+    assert site.report().epsilon is None
     assert "not covered" in str(read_status(site.config)["privacy_spent"])
 
 
@@ -215,9 +198,9 @@ def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_reco
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
-        report = site.declined(2)
-        assert (report.reason, str(path) in report.detail) == (DeclineReason.TRAINING_FAILED, True)
-        assert "backup" in report.detail
+        detail = site.declined(DeclineReason.TRAINING_FAILED, 2)
+        assert str(path) in detail
+        assert "backup" in detail
         if content == DAMAGED:
             assert "privacy.json is damaged" in str(read_status(site.config)["privacy_spent"])
     assert site.state().generation.round_attempt == RoundAttempt(1, 1)
@@ -226,7 +209,5 @@ def test_a_record_that_is_gone_or_damaged_ends_participation_and_is_never_a_reco
 def test_a_method_that_dp_sgd_does_not_cover_is_declined_with_the_setting_to_change(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("fedmd_cg"))
     site.configure(privacy=dp_sgd())
-    report = site.declined()
-    assert report.reason is DeclineReason.SPEC_REFUSED
-    assert "dp_sgd can't cover fedmd_cg" in report.detail
+    assert "dp_sgd can't cover fedmd_cg" in site.declined(DeclineReason.SPEC_REFUSED)
     assert site.store.privacy() == {}

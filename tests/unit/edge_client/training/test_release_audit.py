@@ -14,13 +14,12 @@ from audit.evidence.case import Case, Knowledge
 from audit.measures import Control, Figure, Interval, Outcome, Pictures, png
 from edge_client.cli.status import read_status
 from edge_client.config import AuditSection
-from edge_client.session.signals import RoundCommitted, RoundFailed
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.messages.schemas import DeclineReason
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report, ReportField
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
 
@@ -73,25 +72,18 @@ def audited_site(root: Path, gate: str = "", report: frozenset[ReportField] = DE
     return site
 
 
-def sent_report(site: Site) -> Report:
-    report = read_header(site.update()).report
-    assert report is not None
-    return report
-
-
 def test_a_gate_that_does_not_hold_keeps_the_update_on_the_device_and_names_condition_value_and_setting(
     tmp_path: Path, stand_in: StandIn
 ) -> None:
     site = audited_site(tmp_path, "label_l1_gain<0.2")
-    report = site.declined()
-    assert report.reason is DeclineReason.WITHHELD
+    detail = site.declined(DeclineReason.WITHHELD)
     for text in (
         "label_l1_gain<0.2",
         "at most 0.25",
         "label_l1 by the update",
         str(site.store.root / "audit/report.html"),
     ):
-        assert text in report.detail, report.detail
+        assert text in detail, detail
     assert site.store.generations.current() == (None, ())
     assert not site.events("committed")
     (told,) = site.events("audited")
@@ -102,7 +94,7 @@ def test_a_gate_that_does_not_hold_keeps_the_update_on_the_device_and_names_cond
 
 def test_the_round_after_a_withheld_one_starts_from_the_state_before_it(tmp_path: Path, stand_in: StandIn) -> None:
     site, plain = audited_site(tmp_path / "a", "label_l1_gain<0.2"), Site(tmp_path / "b", real_spec())
-    site.declined()
+    site.declined(DeclineReason.WITHHELD)
     site.configure(audit={"gate": "label_l1_gain<0.3"})
     for each in (site, plain):
         each.train(2)
@@ -116,9 +108,8 @@ def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_
     site = audited_site(tmp_path)
     site.train()
     (case,), spec = stand_in.cases, site.spec
-    layouts = {part: spec.layouts[part] for part in spec.upload}
-    base = Base(site.aggregate, unpack(site.store.artifacts.get(site.aggregate), layouts).parts)
-    sent = unpack(site.update(), layouts, codecs=codecs_for(layouts, spec.codec, spec.with_base), base=base)
+    base, codecs = Base(site.aggregate, site.brought()), codecs_for(site.shared, spec.codec, spec.with_base)
+    sent = unpack(site.update(), site.shared, codecs=codecs, base=base)
     for part in spec.upload:
         for name, tensor in sent.parts[part].items():
             assert torch.equal(case.view.update[part][name], torch.from_numpy(tensor))
@@ -126,8 +117,7 @@ def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_
     assert case.view.report == sent.header.report
     assert (case.view.client, case.view.round, case.view.after) == (site.config.device, 1, None)
     counts = site.store.generations.snapshot(site.state().generation).counts()
-    assert len(case.truth.train) == counts["train"]
-    assert len(case.truth.held_out) == counts["val"] + counts["test"]
+    assert (len(case.truth.train), len(case.truth.held_out)) == (counts["train"], counts["val"] + counts["test"])
     start = to_arrays(initial_parts(spec, spec_root(spec.seed)))
     ended = site.state().slots["personal"]
     assert case.truth.before is not None
@@ -149,8 +139,8 @@ def test_an_audit_changes_no_bit_of_what_is_sent_unless_its_figures_are_reported
         site.train()
     assert plain.update() == audited.update()
     # The figure of an attacker who was given the private extractor is none that a real one can reach.
-    assert sent_report(telling).audit == {"label_l1": GAIN}
-    assert sent_report(telling).only(DEFAULT_ALLOW_REPORT) == sent_report(plain)
+    assert telling.report().audit == {"label_l1": GAIN}
+    assert telling.report().only(DEFAULT_ALLOW_REPORT) == plain.report()
     assert telling.update()[-1000:] == plain.update()[-1000:]
 
 
@@ -163,7 +153,7 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
 
     attack = install(monkeypatch, StandIn(outcome))
     site = audited_site(tmp_path, "label_l1_gain<0.2")
-    site.declined()
+    site.declined(DeclineReason.WITHHELD)
     folder = site.store.root / "audit"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
@@ -171,11 +161,9 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
         "report.html": 0o600,
     }
     report = json.loads((folder / "report.json").read_text())
-    assert report["gates"][0]["passed"] is False
-    assert report["subject"]["round"] == 1
+    assert (report["gates"][0]["passed"], report["subject"]["round"]) == (False, 1)
     assert report["subject"]["start"] == "public spec seed"
-    page = (folder / "report.html").read_text()
-    assert outcome().pictures[0].rows[0][1][0] in page
+    assert outcome().pictures[0].rows[0][1][0] in (folder / "report.html").read_text()
 
 
 def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
@@ -188,10 +176,9 @@ def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
     without_gate = audited_site(tmp_path / "a", report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
     without_gate.train()
     assert "singular matrix" in str(without_gate.events("audited")[0]["detail"])
-    assert sent_report(without_gate).audit == {}
-    gated = audited_site(tmp_path / "b", "label_l1_gain<0.9").declined()
-    assert gated.reason is DeclineReason.WITHHELD
-    assert "not measured" in gated.detail
+    assert without_gate.report().audit == {}
+    gated = audited_site(tmp_path / "b", "label_l1_gain<0.9")
+    assert "not measured" in gated.declined(DeclineReason.WITHHELD)
 
 
 def test_figures_of_an_attack_that_fails_its_positive_control_are_not_reported(
@@ -201,7 +188,7 @@ def test_figures_of_an_attack_that_fails_its_positive_control_are_not_reported(
     install(monkeypatch, StandIn(lambda: Outcome("labels", (figure(),), (control,))))
     site = audited_site(tmp_path, report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
     site.train()
-    assert sent_report(site).audit == {}
+    assert site.report().audit == {}
 
 
 def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_is_sent(
@@ -210,18 +197,11 @@ def test_auxiliary_images_reach_the_attacker_and_without_readable_ones_nothing_i
     site = audited_site(tmp_path / "site")
     draw_images(tmp_path / "aux", 4, seed=9)
 
-    def auxiliary(root: Path) -> RoundCommitted | RoundFailed:
-        site.configure(audit={"auxiliary": root})
-        report = site.trainer().do(site.round())
-        assert isinstance(report, RoundCommitted | RoundFailed)
-        return report
-
-    failed = auxiliary(tmp_path / "nothing")
-    assert isinstance(failed, RoundFailed)
-    assert failed.reason is DeclineReason.WITHHELD
-    assert "[audit] auxiliary" in failed.detail
+    site.configure(audit={"auxiliary": tmp_path / "nothing"})
+    assert "[audit] auxiliary" in site.declined(DeclineReason.WITHHELD)
     assert site.store.generations.current() == (None, ())
-    assert isinstance(auxiliary(tmp_path / "aux"), RoundCommitted)
+    site.configure(audit={"auxiliary": tmp_path / "aux"})
+    site.train()
     images = stand_in.cases[-1].view.auxiliary
     assert images is not None
     assert len(images) == 4 * len(CLASSES)

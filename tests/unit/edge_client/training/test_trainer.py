@@ -43,10 +43,9 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     snapshot = site.store.generations.snapshot(state.generation)
     assert snapshot.counts()["test"] == 15
     assert snapshot.counts()["train"] + snapshot.counts()["val"] == 36
-    spec = site.spec
-    shared = {part: spec.layouts[part] for part in spec.upload}
-    base = Base(site.aggregate, unpack(site.store.artifacts.get(site.aggregate), shared).parts)
-    artifact = unpack(site.update(), shared, codecs=codecs_for(shared, "i8-delta", spec.upload), base=base)
+    base = Base(site.aggregate, site.brought())
+    codecs = codecs_for(site.shared, "i8-delta", site.spec.upload)
+    artifact = unpack(site.update(), site.shared, codecs=codecs, base=base)
     assert set(artifact.parts) == {Part.CLASSIFIER, Part.GENERATOR}
     for part, tensors in artifact.parts.items():
         for name, tensor in tensors.items():
@@ -55,10 +54,9 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
             # A channel's scale is its largest step by 127, and half of it is the most that a number can be off.
             assert np.abs(tensor - own).max() <= (0.0 if exact else np.abs(own - start).max() / 127 * 0.51)
     assert artifact.header.base == site.aggregate
-    assert artifact.header.report is not None
-    assert artifact.header.report.examples == snapshot.counts()["train"]
+    assert site.report().examples == snapshot.counts()["train"]
     (told,) = site.events("committed")
-    assert told["accuracy_personal"] == artifact.header.report.accuracy
+    assert told["accuracy_personal"] == site.report().accuracy
     assert {"accuracy_local", "accuracy_common_local", "accuracy_common_personal", "consistency", "spread"} <= set(told)
     phases = [event["phase"] for event in site.events("phase_started")]
     assert phases == ["load", "classify", "generate", "shadow-classify", "evaluate"]
@@ -72,23 +70,19 @@ def test_each_round_that_is_trained_is_in_the_ledger_once_with_its_energy_where_
     trainer = site.trainer()
     trainer.do(site.round())
     trainer.do(site.round())  # committed already
-    untold = read_header(site.update()).report
-    assert untold is not None
-    assert untold.cost is None
+    assert site.report().cost is None
     monkeypatch.setattr(trainer_child, "read_power", lambda: Rail("VDD_IN", 5.0))
-    told = frozenset({ReportField.EXAMPLES, ReportField.COST})
-    site.configure(policy={"allow_report": told})
+    site.configure(policy={"allow_report": frozenset({ReportField.EXAMPLES, ReportField.COST})})
     site.train(2)
     first, second = read_lines(site.store.root / LEDGER_FILE)
     assert [line["round"] for line in (first, second)] == [1, 2]
     assert first["joules"] is first["rail"] is None
     assert second["joules"] == pytest.approx(5.0 * second["seconds"], rel=0.2, abs=0.2)
     assert second["update_bytes"] == len(site.update())
-    report = read_header(site.update()).report
-    assert report is not None
-    assert report.cost is not None
-    assert 0 < report.cost.seconds <= second["seconds"]
-    assert report.cost.joules == pytest.approx(5.0 * report.cost.seconds, rel=0.2, abs=0.2)
+    cost = site.report().cost
+    assert cost is not None
+    assert 0 < cost.seconds <= second["seconds"]
+    assert cost.joules == pytest.approx(5.0 * cost.seconds, rel=0.2, abs=0.2)
     assert second["images"] == site.store.generations.snapshot(site.state().generation).counts()["train"]
 
 
@@ -98,9 +92,8 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     for site in (with_shadow, without, alone):
         site.train()
     sent, reference = (read_header(each.update()) for each in (with_shadow, without))
-    assert sent.report is not None
-    assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
-    same = sent.report.only(DEFAULT_ALLOW_REPORT)  # the device without a shadow allows no more
+    assert with_shadow.report().shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
+    same = with_shadow.report().only(DEFAULT_ALLOW_REPORT)  # the device without a shadow allows no more
     assert sent.model_copy(update={"report": same}) == reference
     assert with_shadow.update().endswith(without.update()[-1000:])
     assert set(without.state().slots) == {"personal", "best"}
@@ -116,14 +109,13 @@ def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_i
     for number in (1, 2, 3):
         site.trainer().do(site.round(number))  # each time another process
         slots.append(site.weights("shadow"))
-        told.append(read_header(site.update()).report)
+        told.append(site.report().shadow)
         if number != 2:
             alone.train(number)
             assert slots[-1] == alone.weights(), number
     assert slots[0] == slots[1]
-    accuracies = [report.shadow for report in told if report is not None]
-    assert accuracies == [event["accuracy_local"] for event in site.events("committed")]
-    assert None not in accuracies
+    assert told == [event["accuracy_local"] for event in site.events("committed")]
+    assert None not in told
     assert {event["round"] for event in site.events("progress") if event["phase"] == "shadow-classify"} == {1, 3}
 
 
@@ -135,20 +127,15 @@ def test_the_downloaded_model_and_accuracies_by_class_are_reported_where_the_own
 
     allow(DEFAULT_ALLOW_REPORT)
     site.train(1)
-    untold = read_header(site.update()).report
-    assert untold is not None
-    assert untold.fields() <= DEFAULT_ALLOW_REPORT
+    assert site.report().fields() <= DEFAULT_ALLOW_REPORT
     kept = to_weights(site.state().slots["personal"])
     fields = frozenset({ReportField.EXAMPLES, ReportField.DOWNLOADED, ReportField.PER_CLASS})
     allow(fields)
     site.train(2)
-    told = read_header(site.update()).report
-    assert told is not None
+    told = site.report()
     assert told.fields() == fields
     # The downloaded model of round 2: the extractor as round 1 left it, with the aggregate's classifier.
-    shared = {part: site.spec.layouts[part] for part in site.spec.upload}
-    brought = to_weights(unpack(site.store.artifacts.get(site.aggregate), shared).parts)
-    parts = {Part.EXTRACTOR: kept[Part.EXTRACTOR], Part.CLASSIFIER: brought[Part.CLASSIFIER]}
+    parts = {Part.EXTRACTOR: kept[Part.EXTRACTOR], Part.CLASSIFIER: to_weights(site.brought())[Part.CLASSIFIER]}
     expected = evaluate(site.spec, parts, site.data(2).test)
     assert told.downloaded == expected.accuracy
     assert told.per_class is not None
@@ -212,15 +199,14 @@ def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_t
         raise PermissionError(errno.EACCES, "Permission denied", "/srv/store/accepted.json")
 
     monkeypatch.setattr(PrivateStore, "accept_snapshot", forbidden)
-    report = site.declined()
-    assert report.reason is DeclineReason.TRAINING_FAILED
-    assert "read and write /srv/store/accepted.json (chown, chmod)" in report.detail
+    detail = site.declined(DeclineReason.TRAINING_FAILED)
+    assert "read and write /srv/store/accepted.json (chown, chmod)" in detail
     assert "Traceback" not in caplog.text
 
 
 def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(lr=1e6))
-    assert site.declined().reason is DeclineReason.DIVERGED
+    site.declined(DeclineReason.DIVERGED)
     assert reason_for(CodecError("tensor classifier/w holds 70000")) is DeclineReason.DIVERGED
     assert site.store.generations.current() == (None, ())
 
@@ -242,7 +228,7 @@ def test_private_weights_that_are_no_numbers_after_the_last_step_count_as_diverg
         return _spoilt(method.local_round(*arguments))
 
     monkeypatch.setattr(training, "get_method", lambda _name: replace(method, local_round=broken))
-    assert site.declined().reason is DeclineReason.DIVERGED
+    site.declined(DeclineReason.DIVERGED)
     assert site.store.generations.current() == (None, ())
 
 
@@ -278,7 +264,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
 def test_a_spec_that_is_not_what_its_method_and_networks_need_is_refused(site: Site, changes: dict[str, Any]) -> None:
     site.spec = site.spec.model_copy(update={**changes, "layouts": {**site.spec.layouts, **changes.get("layouts", {})}})
     site.store.save_spec(site.spec.canonical())
-    assert site.declined().reason is DeclineReason.SPEC_REFUSED
+    site.declined(DeclineReason.SPEC_REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -287,11 +273,9 @@ def test_a_spec_that_is_not_what_its_method_and_networks_need_is_refused(site: S
 def test_an_aggregate_of_another_federation_or_codec_is_not_loaded(
     site: Site, changes: dict[str, Any], why: str
 ) -> None:
-    shared = {part: site.spec.layouts[part] for part in site.spec.upload}
-    parts = unpack(site.store.artifacts.get(site.aggregate), shared).parts
     other = site.spec.model_copy(update=changes)
-    site.aggregate = site.store.artifacts.put(aggregate_of(parts, other, 0))
-    assert why in site.declined().detail
+    site.aggregate = site.store.artifacts.put(aggregate_of(site.brought(), other, 0))
+    assert why in site.declined(DeclineReason.TRAINING_FAILED)
 
 
 def test_images_that_come_after_a_round_was_accepted_count_from_the_next_round_on(tmp_path: Path) -> None:
@@ -313,10 +297,9 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     site.data(1)
     victim = next((site.root / "data" / "train" / CLASSES[0]).glob("*.png"))
     victim.write_bytes((site.root / "data" / "test" / CLASSES[1] / "2-000.png").read_bytes())
-    report = site.declined()
-    assert report.reason is DeclineReason.NO_DATA
-    assert "changed since this round was accepted" in report.detail
-    assert victim.name not in report.detail
+    detail = site.declined(DeclineReason.NO_DATA)
+    assert "changed since this round was accepted" in detail
+    assert victim.name not in detail
     site.train(1, 2)
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from devices.nvidia import GpuReadings
 from devices.profile import GIB, DeviceKind, DeviceProfile, Gpu, Trainable
 from edge_client.agent.hardware import HardwareWatch
-from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.signals import RoundCommitted, RoundFailed
 from edge_client.store.checked_files import LEDGER_FILE, append_line, read_lines
@@ -113,10 +111,8 @@ def test_a_round_that_never_fits_is_declined_and_the_share_stays_above_its_least
         raise MemoryError("no room for the networks")
 
     monkeypatch.setattr(local_round, "protected_round", never)
-    report = site.declined()
-    assert (report.reason, report.detail) == (DeclineReason.TRAINING_FAILED, "no room for the networks")
-    assert site.events("memory_short")[-1]["share"] == LEAST_SHARE
-    assert site.store.generations.load() is None
+    assert site.declined(DeclineReason.TRAINING_FAILED) == "no room for the networks"
+    assert (site.events("memory_short")[-1]["share"], site.store.generations.load()) == (LEAST_SHARE, None)
 
 
 def test_the_successor_of_a_process_that_the_kernel_killed_in_a_round_begins_with_half(
@@ -190,8 +186,7 @@ def test_other_ends_of_a_process_leave_the_share_as_it_is(
 
 def test_a_box_with_another_memory_begins_anew_and_one_with_a_smaller_plan_follows_it(tmp_path: Path) -> None:
     assert MemoryShare(tmp_path, 1.0, "cpu 4").halve()
-    assert MemoryShare(tmp_path, 1.0, "cpu 4").share == 0.5
-    assert MemoryShare(tmp_path, 0.25, "cpu 4").share == 0.25
+    assert (MemoryShare(tmp_path, 1.0, "cpu 4").share, MemoryShare(tmp_path, 0.25, "cpu 4").share) == (0.5, 0.25)
     assert MemoryShare(tmp_path, 1.0, "cpu 8").share == 1.0
 
 
@@ -242,10 +237,6 @@ def configure(site: Site, **training: object) -> None:
     site.configure(training=TrainingSection.model_validate({"threads": 1, **training}))
 
 
-def doctor(site: Site) -> Finding:
-    return examine(site.config, datetime.now(timezone.utc), ["training"])[0]
-
-
 def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_and_the_doctor_warns(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +245,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_and_the_doct
     site.train()
     plan = site.events("plan")[0]
     assert (plan["device"], plan["reason"]) == ("cpu", NO_CUDA)
-    found = doctor(site)
+    found = site.finding("training")
     assert (found.state, found.advice) == ("warning", NO_CUDA)
     assert "on the CPU, although there is a GPU (Orin" in found.detail
 
@@ -264,11 +255,9 @@ def test_cuda_that_the_owner_asked_for_and_torch_lacks_is_declined_and_fails_the
 ) -> None:
     on(monkeypatch, ORIN, NO_CUDA)
     configure(site, device="cuda")
-    report = site.declined()
-    assert report.reason is DeclineReason.NOT_ELIGIBLE
-    assert report.detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
-    found = doctor(site)
-    assert (found.state, found.detail) == ("failed", report.detail)
+    detail, found = site.declined(DeclineReason.NOT_ELIGIBLE), site.finding("training")
+    assert detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
+    assert (found.state, found.detail) == ("failed", detail)
 
 
 def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +277,14 @@ def test_the_batch_follows_what_is_available_before_the_first_round_and_stays(
 ) -> None:
     def share(free: int) -> object:
         on(monkeypatch, CPU_BOX, free=free)
-        trainer = site.trainer()
-        trainer._memory.round_begins()
+        site.trainer()._memory.round_begins()
         return site.events("plan")[-1]["batch_scale"]
 
     configure(site, device="cpu")
     assert share(GIB - 1) == 0.5
     assert share(8 * GIB) == share(1) == 0.5, "another share would give a repeated round other last digits"
     (site.store.root / MEMORY_FILE).unlink()
-    assert share(GIB) == 1.0
-    assert share(1) == 1.0
+    assert share(GIB) == share(1) == 1.0
 
 
 def test_memory_is_that_of_a_gpu_of_its_own_and_else_the_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

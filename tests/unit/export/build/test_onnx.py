@@ -60,8 +60,7 @@ def test_the_file_gives_the_logits_of_the_trained_networks_for_any_batch(tmp_pat
     spec = make_spec(image_form(mode), split)
     parts = make_parts(spec)
     path = tmp_path / "model.onnx"
-    exported = export_personal(spec, parts, path)
-    assert exported.exporter == "torchscript"
+    assert export_personal(spec, parts, path).exporter == "torchscript"
     session = onnxruntime.InferenceSession(path)  # plain onnxruntime, none of our code in between
     for count in (1, 3, 70):
         pixels = random_pixels(spec.image, count)
@@ -83,8 +82,7 @@ def test_the_file_passes_the_checker_states_its_opset_and_says_what_it_is(
     assert exported.opset == OPSET
     assert proto.ir_version <= 10  # what the onnxruntime of JetPack 6 (1.20 and later) reads
     told = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
-    assert json.loads(told["classes"]) == list(CLASSES)
-    assert json.loads(told["image"])["mean"] == [0.5, 0.4, 0.3]
+    assert (json.loads(told["classes"]), json.loads(told["image"])["mean"]) == (list(CLASSES), [0.5, 0.4, 0.3])
     assert (told["federation"], told["round"], told["spec"]) == ("garden", "4", spec.digest)
     assert told["takes"] == "pixels"
     assert path.read_bytes() == exported.content
@@ -149,8 +147,7 @@ def test_verification_counts_what_both_models_get_right(
     data, entries = load_folder(images.files[0].parent.parent, CLASSES, spec.image)
     assert len(entries) == checked.images == len(images.files)
     expected = evaluate(spec, parts, data).accuracy
-    assert checked.accuracy_torch == pytest.approx(expected)
-    assert checked.accuracy_onnx == pytest.approx(expected)
+    assert checked.accuracy_torch == checked.accuracy_onnx == pytest.approx(expected)
     assert (checked.source, checked.top1_agreement) == ("files", 1.0)
     assert 0 <= checked.max_abs_difference < 1e-4
 
@@ -265,8 +262,7 @@ def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images:
     parts = make_parts(spec)
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
-    verification = to_onnx.verify(path, spec, parts, images.files, images.labels)
-    assert verification.top1_agreement == 1.0
+    assert to_onnx.verify(path, spec, parts, images.files, images.labels).top1_agreement == 1.0
     pixels = random_pixels(spec.image, 5)
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
     np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)

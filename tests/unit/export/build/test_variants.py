@@ -62,8 +62,7 @@ def test_each_variant_is_measured_and_the_decision_recorded(
     assert manifest == read_manifest(directory)
     tried = _by_name(manifest)
     assert list(tried) == ["fp32", "ort", "fp16", "int8", "trt_fp16"]
-    assert tried["fp32"].file == manifest.model
-    assert tried["trt_fp16"].reason == "not tried: no TensorRT here, only CPU"
+    assert (tried["fp32"].file, tried["trt_fp16"].reason) == (manifest.model, "not tried: no TensorRT here, only CPU")
     for name in ("fp32", "ort", "fp16", "int8"):
         one = tried[name]
         assert (one.latency_ms or 0) > 0
@@ -194,8 +193,7 @@ def _spoilt(content: bytes) -> bytes:
     """The same model with the weights of its largest layer gone."""
     proto = onnx.load_model_from_string(content)
     largest = max(proto.graph.initializer, key=lambda tensor: int(np.prod(tensor.dims)))
-    zeros = np.zeros_like(onnx.numpy_helper.to_array(largest))
-    largest.CopyFrom(onnx.numpy_helper.from_array(zeros, largest.name))
+    largest.CopyFrom(onnx.numpy_helper.from_array(np.zeros_like(onnx.numpy_helper.to_array(largest)), largest.name))
     done: bytes = proto.SerializeToString()
     return done
 
@@ -205,8 +203,7 @@ def _install(root: Path, images: TestImages) -> Path:
     plain = install_model(root.with_name("plain"))
     noise: list[Pixels] = [np.full(image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
     chosen_by = HeldOut(noise, labels_by(plain, noise), noise)
-    labelled = TestImages(images.files, labels_by(plain, images.files))
-    return install_model(root, images=labelled, variants=chosen_by)
+    return install_model(root, images=TestImages(images.files, labels_by(plain, images.files)), variants=chosen_by)
 
 
 @pytest.mark.usefixtures("quick")

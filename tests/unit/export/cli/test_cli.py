@@ -155,8 +155,7 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     head, first, second = (line.split() for line in listed.stdout.splitlines()[:3])
     assert head == ["VERSION", "IN", "USE", "FEDERATION", "ROUND", "ACCURACY", "CREATED", "REMARKS"]
     assert first[:4] == ["0001", "-", "garden", "1"]
-    assert second[:4] == ["0002", "yes", "garden", "2"]
-    assert second[-2] == "UTC"
+    assert (second[:4], second[-2]) == (["0002", "yes", "garden", "2"], "UTC")
     assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
     rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
@@ -170,10 +169,9 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
 def checkpoint(tmp_path: Path) -> tuple[Path, Path]:
     spec = make_spec()
     (tmp_path / "spec.json").write_bytes(spec.canonical())
-    installed = {"best": make_parts(spec, seed=1), "personal": make_parts(spec, seed=2)}
     tensors = {
         f"{slot}/{part.value}/{name}": tensor
-        for slot, parts in installed.items()
+        for slot, parts in {"best": make_parts(spec, seed=1), "personal": make_parts(spec, seed=2)}.items()
         for part, weights in parts.items()
         for name, tensor in weights.items()
     }
@@ -187,8 +185,7 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     common = ("--spec", spec, "--weights", weights, "--out", out)
     done = run_fedcg("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
     assert done.exit_code == 0, done.stderr
-    document = data_of(done.stdout)
-    assert document["verification"]["source"] == "files"
+    assert data_of(done.stdout)["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)
     done = run_fedcg("export", *common, "--slot", "personal")

@@ -79,8 +79,7 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(
     seen = []
     for version in ("0001", "0002"):
         ModelVersions(root).use(version)
-        model = Model.load(root, threads=1)
-        assert model.predictor.providers == available_providers()
+        assert Model.load(root, threads=1).predictor.providers == available_providers()
         options = card.tensorrt
         assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
         assert options["trt_fp16_enable"] == "False"
@@ -138,16 +137,14 @@ def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
     monkeypatch.setattr(
         variants, "_latencies", lambda forms, _: [half_ms if one.name == "trt_fp16" else 2.0 for one in forms]
     )
-    held_out = _held_out(root)
-    manifest = add_variants(root / "0002", held_out, threads=1)
+    manifest = add_variants(root / "0002", _held_out(root), threads=1)
     half = next(one for one in manifest.variants if one.name == "trt_fp16")
     refused = next(one for one in manifest.variants if one.name == "ort")
     assert "such a graph is for the CPU alone, and there is TensorRT > CUDA > CPU" in refused.reason
     assert half.machine == runtime.machine()
     assert manifest.files == (manifest.model,)
     assert any(asked[0][1] == {"trt_fp16_enable": "True"} for asked in card.asked)  # measured with it, nothing kept yet
-    model = Model.load(root / "0002", threads=1)
-    assert (model.served.name == "trt_fp16") == (flag == "True")
+    assert (Model.load(root / "0002", threads=1).served.name == "trt_fp16") == (flag == "True")
     assert card.tensorrt["trt_fp16_enable"] == flag
 
 
@@ -164,7 +161,6 @@ def test_what_was_chosen_for_one_machine_is_not_used_on_another(
     assert caplog.text == ""
     monkeypatch.setattr("devices.files.cpuinfo_field", lambda _root, name: {"flags": "fpu sse"}.get(name))
     there = Model.load(directory, threads=1)
-    assert there.predictor.name == str(directory / "model.onnx")
-    assert there.served.file == read_manifest(directory).model
+    assert (there.predictor.name, there.served.file) == (str(directory / "model.onnx"), read_manifest(directory).model)
     assert "`fedcg model optimise` tries the forms here" in caplog.text
     np.testing.assert_allclose(there.predict(held_out.images), here.predict(held_out.images), atol=1e-5)

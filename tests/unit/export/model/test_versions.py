@@ -18,6 +18,7 @@ from export.model.manifest import Manifest, ModelFile, Verification, digest, rea
 from export.model.versions import POINTER_NAME, ModelVersions, resolve
 from fedcg.image_form import ImageForm
 from tests.support.learning.export_models import TestImages, flip_bit, install_model, labels_by
+from tests.support.present import present
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:
@@ -247,8 +248,7 @@ def right(first: Path, images: TestImages) -> TestImages:
 
 
 def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, images: TestImages) -> None:
-    first = install_model(tmp_path, seed=1, images=images, gate=0.0)
-    assert read_manifest(first).gate is None
+    assert read_manifest(install_model(tmp_path, seed=1, images=images, gate=0.0)).gate is None
 
 
 def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
@@ -262,8 +262,7 @@ def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
 
 def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, first: Path, right: TestImages) -> None:
     second = install_model(tmp_path, seed=2, images=right, gate=1.0)
-    gate = read_manifest(second).gate
-    assert gate is not None
+    gate = present(read_manifest(second).gate)
     assert (gate.against, gate.images, gate.before, gate.allowed) == ("0001", 24, 1.0, 1.0)
     assert gate.accuracy == read_manifest(second).verification.accuracy_onnx
     assert ModelVersions(tmp_path).current() == second
@@ -272,8 +271,7 @@ def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, first: Pa
 def test_a_damaged_model_in_service_keeps_no_better_one_out(tmp_path: Path, first: Path, images: TestImages) -> None:
     (first / "model.onnx").write_bytes(b"damaged")
     assert ModelVersions(tmp_path).current() == first
-    second = install_model(tmp_path, seed=2, images=images, gate=0.0)
-    assert ModelVersions(tmp_path).current() == second
+    assert install_model(tmp_path, seed=2, images=images, gate=0.0) == ModelVersions(tmp_path).current()
 
 
 def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_names(
@@ -281,8 +279,7 @@ def test_a_model_with_the_same_classes_in_another_order_is_compared_by_their_nam
 ) -> None:
     manifest = read_manifest(first)
     write_manifest(first, manifest.model_copy(update={"classes": (*manifest.classes[1:], manifest.classes[0])}))
-    gate = read_manifest(install_model(tmp_path, seed=1, images=right, gate=1.0)).gate
-    assert gate is not None
+    gate = present(read_manifest(install_model(tmp_path, seed=1, images=right, gate=1.0)).gate)
     assert (gate.before, gate.accuracy) == (0.0, 1.0)  # the one in service names each image wrongly
 
 

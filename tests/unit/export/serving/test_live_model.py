@@ -18,6 +18,7 @@ from export.serving.judge import FAILURES, CandidateStage, Progress, VersionFaul
 from export.serving.live_model import PENDING, RECORD_NAME, Candidate, ServedModel
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, install_model, make_spec
+from tests.support.present import present
 from tests.support.waiting import wait_until
 
 
@@ -150,9 +151,7 @@ def staged(three_root: Path, clock: Clock) -> ServedModel:
 
 def _compare(models: ServedModel, requests: int) -> None:
     """Requests that are answered and compared, one after the other."""
-    candidate, served = models.candidate, models.current
-    assert candidate is not None
-    assert served is not None
+    candidate, served = present(models.candidate), present(models.current)
     for _ in range(requests):
         models.answered(served, IMAGES, served.predict(IMAGES))
         _wait_for_progress(candidate, candidate.progress)
@@ -191,12 +190,11 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     three_root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = _started(three_root, clock, watch=len(IMAGES))
-    assert models.current is not None
-    models.answered(models.current, IMAGES, models.current.predict(IMAGES))
+    served = present(models.current)
+    models.answered(served, IMAGES, served.predict(IMAGES))
     assert models.look() == []  # enough to compare a later version with
     _choose(models, three_root, "0002")
-    sound, bad = Model.predict, models.candidate
-    assert bad is not None
+    sound, bad = Model.predict, present(models.candidate)
     with monkeypatch.context() as patch:
         patch.setattr(Model, "predict", lambda self, images: (_fail if self is bad.model else sound)(self, images))
         _compare(models, FAILURES)
@@ -209,7 +207,7 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     assert not (three_root / RECORD_NAME).exists()
     assert _choose(models, three_root, "0002") == ("0002", None)
     for _ in range(FAILURES):
-        models.failed(models.current)
+        models.failed(present(models.current))
     assert models.look() == []
     assert _states(models) == ("0002", None)
 
@@ -217,8 +215,7 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
 def test_a_candidate_whose_values_are_not_numbers_counts_as_failing(
     staged: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound, bad = Model.predict, staged.candidate
-    assert bad is not None
+    sound, bad = Model.predict, present(staged.candidate)
     monkeypatch.setattr(
         Model, "predict", lambda self, images: sound(self, images) * (np.nan if self is bad.model else 1)
     )
@@ -229,9 +226,8 @@ def test_a_candidate_whose_values_are_not_numbers_counts_as_failing(
 def test_a_bad_candidate_does_not_serve_where_the_pointer_cannot_be_moved(
     staged: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert staged.candidate is not None
     verdict = VersionFault("0002", "latency", "it takes too long")
-    monkeypatch.setattr(staged.candidate, "verdict", lambda: verdict)
+    monkeypatch.setattr(present(staged.candidate), "verdict", lambda: verdict)
 
     def full(_: ModelVersions) -> Path:
         raise SlotError("the disk is full")
@@ -261,8 +257,7 @@ def test_a_newer_version_replaces_the_candidate_and_has_the_rest_of_its_time(
     _compare(staged, 1)
     clock.now_s += 400
     assert _choose(staged, three_root, "0003") == ("0001", "0003")
-    assert staged.candidate is not None
-    assert staged.candidate.progress.images == 0
+    assert present(staged.candidate).progress.images == 0
     assert _after(staged, clock, 199) == ("0001", "0003")
     assert _after(staged, clock, 1) == ("0003", None)
 
@@ -285,8 +280,7 @@ def test_a_version_that_cannot_be_compared_waits_until_a_person_chooses_it(
 ) -> None:
     models = _started(three_root, clock)
     install_model(three_root, spec=make_spec().model_copy(update={"classes": classes}))
-    rejected = models.refresh()
-    assert rejected is not None
+    rejected = present(models.refresh())
     assert (rejected.version, rejected.kind) == ("0004", "incomparable")
     assert _states(models) == ("0001", None)
     assert ModelVersions(three_root).current().name == "0001"
@@ -301,19 +295,16 @@ def test_classes_in_another_order_are_compared_by_their_names(three_root: Path, 
         _rewrite(version.directory, accuracy_onnx=0.95)
     models = _started(three_root, clock)
     permuted = ("bee", "cat", "ant")
-    directory = Path(shutil.copytree(three_root / "0003", three_root / "0004"))
-    _rewrite(directory, classes=permuted)
+    _rewrite(Path(shutil.copytree(three_root / "0003", three_root / "0004")), classes=permuted)
     assert _choose(models, three_root, "0004") == ("0001", "0004")
-    candidate = models.candidate
-    assert candidate is not None
+    candidate = present(models.candidate)
     if not is_renamed:  # a sound export of the same weights with the spec's classes in another order
         order, plain = [CLASSES.index(name) for name in permuted], candidate.model.predict
         object.__setattr__(candidate.model, "predict", lambda images: plain(images)[:, order])
     _compare(models, 9)
     verdict = models.refresh()
     if is_renamed:
-        assert verdict is not None
-        assert (verdict.kind, _states(models)) == ("drift", ("0001", None))
+        assert (present(verdict).kind, _states(models)) == ("drift", ("0001", None))
     else:
         assert (verdict, candidate.progress.agreement, _states(models)) == (None, 1.0, ("0004", None))
 
@@ -404,5 +395,4 @@ def test_offering_images_never_waits_and_leaves_out_what_comes_while_the_candida
     candidate.close()
     candidate.offer(current, IMAGES)
     assert next(chances, None) is None
-    assert candidate.verdict() is None
-    assert candidate.progress.images == PENDING * 3
+    assert (candidate.verdict(), candidate.progress.images) == (None, PENDING * 3)

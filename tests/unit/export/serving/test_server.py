@@ -61,8 +61,7 @@ def _infer(installed: Path, folder: Path, top: int, *contents: bytes) -> list[di
     files = [folder / f"{number}.png" for number in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
-    words = ["--model", installed, "--json", "--top", top, *files]
-    done = run_fedcg("infer", *words)
+    done = run_fedcg("infer", "--model", installed, "--json", "--top", top, *files)
     assert done.exit_code == 0, done.output
     return [{**result, "file": ""} for result in data_of(done.stdout)["results"]]
 
@@ -143,9 +142,8 @@ def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> 
 
 def test_metrics_count_what_happened(server: Server, installed: Path) -> None:
     def figures() -> list[float]:
-        names = (OK, "fedcg_serve_request_seconds_count", 'fedcg_serve_request_seconds_bucket{le="+Inf"}')
-        images = ("fedcg_serve_batch_images_sum",)
-        return [server.metric(name) for name in (*names, *images)]
+        seconds = ("fedcg_serve_request_seconds_count", 'fedcg_serve_request_seconds_bucket{le="+Inf"}')
+        return [server.metric(name) for name in (OK, *seconds, "fedcg_serve_batch_images_sum")]
 
     [likeliest] = _told(server, ONE, PNG)
     predicted = f'fedcg_serve_predictions_total{{class="{likeliest["class"]}"}}'
@@ -157,8 +155,7 @@ def test_metrics_count_what_happened(server: Server, installed: Path) -> None:
     sha256 = Model.load(installed).manifest.model.sha256
     info = f'fedcg_serve_model_info{{federation="garden",round="2",sha256="{sha256}",version="0002"}}'
     assert [server.metric(one) for one in (info, "fedcg_serve_ready", QUEUE)] == [1, 1, 0]
-    page = server.ask("/metrics")
-    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert server.ask("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
 def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_nor_the_wire(
@@ -171,8 +168,7 @@ def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_n
             assert (answer.status, answer.code) == (503, "no_model")
             assert f"{models}: no such folder" in answer.document["error"]["message"]
         assert asked.headers["retry-after"]
-        assert running.ask("/healthz").status == 200
-        assert running.metric("fedcg_serve_ready") == 0
+        assert (running.ask("/healthz").status, running.metric("fedcg_serve_ready")) == (200, 0)
         shutil.copytree(installed, models)
         running.wait_for_version("0002")
         assert running.ask("/predict", ONE, PNG).status == 200
