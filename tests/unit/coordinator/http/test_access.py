@@ -54,8 +54,7 @@ def test_a_token_is_kept_as_a_salted_hash_and_ends_with_its_days_or_when_it_is_r
     now = 1000.0
     tokens = ApiTokens(api.store.api, lambda: now)
     made, other = tokens.create("ann", Role.OPERATOR, days=1), tokens.create("ann", Role.OPERATOR)
-    secret = made.text.rpartition("_")[2]
-    assert secret not in api.home.database.read_bytes().decode("latin-1")
+    assert made.text.rpartition("_")[2] not in api.home.database.read_bytes().decode("latin-1")
     assert made.record.secret_hash.partition("$")[0] != other.record.secret_hash.partition("$")[0]
     assert tokens.check(made.text) is not None
     now += 86_401
@@ -174,8 +173,7 @@ def test_the_address_that_a_proxy_names_is_audited_and_one_that_a_stranger_names
     for proxy, audited in (("127.0.0.1", "198.51.100.7"), ("10.0.0.2", "127.0.0.1")):
         with running_api(home, proxy=proxy) as api, api.as_(Role.OPERATOR, **named) as operator:
             assert operator.post("/api/v1/federations/casting/pause").status_code == 200
-        last = home.audit_file.read_text().splitlines()[-1]
-        assert f'"address": "{audited}"' in last
+        assert f'"address": "{audited}"' in home.audit_file.read_text().splitlines()[-1]
 
 
 def test_with_a_certificate_the_interface_speaks_https_only_and_commands_follow(tmp_path: Path) -> None:

@@ -66,10 +66,8 @@ class Bench:
 
     def put(self, name: str, manifest: Manifest, data: bytes, first: int, count: int, **headers: str) -> Answer:
         span = span_of(manifest.artifact, first, count)
-        wanted = {
-            "Content-Range": span.content_range,
-            **{key.replace("_", "-"): value for key, value in headers.items()},
-        }
+        given = {key.replace("_", "-"): value for key, value in headers.items()}
+        wanted = {"Content-Range": span.content_range, **given}
         body = data[span.first : span.last + 1]
         return ask(self.port, self.pki, name, f"{UPDATES_PATH}/{manifest.artifact.id}", "PUT", body, wanted)
 
@@ -226,8 +224,7 @@ def test_the_certificate_of_a_replaced_box_is_refused_although_the_new_one_has_i
 
 
 def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
-    data = bytes(48_000_000)
-    name = bench.world.artifacts.put(data)
+    name = bench.world.artifacts.put(bytes(48_000_000))
     bench.service.published.allow(name)
     connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
     connection.request("GET", f"{ARTIFACTS_PATH}/{name}")
@@ -277,9 +274,7 @@ REFUSED = (ssl.SSLError, ConnectionError)
 
 
 @pytest.mark.parametrize("was_deleted", [False, True])
-def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_a_list_names_it(
-    bench: Bench, was_deleted: bool
-) -> None:
+def test_a_revoked_certificate_fails_in_the_handshake_once_a_list_names_it(bench: Bench, was_deleted: bool) -> None:
     """Also where the file was deleted before, and the new list knows of none before it."""
     assert [bench.ready(name) for name in ("a", "b")] == [204, 204]
     now = datetime.now(timezone.utc)
@@ -292,9 +287,7 @@ def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_a_list_names_it
     assert bench.ready("b") == 204
 
 
-def test_nobody_gets_in_while_the_revocation_list_cannot_be_read(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_gets_in_while_the_revocation_list_is_unreadable(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     crl = bench.pki.directory / CRL_NAME
     kept = crl.rename(crl.with_name("kept.pem"))
     for _ in range(3):
@@ -315,9 +308,7 @@ def test_no_session_is_resumed_because_that_would_skip_the_certificate(bench: Be
     assert session is None or not session.has_ticket
 
 
-def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited_too(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_strangers_refusals_delay_no_renewal_and_those_of_devices_are_limited_too(desk: Desk, tmp_path: Path) -> None:
     enrol(desk.token("line-4"), tmp_path / "box")
     answers = [status_of(connect(desk.port, desk.context()), "POST", ENROL_PATH) for _ in range(21)]
     assert set(answers) == {422, 429}, "strangers at this address have to wait"

@@ -88,8 +88,7 @@ def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(
     certificate = load_certificate((out / "tls" / "device.pem").read_bytes())
     certificate.verify_directly_issued_by(load_certificate(desk.authority.read_bytes()))
     assert certificate.subject.rfc4514_string() == "CN=line-4"
-    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
-    assert 29 <= life.days <= 31
+    assert 29 <= (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days <= 31
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((out / "tls").stat().st_mode) == 0o700
     for secret in (out / "signing.key", out / "tls" / "device.key"):
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -142,8 +141,7 @@ def test_after_a_lost_answer_the_same_command_finishes_the_enrolment(desk: Desk,
     (out / "agent.toml").unlink()
     for lost in ("tls/device.pem", "tls/ca.pem", "coordinator.pub"):
         (out / lost).unlink()
-    again = enrol(token, out)
-    assert again.config.exists()
+    assert enrol(token, out).config.exists()
     assert len(desk.store.register.certificates("line-4")) == 1
 
 
@@ -152,12 +150,11 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
     desk.ahead_s = 1801.0
     revoke_token(desk.store, revoked.id, desk.clock())
     guessed = known.model_copy(update={"secret": b"g" * 32, "device": "c"})
-    unknown = known.model_copy(update={"id": "f" * 16, "device": "c"})
     for token, why in (
         (expired, "expired"),
         (revoked, "the operator revoked"),
         (guessed, "not valid here"),
-        (unknown, "not valid here"),
+        (known.model_copy(update={"id": "f" * 16, "device": "c"}), "not valid here"),
     ):
         with pytest.raises(EnrolError, match=why):
             enrol(token, tmp_path / token.id / why.split()[0])
@@ -211,10 +208,9 @@ def rsa_request(device: str) -> str:
 
 def test_keys_must_be_shown_to_be_the_boxs_own(desk: Desk) -> None:
     token, tls, signing = desk.token("line-4"), TlsKey.generate(), SigningKey.generate()
-    other = TlsKey.generate()
     for changes, why in (
         ({"signing_key": SigningKey.generate().public.hex}, "not signed by the message key"),
-        ({"request": other.request("line-4")}, "not signed by the message key"),
+        ({"request": TlsKey.generate().request("line-4")}, "not signed by the message key"),
         ({"request": tls.request("line-5")}, "not signed, or not for 'line-4'"),
         ({"request": rsa_request("line-4")}, "not a P-256 key"),
         ({"request": "no request"}, "can't be read"),
@@ -399,9 +395,7 @@ def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
     assert not (tmp_path / "box" / "agent.toml").exists()
 
 
-def test_a_box_takes_no_other_server_of_the_coordinator_for_the_broker_or_the_carrier(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_a_box_takes_no_other_server_of_the_coordinator_for_broker_or_carrier(desk: Desk, tmp_path: Path) -> None:
     own = issue(desk.home.pki, "line-4")
     tls = TlsFiles(desk.authority, own.certificate, own.key)
     with between(desk, "enrolment", dict) as other:

@@ -222,13 +222,8 @@ def test_a_refresh_of_now_is_its_live_part_made_once_for_all_who_watch(page: Ser
 def test_a_presence_timeline_has_gaps_where_nothing_was_observed(page: ServedPage) -> None:
     store, hour = page.made.world.store, 3600.0
     now = time.time()
-    changes = (
-        (18.0, True, ""),
-        (12.0, False, "its status"),
-        (6.0, True, ""),
-        (3.0, False, "the coordinator was stopped"),
-    )
-    store.presence.note(*(PresenceRecord("tiny", "a", now - ago * hour, online, why) for ago, online, why in changes))
+    seen = ((18.0, True, ""), (12.0, False, "its status"), (6.0, True, ""), (3.0, False, "the coordinator was stopped"))
+    store.presence.note(*(PresenceRecord("tiny", "a", now - ago * hour, online, why) for ago, online, why in seen))
     drawn = re.findall(r'<rect class="(\w+)" (?:x="([\d.]+)" )?width="([\d.]+)"', page.reader().get("/devices/a")[1])
     bands = [(name, float(x or 0), float(width)) for name, x, width in drawn]
     # of a day of 1000 units: 6 hours are 250; before the first change, 18 hours ago, the device was not observed
@@ -293,8 +288,7 @@ def test_a_refused_form_comes_back_with_its_input_and_can_be_sent_again(page: Se
     assert (status, 'name="rounds" value="five"' in text) == (409, True)
     (token,) = re.findall(r'name="form_token" value="([0-9a-f]+)"', text)
     assert reader.post("/federations/tiny/extend", rounds="5", form_token=token)[0] == 303
-    viewer = page.reader(Role.VIEWER)
-    status, _, text = viewer.post("/enrolment", form_of="/federations", **sent)
+    status, _, text = page.reader(Role.VIEWER).post("/enrolment", form_of="/federations", **sent)
     assert (status, 'value="tiny"' in text, "Send again" in text) == (403, True, False)
     plan = "federation = 'x'\n# what I wrote while the session ended\n"
     status, _, text = Reader(page.port).post("/federations/new", plan=plan, form_token="0" * 64)
@@ -311,8 +305,7 @@ def test_an_unknown_address_is_a_page_for_a_browser_and_a_problem_for_a_program(
         status, headers, text = reader.ask("GET", "/no/such/page", **browser)
         assert (status, headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert "<h1>Not found</h1>" in text
-        program = reader.ask("GET", "/no/such/page", Accept="*/*")[1]
-        assert program["content-type"] == "application/problem+json"
+        assert reader.ask("GET", "/no/such/page", Accept="*/*")[1]["content-type"] == "application/problem+json"
         assert reader.ask("GET", "/api/v1/none", **browser)[1]["content-type"] == "application/problem+json"
     assert "<h1>" in Reader(page.port).ask("PUT", "/devices", **browser)[2]
     status, _, text = page.reader().ask("GET", "/devices?page=soon", **browser)
@@ -415,9 +408,7 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
         assert "125 of 1000 are worse off than alone" in reader.get("/f/tiny/worth")[1]
         assert "1000 of 1000 devices" in reader.get("/devices")[1]
         assert "page 10 of 10" in reader.get("/devices?page=99")[1]
-        found = reader.get("/devices?q=line-0999&state=offline")[1]
-        assert "1 of 1000 devices" in found
+        assert "1 of 1000 devices" in reader.get("/devices?q=line-0999&state=offline")[1]
         rows = list(csv.DictReader(io.StringIO(reader.get("/devices.csv?sort=-device")[1])))
         assert (len(rows), rows[0]["device"], rows[0]["accuracy"]) == (1000, "line-0999", "")
-        report = reader.get("/f/tiny/sent.html")[1]
-        assert report.count("<h3>line-") == 1000
+        assert reader.get("/f/tiny/sent.html")[1].count("<h3>line-") == 1000

@@ -36,11 +36,8 @@ class Stream:
 
     def __init__(self, port: int, token: str, last_id: str = "") -> None:
         self.link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        headers = {
-            "Authorization": f"Bearer {token}",
-            "Accept-Encoding": "gzip",
-            **({"Last-Event-ID": last_id} if last_id else {}),
-        }
+        resumed = {"Last-Event-ID": last_id} if last_id else {}
+        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "gzip", **resumed}
         self.link.request("GET", "/api/v1/events/stream", headers=headers)
         self.answer = self.link.getresponse()
         assert self.answer.getheader("Content-Type", "").startswith("text/event-stream")
