@@ -82,20 +82,7 @@ def test_an_empty_file_is_a_write_that_was_cut_off_and_one_section_is_enough(tmp
 
 @pytest.mark.parametrize(
     "host",
-    [
-        "http://x:80",
-        "x:80",
-        "a b/c",
-        "-x",
-        "*",
-        "a\x1bb",
-        "a\n",
-        "x." + "a" * 64,
-        "a" * 3000,
-        "300.1.2.3",
-        "[::1]",
-        "a..b",
-    ],
+    ["http://x", "x:80", "a b/c", "-x", "*", "a\x1bb", "a\n", "x." + "a" * 64, "a" * 999, "300.1.2.3", "[::1]", "a..b"],
 )
 def test_a_host_that_is_neither_name_nor_address_is_refused_and_nothing_is_made(tmp_path: Path, host: str) -> None:
     refused = run_fedcg("coordinator", "init", "--dir", str(tmp_path / "home"), f"--host={host}")
@@ -106,15 +93,8 @@ def test_a_host_that_is_neither_name_nor_address_is_refused_and_nothing_is_made(
 
 
 def test_names_and_addresses_are_hosts() -> None:
-    for host in (
-        "localhost",
-        "Broker.Example",
-        "10.0.0.2",
-        "fe80::1",
-        "my_broker",
-        "xn--bcher-kva.example",
-        "3com.example",
-    ):
+    names = ["localhost", "Broker.Example", "my_broker", "xn--bcher-kva.example", "3com.example"]
+    for host in (*names, "10.0.0.2", "fe80::1"):
         assert BrokerSettings(host=host).host == host
     assert BrokerSettings(host="0:0::1").host == "::1"
 

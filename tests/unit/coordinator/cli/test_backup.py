@@ -126,9 +126,7 @@ def restored(file: Path, root: Path, *words: object) -> Home:
     return Home(root)
 
 
-def test_a_restored_coordinator_has_everything_and_a_higher_epoch(
-    home: Home, tmp_path: Path, words: tuple[object, ...]
-) -> None:
+def test_a_restored_home_has_all_and_a_higher_epoch(home: Home, tmp_path: Path, words: tuple[object, ...]) -> None:
     file = backed_up(home, words)
     assert home.secret() not in file.read_bytes()
     new = restored(file, tmp_path / "new", *words)

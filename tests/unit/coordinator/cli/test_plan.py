@@ -154,7 +154,7 @@ WRONG: dict[str, list[Row]] = {
 @pytest.mark.parametrize(
     ("command", "wrong"), [*(("plan", wrong) for wrong in WRONG), ("create", "fields"), ("create", "parameters alone")]
 )
-def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(
+def test_everything_wrong_with_a_plan_is_reported_at_once_with_its_line(
     tmp_path: Path, command: str, wrong: str
 ) -> None:
     home, plan, rows = tmp_path / "home", tmp_path / "plan.toml", WRONG[wrong]

@@ -59,8 +59,7 @@ def test_a_coordinator_serves_its_federation_over_http_alone_and_ends_on_sigterm
     (person,) = get(home, "/api/v1/federations/tiny/rounds/1")[1]["attempts"][0]["participants"]
     assert (person["client"], person["state"], person["share"]) == ("a", "invited", 1.0)
 
-    second = processes.fedcg("second", "coordinator", "run")
-    assert second.wait(timeout=30) == ALREADY_RUNNING
+    assert processes.fedcg("second", "coordinator", "run").wait(timeout=30) == ALREADY_RUNNING
     assert "is using" in processes.log("second")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0, processes.log("coordinator")
@@ -69,9 +68,8 @@ def test_a_coordinator_serves_its_federation_over_http_alone_and_ends_on_sigterm
 @pytest.mark.slow
 def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused(home: Home, processes: Plant) -> None:
     store = Store(home.database)  # a round is open, or there is no worker
-    store.open_attempt(
-        "tiny", RoundAttempt(1, 1), store.aggregates("tiny")[-1].artifact, frozenset({"a"}), 1.0, time.time() + 600
-    )
+    base = store.aggregates("tiny")[-1].artifact
+    store.open_attempt("tiny", RoundAttempt(1, 1), base, frozenset({"a"}), 1.0, time.time() + 600)
     store.close()
     first = processes.fedcg("coordinator", "coordinator", "run")
 
@@ -91,17 +89,14 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["signing.key", "artifacts"])
-def test_a_coordinator_that_can_not_start_names_the_file_and_the_remedy(
-    home: Home, processes: Plant, damaged: str
-) -> None:
+def test_a_coordinator_that_can_not_start_names_file_and_remedy(home: Home, processes: Plant, damaged: str) -> None:
     if damaged == "artifacts":
         shutil.rmtree(home.artifacts)
     else:
         key = bytearray(home.signing_key.read_bytes())
         key[120] ^= 1
         home.signing_key.write_bytes(key)
-    process = processes.fedcg("coordinator", "coordinator", "run")
-    assert process.wait(timeout=60) == 2
+    assert processes.fedcg("coordinator", "coordinator", "run").wait(timeout=60) == 2
     said = processes.log("coordinator")
     assert damaged in said
     assert "backup" in said
@@ -109,9 +104,7 @@ def test_a_coordinator_that_can_not_start_names_the_file_and_the_remedy(
 
 
 @pytest.mark.slow
-def test_a_coordinator_whose_database_lost_a_revocation_starts_once_the_loss_is_accepted(
-    home: Home, processes: Plant
-) -> None:
+def test_a_coordinator_that_lost_a_revocation_starts_once_the_loss_is_accepted(home: Home, processes: Plant) -> None:
     first = started(home, processes)
     assert run_fedcg("device", "revoke", "a", "--dir", home.root).exit_code == 0
     first.kill()
@@ -123,7 +116,7 @@ def test_a_coordinator_whose_database_lost_a_revocation_starts_once_the_loss_is_
 
 
 @pytest.mark.broker
-def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_was_interrupted(
+def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_after_any_crash(
     home: Home, processes: Plant
 ) -> None:
     """As after a coordinator that was killed between its database and the broker's lists."""
@@ -143,13 +136,10 @@ def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_wa
 
 
 @pytest.mark.broker
-def test_a_second_broker_for_the_same_home_is_refused_and_the_first_ends_on_sigterm(
-    home: Home, processes: Plant
-) -> None:
+def test_a_second_broker_for_a_home_is_refused_and_the_first_ends_on_sigterm(home: Home, processes: Plant) -> None:
     first = processes.fedcg("broker", "broker", "run")
     wait_until(lambda: "ready" in processes.log("broker") or first.poll() is not None, "the broker is ready")
-    second = processes.fedcg("second", "broker", "run")
-    assert second.wait(timeout=30) == ALREADY_RUNNING
+    assert processes.fedcg("second", "broker", "run").wait(timeout=30) == ALREADY_RUNNING
     assert "is using" in processes.log("second")
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=20) == 0, processes.log("broker")
@@ -188,25 +178,19 @@ def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_n
         wait_until(lambda: children(process.pid) != [], "a plan is being completed")
         (child,) = children(process.pid)
         process.send_signal(signal.SIGTERM)
-        for each in asked:
-            assert each.result() == (
-                503,
-                "nothing was created: the coordinator is being stopped; ask again when it runs",
-            )
+        refusal = "nothing was created: the coordinator is being stopped; ask again when it runs"
+        assert [each.result() for each in asked] == [(503, refusal)] * 2
     assert process.wait(timeout=10) == 0, processes.log("coordinator")
     assert not Path(f"/proc/{child}").exists()
     assert [record.id for record in Store(home.database).federations()] == [FEDERATION]
     lines = [json.loads(line) for line in home.audit_file.read_text().splitlines()]
-    assert (
-        sorted((line["event"], line.get("outcome", 0)) for line in lines)
-        == [("intent", 0)] * 2 + [("outcome", 503)] * 2
-    )
+    ends = sorted((line["event"], line.get("outcome", 0)) for line in lines)
+    assert ends == [("intent", 0)] * 2 + [("outcome", 503)] * 2
     assert "Traceback" not in processes.log("coordinator")
 
 
 def children(pid: int) -> list[int]:
     """The processes that complete a plan for a coordinator."""
-    found = [
-        int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()
-    ]
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(one) for task in tasks for one in (task / "children").read_text().split()]
     return [child for child in found if b"create_federation" in Path(f"/proc/{child}/cmdline").read_bytes()]
