@@ -55,7 +55,7 @@ def test_failed_attempts_stall_it_which_is_a_problem_that_a_resume_ends(make_wor
 
 
 @pytest.mark.parametrize(("min_cohort", "lower"), [(1, "min_clients=N"), (2, "min_clients=N min_cohort=N")])
-def test_too_few_devices_have_a_remedy_that_lowers_what_asks_for_more(
+def test_too_few_devices_have_a_remedy_that_lowers_the_bound(
     make_world: MakeWorld, min_cohort: int, lower: str
 ) -> None:
     made = Federations(make_world(clients=("a", "b"), min_clients=2))
@@ -69,9 +69,7 @@ def test_too_few_devices_have_a_remedy_that_lowers_what_asks_for_more(
         assert f"`fedcg federation set tiny {lower}`" in problem.remedy
 
 
-def test_a_rejected_update_and_a_declined_round_are_different_problems_with_remedies_of_their_own(
-    make_world: MakeWorld,
-) -> None:
+def test_a_rejected_update_and_a_declined_round_are_problems_with_remedies_of_their_own(make_world: MakeWorld) -> None:
     store = (world := make_world(clients=("a", "b"))).store
     store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a", "b"}), 1.0, 2.0)
     store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.ACCEPTED, "")
@@ -87,25 +85,21 @@ DOCS = Path(__file__).parents[4] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(fedcg_[a-z_]+)` \| ([^|]*) \|", re.MULTILINE)
 
 
-def test_every_metric_is_in_the_docs_with_its_labels_and_every_one_there_exists(make_world: MakeWorld) -> None:
+def test_every_metric_is_in_the_docs_with_its_labels_and_its_figure_is_that_of_the_database(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(rounds=9, clients=())
     add_crowd(world.store, "tiny", 20, 2, time.time())
-    known = known_of(world)
+    text = metrics_text(known_of(world)).decode()
     with_service = {"fedcg_messages_refused"}  # counted by running services alone
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics_text(known).decode()):
+    for family in text_string_to_metric_families(text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         found[name] = {label for sample in family.samples for label in sample.labels}
         assert family.samples or family.name in with_service, family.name
     listed = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in ROW.findall(DOCS.read_text())}
     found["fedcg_messages_refused_total"] = {"federation", "reason"}
     assert listed == found
-
-
-def test_figures_are_those_of_the_database(make_world: MakeWorld) -> None:
-    world = make_world(rounds=9, clients=())
-    add_crowd(world.store, "tiny", 20, 2, time.time())
-    text = metrics_text(known_of(world)).decode()
     assert 'state="collecting"' not in text, "the third round is open, and its attempt is counted when it is over"
     for line in (
         'fedcg_devices{state="enrolled"} 20.0',
@@ -119,20 +113,7 @@ def test_figures_are_those_of_the_database(make_world: MakeWorld) -> None:
         assert line in text, line
 
 
-def test_a_revoked_device_and_one_that_left_do_not_count_among_those_that_are_worse_off(make_world: MakeWorld) -> None:
-    store = (world := make_world(rounds=9, clients=())).store
-    add_crowd(store, "tiny", 20, 2, time.time())
-    losing = [each for each in worth(known_of(world), "tiny").clients if (each.gain or 0) < 0]
-    assert [each.client for each in losing] == ["line-0005", "line-0013"]
-    for each, ended in zip(losing, (DeviceState.REVOKED, DeviceState.LEFT), strict=True):
-        store.register.end_membership(each.client, ended, "", 1.0)
-    found = worth(known_of(world), "tiny")
-    assert (found.compared, found.negative, found.rate, found.worst) == (18, 0, 0.0, None)
-    assert not {each.client for each in losing} & {each.client for each in found.clients}
-    assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(known_of(world)).decode()
-
-
-def test_updates_to_the_open_round_do_not_move_the_mean_accuracy(make_world: MakeWorld) -> None:
+def test_neither_updates_to_the_open_round_nor_devices_that_are_gone_count_in_the_worth(make_world: MakeWorld) -> None:
     store = (world := make_world(rounds=9, clients=())).store
     add_crowd(store, "tiny", 20, 2, time.time())
     before = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
@@ -141,6 +122,14 @@ def test_updates_to_the_open_round_do_not_move_the_mean_accuracy(make_world: Mak
     after = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
     assert after == before
     assert [number for number, *_ in after[0]] == [1, 2]
+    losing = [each for each in worth(known_of(world), "tiny").clients if (each.gain or 0) < 0]
+    assert [each.client for each in losing] == ["line-0005", "line-0013"]
+    for each, ended in zip(losing, (DeviceState.REVOKED, DeviceState.LEFT), strict=True):
+        store.register.end_membership(each.client, ended, "", 1.0)
+    found = worth(known_of(world), "tiny")
+    assert (found.compared, found.negative, found.rate, found.worst) == (18, 0, 0.0, None)
+    assert not {each.client for each in losing} & {each.client for each in found.clients}
+    assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(known_of(world)).decode()
 
 
 def test_rounds_after_one_that_is_late_count_from_now(make_world: MakeWorld) -> None:
@@ -156,8 +145,7 @@ def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: 
     network = world.spec.network.model_copy(
         update={"split": "resnet18+project:16", "weights": "ab" * 32, "freeze": "all-but:layer4"}
     )
-    spec = world.spec.model_copy(update={"network": network})
-    facts = sent(known_of(world, spec), "tiny")
+    facts = sent(known_of(world, world.spec.model_copy(update={"network": network})), "tiny")
     assert facts.start == (
         "backbone public (sha256 abababababab, frozen before layer4), projection from the cohort secret, or the public spec seed on a "
         "device without one"
@@ -167,23 +155,16 @@ def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: 
 
 def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: MakeWorld) -> None:
     world = make_world(rounds=1, clients=())
-    spec = world.spec.model_copy(
-        update={
-            "report": (*world.spec.report, ReportField.LABEL_COUNTS),
-            "optional_report": (ReportField.LABEL_COUNTS,),
-        }
-    )
+    counts = ReportField.LABEL_COUNTS
+    spec = world.spec.model_copy(update={"report": (*world.spec.report, counts), "optional_report": (counts,)})
     when = {field: why for field, (_, why) in sent(known_of(world, spec), "tiny").fields.items()}
     assert when["examples"] == "the method needs it; a device whose owner does not allow it declines"
     assert when["label_counts"] == "where a device's owner allows it; the method uses it then"
-    assert {when[name] for name in ("accuracy", "health", "shadow", "telemetry")} == {
-        "where a device's owner allows it"
-    }
-    known = known_of(world)
-    assert sent(known, "tiny").fields["label_counts"][1] == "never: the method does not use it"
+    optional = {when[name] for name in ("accuracy", "health", "shadow", "telemetry")}
+    assert optional == {"where a device's owner allows it"}
+    assert sent(known_of(world), "tiny").fields["label_counts"][1] == "never: the method does not use it"
     needed = spec.model_copy(update={"optional_report": ()})
-    fields = sent(known_of(world, needed), "tiny").fields
-    assert fields["label_counts"][1] == when["examples"]
+    assert sent(known_of(world, needed), "tiny").fields["label_counts"][1] == when["examples"]
 
 
 @pytest.mark.parametrize("reason", DeclineReason)

@@ -159,27 +159,21 @@ def revoke(world: World, device: str) -> None:
     assert world.store.register.end_membership(device, DeviceState.REVOKED, "stolen", time.time())
 
 
-def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
+def test_a_round_waits_for_no_revoked_device_whose_messages_are_refused_and_which_is_not_invited(world: World) -> None:
     with RunningService(world) as running:
         waiting_for_c(world, running)
         revoke(world, "c")
         assert world.wait_event("departed")["client"] == "c"
-        world.wait_event("finished")
-        assert world.events("distilling")[-1]["clients"] == ["a", "b"]
-    stored = {person.client: person.state for person in world.store.participants(*KEY)}
-    assert stored["c"] is ParticipantState.DECLINED
-
-
-def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(world: World) -> None:
-    with RunningService(world) as running:
-        waiting_for_c(world, running)
-        revoke(world, "c")
         wait_until(lambda: "c" not in running.service.state.online, "it is gone")
         invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("forged", 0)
         world.devices["c"].hello()
         wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "its hello is refused")
         assert "c" not in running.service.state.online
         assert len(world.devices["c"].of(Invite)) == invites
+        world.wait_event("finished")
+        assert world.events("distilling")[-1]["clients"] == ["a", "b"]
+    stored = {person.client: person.state for person in world.store.participants(*KEY)}
+    assert stored["c"] is ParticipantState.DECLINED
 
 
 def test_who_departed_while_no_coordinator_ran_holds_up_no_round_afterwards(world: World) -> None:
