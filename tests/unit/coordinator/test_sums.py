@@ -62,10 +62,9 @@ def test_the_sum_is_exact_or_there_is_none_whoever_is_lost_at_whichever_step(dat
 
     def restarted() -> SumBoard:
         """The board, or the one that a coordinator has after a restart."""
-        is_killed = data.draw(st.booleans(), "restart")
         return (
             SumBoard(AT, cohort.names, SumRecord.model_validate_json(board.record.model_dump_json()))
-            if is_killed
+            if data.draw(st.booleans(), "restart")
             else board
         )
 
@@ -266,9 +265,8 @@ def test_shares_that_were_dealt_in_one_view_of_the_members_open_in_no_other() ->
     for shares in told.values():
         assert isinstance(shares, dict)
         assert sorted(shares) == cohort.names[:4]
-    alone = revealed(
-        cohort := Cohort(5), [View({n: cohort.announced(n) for n in cohort.names}, cohort.names)], cohort.names
-    )
+    cohort = Cohort(5)
+    alone = revealed(cohort, [View({n: cohort.announced(n) for n in cohort.names}, cohort.names)], cohort.names)
     assert {name: sorted(shares) for name, shares in alone.items()} == dict.fromkeys(cohort.names, cohort.names)
 
 
@@ -327,15 +325,13 @@ def test_every_member_sees_the_same_votes_and_a_weight_that_dominates_is_clipped
         cohort.reply(name, step)
     masks = [masks for name in cohort.names if (masks := cohort.masks(name)) is not None]
     assert [one.votes for one in masks] == [cohort.votes] * 4
-    shares = [one.share / sum(one.share for one in masks) for one in masks]
-    assert shares == pytest.approx([0.4, 0.2, 0.2, 0.2])
+    assert [one.share / sum(one.share for one in masks) for one in masks] == pytest.approx([0.4, 0.2, 0.2, 0.2])
 
 
 def test_of_a_sum_in_groups_one_group_may_be_lost() -> None:
     cohort = Cohort(34)
     board = SumBoard(AT, cohort.names)
-    sends = cohort.announce(board, set())
-    for name, step in cohort.answer(board, sends, set()):
+    for name, step in cohort.answer(board, cohort.announce(board, set()), set()):
         cohort.reply(name, step)
     lost, left = (one.record.peers for one in board.groups)
     assert sorted(lost + left) == cohort.names
@@ -363,10 +359,8 @@ def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_
         keeper.opened(at, opened)
         assert keeper.found(at) == (cohort.weights[name], 1150, cohort.votes[name])
     other = opened.model_copy(update={"digest": "0" * 64, "numbers": bytes([0, 0, 0, 128])})
-    for lie, why in (
-        (other, "a sum of weights can't be"),
-        (opened.model_copy(update={"groups": 2}), "groups of a sum"),
-    ):
+    halved = opened.model_copy(update={"groups": 2})
+    for lie, why in ((other, "a sum of weights can't be"), (halved, "groups of a sum")):
         with pytest.raises(SumError, match=why):
             cohort.keeper("box-00", "weights").opened(at, lie)
 

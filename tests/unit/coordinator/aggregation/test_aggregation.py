@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.jobs import (
-    AddUpdate,
-    Job,
-    JobDone,
-    JobFailed,
-    Progressed,
-    WorkerDied,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import Throttle
 from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
 from coordinator.operations.create_federation import InitialArtifacts, make_artifacts, read_plan
@@ -51,7 +42,7 @@ generator = "mlp_small"
 epochs = 1
 {params}
 """
-JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
+JOB = jobs.Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 FEDCG = "server_iterations = 400\nserver_batch = 8"
 
 
@@ -100,8 +91,8 @@ def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
 def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_path: Path) -> None:
     with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
-        assert "FileNotFoundError" in worker.until(JobFailed).reason
-    assert not any(isinstance(event, WorkerDied) for event in worker.events)
+        assert "FileNotFoundError" in worker.until(jobs.JobFailed).reason
+    assert not any(isinstance(event, jobs.WorkerDied) for event in worker.events)
 
 
 @pytest.mark.slow
@@ -110,8 +101,8 @@ def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
     with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
-        worker.until(JobFailed)
-    deaths = [event.deaths for event in worker.events if isinstance(event, WorkerDied)]
+        worker.until(jobs.JobFailed)
+    deaths = [event.deaths for event in worker.events if isinstance(event, jobs.WorkerDied)]
     assert deaths == list(range(1, MAX_DEATHS + 1))
 
 
@@ -125,21 +116,21 @@ def test_a_busy_worker_that_reads_late_delays_nothing(tmp_path: Path, monkeypatc
         worker.worker.open(JOB)
         for number in range(MANY):
             worker.worker.add(f"device-{number}", "3" * 64)
-        worker.until(WorkerReady)
+        worker.until(jobs.WorkerReady)
         worker.worker.finish((), {})  # returns at once, whatever the worker does
-        assert worker.until(JobDone).size == MANY
+        assert worker.until(jobs.JobDone).size == MANY
 
 
 MANY = 3000
 
 
-def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> None:
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+def _talk_before_reading(connection: Connection, _settings: jobs.WorkerSettings) -> None:
+    connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     for number in range(MANY):
-        connection.send(Progressed(os.getpid(), 1, 1, "teacher", number, MANY))
+        connection.send(jobs.Progressed(os.getpid(), 1, 1, "teacher", number, MANY))
     requests = [connection.recv() for _ in range(MANY + 2)]
-    added = sum(isinstance(request, AddUpdate) for request in requests)
-    connection.send(JobDone(1, 1, "4" * 64, added, "5" * 64))
+    added = sum(isinstance(request, jobs.AddUpdate) for request in requests)
+    connection.send(jobs.JobDone(1, 1, "4" * 64, added, "5" * 64))
     connection.recv()
 
 
@@ -151,14 +142,8 @@ def test_a_report_of_a_distillation_has_its_last_loss_and_a_teacher_pass_none() 
         throttle("distil", step, 9)
         throttle("distil", step + 1, 9)  # within a fifth of a second; the last one is reported all the same
     throttle("teacher", 1, 1)
-    assert [(event.step, event.loss) for event in sent] == [
-        (1, 0.75),
-        (4, 0.5),
-        (6, None),
-        (8, 0.25),
-        (9, 0.25),
-        (1, None),
-    ]
+    reported = [(event.step, event.loss) for event in sent]
+    assert reported == [(1, 0.75), (4, 0.5), (6, None), (8, 0.25), (9, 0.25), (1, None)]
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:
@@ -169,11 +154,11 @@ def test_the_coordinators_own_process_loads_no_torch() -> None:
 @pytest.mark.slow
 def test_a_stopped_worker_stays_stopped_until_it_is_started_again(tmp_path: Path) -> None:
     with DrivenWorker(worker_settings(tmp_path)) as worker:
-        first = worker.until(WorkerReady).pid
+        first = worker.until(jobs.WorkerReady).pid
         worker.worker.stop()
         assert not Path(f"/proc/{first}").exists()
         worker.drain(1.0)
-        assert not any(isinstance(event, WorkerDied) for event in worker.events)
+        assert not any(isinstance(event, jobs.WorkerDied) for event in worker.events)
         worker.events.clear()
         worker.worker.start()
-        assert worker.until(WorkerReady).pid != first
+        assert worker.until(jobs.WorkerReady).pid != first

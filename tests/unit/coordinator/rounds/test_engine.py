@@ -142,8 +142,7 @@ def test_after_the_last_round_the_federation_is_finished() -> None:
 def test_a_restart_goes_on_with_the_same_attempt_and_gives_it_time() -> None:
     state = replace(opened("a", "b"), online=frozenset())
     state, commands = play(state, Restarted(), now=5000.0)
-    grace = min(RESTART_GRACE_S, POLICY.deadline_s)
-    assert commands == [ResumeAttempt(1, 1, 5000.0 + grace)]
+    assert commands == [ResumeAttempt(1, 1, 5000.0 + min(RESTART_GRACE_S, POLICY.deadline_s))]
     assert play(state, CameOnline("a"), now=5001.0)[1] == [Invite(1, 1, "a")]
 
 
@@ -255,8 +254,7 @@ def opens(state: RoundState, now: float) -> bool:
 
 
 def test_a_round_waits_for_further_devices_until_none_has_come_for_a_while() -> None:
-    expected = Expected(frozenset("abcd"))
-    state, commands = play(PATIENT, expected, CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, commands = play(PATIENT, Expected(frozenset("abcd")), CameOnline("a"), CameOnline("b"), now=1000.0)
     assert commands == []
     state, commands = play(state, CameOnline("c"), now=1004.9)
     assert commands == []
@@ -283,8 +281,7 @@ def test_the_next_round_does_not_gather_again() -> None:
     state, _ = play(PATIENT, Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
     state, _ = play(state, Tick(), now=1005.0)
     assert state.phase is Phase.COLLECTING
-    following = replace(state, phase=Phase.WAITING, round=2, participants=frozenset())
-    assert opens(following, 1006.0)
+    assert opens(replace(state, phase=Phase.WAITING, round=2, participants=frozenset()), 1006.0)
 
 
 # ------------------------------------------------------------------ failed attempts
@@ -417,8 +414,7 @@ EQUAL_TIME = POLICY.model_copy(update={"pace": "equal-time"})
 
 def test_with_equal_time_slow_clients_take_so_few_steps_that_they_end_with_the_median_one() -> None:
     # 10, 20, 40 and 100 s: the lower median is 20 s; 40 s take half of the steps, 100 s would take a fifth and take the least share.
-    shares = shares_of(EQUAL_TIME, {"a": 10.0, "b": 20.0, "c": 40.0, "d": 100.0})
-    assert shares == {"c": 0.5, "d": LEAST_SHARE}
+    assert shares_of(EQUAL_TIME, {"a": 10.0, "b": 20.0, "c": 40.0, "d": 100.0}) == {"c": 0.5, "d": LEAST_SHARE}
 
 
 @pytest.mark.parametrize("times", [{}, {"a": 30.0}, {"a": 30.0, "b": 30.0}], ids=["nothing known", "one", "alike"])
@@ -503,13 +499,7 @@ def test_barred_clients_are_not_invited_even_when_the_quorum_needs_them() -> Non
 
 @pytest.mark.parametrize(
     ("fraction", "most", "over", "invited", "wanted"),
-    [
-        (1.0, None, 0.0, 10, 10),
-        (0.5, None, 0.0, 5, 5),
-        (0.1, None, 0.0, 2, 2),
-        (1.0, 4, 0.0, 4, 4),
-        (0.5, None, 0.4, 7, 5),
-    ],
+    [(1, None, 0, 10, 10), (0.5, None, 0, 5, 5), (0.1, None, 0, 2, 2), (1, 4, 0, 4, 4), (0.5, None, 0.4, 7, 5)],
 )
 def test_how_many_are_invited_and_wanted(
     fraction: float, most: int | None, over: float, invited: int, wanted: int

@@ -205,8 +205,7 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         assert problem.is_severe
         assert "fedcg coordinator run --accept-loss" in problem.remedy
         wait_until(lambda: "a" not in running.service.state.online, "it refuses the welcome, and is not invited")
-        accepts_the_key = remember(epoch, 20, world.key.public.hex)
-        assert "devices are ahead" in accepts_the_key
+        assert "devices are ahead" in remember(epoch, 20, world.key.public.hex)
         will_follow_nothing = remember(epoch, 20, "f" * 64)
         assert "devices are ahead" not in will_follow_nothing, "the key is its problem"
         problem = will_follow_nothing["older message key"]
@@ -261,8 +260,7 @@ def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(
     known = world.known()
 
     def delivery(**per_class: Any) -> Delivery:
-        told = {"per_class": per_class}
-        return Delivery(1, 1, "x", 1, "accepted", "", told, 1.0, 1, {})
+        return Delivery(1, 1, "x", 1, "accepted", "", {"per_class": per_class}, 1.0, 1, {})
 
     count = world.spec.class_count
     # Class 0: gains +0.2 and -0.4, so the mean is -0.1 and b loses most; class 1: only a, and nothing to compare with.
@@ -292,11 +290,8 @@ def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
     with RunningService(world) as running:
 
         def problems() -> dict[str, Problem]:
-            services = {"tiny": running.service}
-            return {
-                each.kind: each
-                for each in open_problems(Known(world.store, lambda _: world.spec, world.root, services))
-            }
+            known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
+            return {each.kind: each for each in open_problems(known)}
 
         b.silent = True
         world.start_devices()

@@ -188,8 +188,7 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
         assert "waits until it can take part" in world.wait_event("declined")["detail"]
         assert running.service.invitations.waits == {"a": "hot"}
         known = world.known(running.service)
-        current = current_round(known, "tiny")
-        assert {one.client: one.reason for one in current.clients}["a"] == "hot"
+        assert {one.client: one.reason for one in current_round(known, "tiny").clients}["a"] == "hot"
         (problem,) = [one for one in world.problems(running.service).values() if one.device == "a"]
         assert ("hot" in problem.what, "cool" in problem.remedy) == (True, True)
         a.tell(Decline(**ABOUT, reason=DeclineReason.HOT))  # the answer to a reminder

@@ -105,8 +105,7 @@ def test_an_announced_update_over_its_bound_is_rejected_before_a_byte_is_asked_f
     with RunningService(world):
         world.start_devices()
         wait_until(lambda: bool(a.of(Invite)), "an invite")
-        manifest = Manifest(**a.addressed(1, 1), artifact=make_ref(bytes(20_000_000), 1024))
-        a.tell(manifest)
+        a.tell(Manifest(**a.addressed(1, 1), artifact=make_ref(bytes(20_000_000), 1024)))
         wait_until(lambda: bool(a.receipts()), "a receipt")
     assert a.receipts()[0].outcome is Outcome.REJECTED
     assert a.of(Need) == []

@@ -166,8 +166,7 @@ def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations)
             until_over(made, federation)
     for federation in ("tiny", "second"):
         assert [record.state for record in made.world.store.attempts(federation)] == [AttemptState.CLOSED] * 2
-    stored = made.world.events("aggregate_stored")
-    closed = sorted((event["federation"], event["round"]) for event in stored)
+    closed = sorted((event["federation"], event["round"]) for event in made.world.events("aggregate_stored"))
     assert closed == [(federation, number) for federation in ("second", "tiny") for number in (1, 2)]
 
 
@@ -243,8 +242,7 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_n
         for device in devices:
             device.silent = False
         epoch = made.coordinator.services["tiny"].epoch
-        record = made.operations.extend("tiny", 3)
-        assert record.policy.rounds == closed + 3
+        assert made.operations.extend("tiny", 3).policy.rounds == closed + 3
         wait_until(lambda: len(made.world.store.aggregates("tiny")) == closed + 4, "three more rounds")
         until_over(made, "tiny")
         assert made.coordinator.services["tiny"].epoch > epoch
@@ -269,8 +267,7 @@ def test_a_disabled_device_is_not_invited_and_an_enabled_one_is_again(made: Fede
 
 
 def test_a_created_federation_starts_when_it_is_started(made: Federations) -> None:
-    store = made.world.store
-    store.set_status("second", FederationStatus.CREATED, "")
+    made.world.store.set_status("second", FederationStatus.CREATED, "")
     with made.running():
         assert set(made.coordinator.services) == {"tiny"}
         with pytest.raises(SteeringError, match="was not started yet; `fedcg federation start second`"):

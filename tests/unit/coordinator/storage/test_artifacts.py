@@ -114,8 +114,7 @@ def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto
         world.wait_event("finished")
     assert [event for event in world.events("attempt_failed") if event["round"] == 1] == []
     assert world.events("distilling")[0]["clients"] == ["a", "b"]
-    final = world.events("finished")[0]["aggregate"]
-    assert final in moto.objects()
+    assert world.events("finished")[0]["aggregate"] in moto.objects()
 
 
 def test_a_coordinator_stopped_while_its_store_is_away_rejects_no_update(moto: Moto, make_world: MakeWorld) -> None:

@@ -314,9 +314,7 @@ def test_a_database_of_an_earlier_version_is_brought_up_with_all_that_it_holds(f
 
 
 @pytest.mark.usefixtures("next_version")
-def test_a_migration_that_fails_leaves_the_database_as_it_was(
-    filled: Path | URL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_migration_leaves_the_database_as_it_was(filled: Path | URL, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing_engine(filled) as engine, engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE devices ADD COLUMN owner VARCHAR")  # the step meets a column
     before = filled.read_bytes() if isinstance(filled, Path) else b""

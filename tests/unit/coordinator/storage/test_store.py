@@ -12,16 +12,8 @@ from sqlalchemy import URL
 from sqlalchemy import update as change
 
 from coordinator.errors import StoreError
+from coordinator.rounds import records
 from coordinator.rounds.engine import Phase, transition
-from coordinator.rounds.records import (
-    AggregateRecord,
-    AttemptState,
-    DeviceState,
-    FederationRecord,
-    ParticipantState,
-    PresenceRecord,
-    UpdateRecord,
-)
 from coordinator.rounds.signals import CameOnline, OpenAttempt, Tick
 from coordinator.storage import event_store, schema
 from coordinator.storage.event_store import EventFilter, coordinator_log
@@ -33,22 +25,24 @@ from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import closing_engine
 from tests.support.waiting import wait_until
 
-FEDERATION = FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
+FEDERATION = records.FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
 KEY = ("f", RoundAttempt(1, 1))
 
 
 @pytest.fixture
 def store(database: Path | URL) -> Iterator[Store]:
     opened = Store(database)
-    opened.add_federation(FEDERATION, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    opened.add_federation(FEDERATION, records.AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     for device in ("a", "b", "c"):
         opened.add_device(device, device * 64, 1.0)
     yield opened
     opened.close()
 
 
-def update(client: str, outcome: Outcome = Outcome.ACCEPTED, artifact: str = "1", attempt: int = 1) -> UpdateRecord:
-    return UpdateRecord("f", 1, attempt, client, artifact * 64, 10, outcome, "", None, 2.0, 3.0)
+def update(
+    client: str, outcome: Outcome = Outcome.ACCEPTED, artifact: str = "1", attempt: int = 1
+) -> records.UpdateRecord:
+    return records.UpdateRecord("f", 1, attempt, client, artifact * 64, 10, outcome, "", None, 2.0, 3.0)
 
 
 def open_attempt(store: Store, attempt: int = 1) -> None:
@@ -67,7 +61,7 @@ def test_every_commit_reaches_the_disk(database: Path | URL) -> None:
 def test_a_device_that_was_revoked_meanwhile_from_another_machine_is_not_disabled(store: Store) -> None:
     for device in "ab":
         if device == "b":
-            store.register.end_membership(device, DeviceState.REVOKED, "stolen", 2.0)
+            store.register.end_membership(device, records.DeviceState.REVOKED, "stolen", 2.0)
         store.disable(device, 3.0, "repairs")
     assert [device.disabled_at for device in store.devices()] == [3.0, None, None]
 
@@ -77,7 +71,7 @@ def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
     first = update("a")
     assert store.end_update(first) is first
     assert store.end_update(update("a", Outcome.REJECTED, artifact="2")) == first
-    assert [person.state for person in store.participants(*KEY)] == [ParticipantState.INVITED] * 3
+    assert [person.state for person in store.participants(*KEY)] == [records.ParticipantState.INVITED] * 3
 
 
 def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) -> None:
@@ -91,17 +85,16 @@ def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) 
 
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
     open_attempt(store)
-    record = AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0)
-    store.close_attempt(record)
+    store.close_attempt(records.AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0))
     closed = store.attempt(*KEY)
     assert closed is not None
-    assert (closed.state, closed.aggregate_stored_at) == (AttemptState.CLOSED, 20.0)
+    assert (closed.state, closed.aggregate_stored_at) == (records.AttemptState.CLOSED, 20.0)
     open_attempt(store, attempt=2)
     with pytest.raises(StoreError, match="already"):
-        store.close_attempt(AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))
+        store.close_attempt(records.AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))
     again = store.attempt("f", RoundAttempt(1, 2))
     assert again is not None
-    assert again.state is AttemptState.COLLECTING
+    assert again.state is records.AttemptState.COLLECTING
     stored = store.aggregate("f", 1)
     assert stored is not None
     assert stored.artifact == "a" * 64
@@ -123,7 +116,7 @@ def test_the_engine_state_is_rebuilt_while_collecting_and_while_distilling(store
 def test_the_engine_state_is_rebuilt_between_rounds_and_at_the_end(store: Store) -> None:
     for number in (1, 2):
         store.open_attempt("f", RoundAttempt(number, 1), "0" * 64, frozenset("ab"), 10.0, 110.0)
-        store.close_attempt(AggregateRecord("f", number, 1, str(number) * 64, 10, "e" * 64, 20.0))
+        store.close_attempt(records.AggregateRecord("f", number, 1, str(number) * 64, 10, "e" * 64, 20.0))
         state = store.round_state("f")
         assert (state.phase, state.round) == ((Phase.WAITING, 2) if number == 1 else (Phase.FINISHED, 2))
 
@@ -146,24 +139,24 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_and_keeps_its_paus
 
 def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store) -> None:
     open_attempt(store)
-    store.answer(*KEY, "b", ParticipantState.ACCEPTED)
-    store.answer(*KEY, "c", ParticipantState.DECLINED, "no_data")
+    store.answer(*KEY, "b", records.ParticipantState.ACCEPTED)
+    store.answer(*KEY, "c", records.ParticipantState.DECLINED, "no_data")
     assert store.round_state("f").accepted == {"b"}
 
 
 def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(store: Store) -> None:
     open_attempt(store)
-    store.answer(*KEY, "a", ParticipantState.DECLINED, "its classifier holds NaN")
-    store.answer(*KEY, "a", ParticipantState.ACCEPTED)
+    store.answer(*KEY, "a", records.ParticipantState.DECLINED, "its classifier holds NaN")
+    store.answer(*KEY, "a", records.ParticipantState.ACCEPTED)
     found = next(person for person in store.participants(*KEY) if person.client == "a")
-    assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")
+    assert (found.state, found.reason) == (records.ParticipantState.DECLINED, "its classifier holds NaN")
 
 
 def test_an_update_that_meets_the_end_of_collecting_is_merged_or_not_stored(store: Store, database: Path | URL) -> None:
     open_attempt(store)
     with ThreadPoolExecutor(1) as pool, closing_engine(database) as engine:
         with engine.begin() as ending:
-            ending.execute(change(schema.attempts).values(state=AttemptState.DISTILLING.value))
+            ending.execute(change(schema.attempts).values(state=records.AttemptState.DISTILLING.value))
             ended = pool.submit(store.end_update, update("a"))
             assert not wait([ended], timeout=0.3).done  # until the end of collecting is known
         assert ended.result() is None
@@ -172,7 +165,7 @@ def test_an_update_that_meets_the_end_of_collecting_is_merged_or_not_stored(stor
 
 def test_what_a_device_may_send_can_be_stored(store: Store) -> None:
     open_attempt(store)
-    store.answer(*KEY, "a", ParticipantState.DECLINED, "no\0thing")
+    store.answer(*KEY, "a", records.ParticipantState.DECLINED, "no\0thing")
     assert store.participants(*KEY)[0].reason == "nothing"
     assert store.attempt("f", RoundAttempt(1 << 53, 1 << 53)) is None  # a manifest may name any round
 
@@ -181,15 +174,15 @@ def test_changes_of_presence_are_bounded_but_the_last_one_stays(store: Store, mo
     monkeypatch.setattr("coordinator.storage.view_store.KEEP_CHANGES", 5)
     times = {"a": range(100, 200, 10), "b": (10, 20, 30), "c": (10, 60, 95)}
     for device, when in times.items():
-        store.presence.note(*(PresenceRecord("f", device, float(at), at % 20 == 0) for at in when))
+        store.presence.note(*(records.PresenceRecord("f", device, float(at), at % 20 == 0) for at in when))
     store.presence.prune("f", 50.0, "a")
     kept = {device: [int(change.at) for change in store.presence.changes(device, 0.0)] for device in times}
     assert kept == {"a": [150, 160, 170, 180, 190], "b": [10, 20, 30], "c": [10, 60, 95]}
     store.presence.prune("f", 70.0)
     kept = {device: [int(change.at) for change in store.presence.changes(device, 0.0)] for device in times}
     assert kept == {"a": [150, 160, 170, 180, 190], "b": [30], "c": [95]}
-    again = PresenceRecord("f", "a", 190.0, online=True, reason="the same tick")
-    store.presence.note(again, PresenceRecord("f", "b", 200.0, online=True))
+    again = records.PresenceRecord("f", "a", 190.0, online=True, reason="the same tick")
+    store.presence.note(again, records.PresenceRecord("f", "b", 200.0, online=True))
     assert (store.presence.latest("f")["a"].reason, store.presence.latest("f")["b"].at) == ("", 200.0)
 
 

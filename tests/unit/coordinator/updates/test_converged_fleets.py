@@ -53,8 +53,7 @@ def converged_rounds(
     curvature = np.exp(random.uniform(np.log(0.01), 0.0, NUMBERS))
     pulled = 1.0 - np.exp(-3.0 * np.outer(random.uniform(0.5, 2.0, devices), curvature))
     noise = 0.1 * np.sqrt(1.0 - (1.0 - pulled) ** 2)
-    common = random.normal(size=NUMBERS)
-    optima = common + spread * random.normal(size=(devices, NUMBERS))
+    optima = random.normal(size=NUMBERS) + spread * random.normal(size=(devices, NUMBERS))
     base = optima.mean(axis=0)
     for number in range(BURN_IN + ROUNDS):
         updates = base + pulled * (optima - base) + noise * random.normal(size=optima.shape)
@@ -104,7 +103,5 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 0.0), (4, 0.1), (8, 0.1), (20, 0.0), (50, 0.1))),
     ],
 )
-def test_no_honest_device_is_odd_in_two_hundred_rounds_after_convergence(
-    tmp_path: Path, devices: int, spread: float
-) -> None:
+def test_no_honest_device_is_odd_in_200_rounds_after_convergence(tmp_path: Path, devices: int, spread: float) -> None:
     assert odd_ones(tmp_path, devices, 1, spread) == []

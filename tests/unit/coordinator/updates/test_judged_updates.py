@@ -29,14 +29,8 @@ from fedcg.wire.artifacts.artifacts import Base, artifact_id, decompress_payload
 from fedcg.wire.artifacts.payload import MIN_CHANNEL, Array
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from fedcg.wire.parts import Part, UpdateCodec
+from tests.support.coordinator import toy_artifacts
 from tests.support.coordinator.engine import policy_of
-from tests.support.coordinator.toy_artifacts import (
-    aggregate_bytes,
-    random_parts,
-    shared_layouts,
-    tiny_spec,
-    update_header,
-)
 from tests.unit.coordinator.aggregation.test_aggregation import founded
 
 # ------------------------------------------------------------------ weights
@@ -202,10 +196,8 @@ def test_one_device_that_reports_what_it_likes_does_not_end_a_federation(tmp_pat
         told = [(*honest, lied) for honest, lied in zip(rising, lie, strict=True)]
         assert votes(tmp_path / str(number), *told) == ""
     assert votes(tmp_path / "alone", (1.0,), (0.5,), (0.5,)) == ""  # no federation ends by one device's word
-    assert (
-        votes(tmp_path / "two", *[(own, lied) for (own, _), lied in zip(rising, (1.0, 0.0, 0.0, 0.0), strict=True)])
-        == ""
-    )
+    of_two = [(own, lied) for (own, _), lied in zip(rising, (1.0, 0.0, 0.0, 0.0), strict=True)]
+    assert votes(tmp_path / "two", *of_two) == ""
 
 
 def test_a_federation_ends_when_the_accuracies_of_more_than_half_of_its_clients_rise_no_more(tmp_path: Path) -> None:
@@ -240,22 +232,15 @@ def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> N
     # of b: 0.8, 0.96, -0.8, median 0.8; of c: 0.6, 0.96, -0.6, median 0.6; of d: -1, -0.8, -0.6, median -0.8.
     steps = {"a": [1.0, 0.0], "b": [8.0, 6.0], "c": [0.06, 0.08], "d": [-5.0, 0.0]}
     figures = robustness.figures_of({client: movement(step) for client, step in steps.items()})
-    assert {client: each.direction for client, each in figures.items()} == pytest.approx(
-        {"a": 0.6, "b": 0.8, "c": 0.6, "d": -0.8}
-    )
+    assert [figures[client].direction for client in "abcd"] == pytest.approx([0.6, 0.8, 0.6, -0.8])
     assert [each.typical_direction for each in figures.values()] == pytest.approx([0.6] * 4)
-    assert [robustness.verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"] == [
-        None,
-        None,
-        None,
-        "quarantine",
-    ]
+    actions = [robustness.verdict_of(figures[client], SETTINGS, 4).action for client in "abcd"]
+    assert actions == [None, None, None, "quarantine"]
 
 
 def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
     updates = {client: movement([1.0, float(number)], number + 1.0) for number, client in enumerate("abc")}
-    backwards = dict(reversed(updates.items()))
-    assert robustness.figures_of(updates) == robustness.figures_of(backwards)
+    assert robustness.figures_of(updates) == robustness.figures_of(dict(reversed(updates.items())))
 
 
 def test_distances_are_given_in_medians() -> None:
@@ -305,9 +290,8 @@ def test_the_absolute_cut_off_needs_five_updates() -> None:
 
 
 def test_the_strictest_action_counts_and_every_reason_is_kept() -> None:
-    settings = RobustnessSettings(
-        norm=FigureRule(bound=3.0, action="warn"), direction=FigureRule(bound=0.3, action="down-weight")
-    )
+    norm, direction = FigureRule(bound=3.0, action="warn"), FigureRule(bound=0.3, action="down-weight")
+    settings = RobustnessSettings(norm=norm, direction=direction)
     verdict = robustness.verdict_of(robustness.Figures(9.0, 0.1, 0.6), settings, 5)
     assert verdict.action == "down-weight"
     assert len(verdict.reasons) == 2
@@ -354,11 +338,11 @@ def test_cosines_of_sketches_are_those_of_the_steps_up_to_a_few_hundredths() -> 
     assert first @ third == pytest.approx(0.0, abs=0.05)
 
 
-SPEC = tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
-AGGREGATE = aggregate_bytes(SPEC, 0, 0, seed=1)
+SPEC = toy_artifacts.tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
+AGGREGATE = toy_artifacts.aggregate_bytes(SPEC, 0, 0, seed=1)
 BASE_ID = artifact_id(AGGREGATE)
 EXPECTED = Expected(SPEC.federation, 1, 1, "a", BASE_ID)
-PARTS = random_parts(shared_layouts(SPEC), seed=2)
+PARTS = toy_artifacts.random_parts(toy_artifacts.shared_layouts(SPEC), seed=2)
 
 
 def base() -> Base:
@@ -368,7 +352,7 @@ def base() -> Base:
 def packed(codec: UpdateCodec = "i8-delta") -> bytes:
     whole = base()
     known = Base(whole.id, {Part.CLASSIFIER: whole.parts[Part.CLASSIFIER]})
-    return pack(update_header(SPEC, 1, 1, "a", BASE_ID), PARTS, codec, known)
+    return pack(toy_artifacts.update_header(SPEC, 1, 1, "a", BASE_ID), PARTS, codec, known)
 
 
 def with_scales(change: Callable[[npt.NDArray[np.float32]], None]) -> bytes:
