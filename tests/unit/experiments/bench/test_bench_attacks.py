@@ -31,8 +31,7 @@ def record(seed: int, figures: list[dict[str, Any]], *, passed: bool = True) -> 
 
 def test_the_strongest_setting_is_on_the_update_and_no_ceiling() -> None:
     batch, true = figure("batch", 0.4, of_update=False), figure("true", 0.5, given=True)
-    figures = [batch, figure("a", 0.1), figure("b", 0.2), true]
-    found = strongest(record(0, figures), "reid")
+    found = strongest(record(0, [batch, figure("a", 0.1), figure("b", 0.2), true]), "reid")
     assert found is not None
     assert found["setting"] == "b"
     only_batch = strongest(record(0, [batch, true]), "reid")
@@ -42,8 +41,7 @@ def test_the_strongest_setting_is_on_the_update_and_no_ceiling() -> None:
 
 
 def test_the_summary_has_means_over_seeds_and_marks_what_proves_nothing() -> None:
-    records = [record(0, [figure("a", 0.1)]), record(1, [figure("a", 0.2)], passed=False)]
-    *_, row = summary(records)
+    *_, row = summary([record(0, [figure("a", 0.1)]), record(1, [figure("a", 0.2)], passed=False)])
     # Accuracies 0.5 and 0.6: mean 55, standard deviation 7.07; values 0.6 and 0.7: 65; gains 0.1 and 0.2: 15.
     assert row == "| FedAvg | 55 ± 7.1 | - | - | 65 ± 7.1 (15 ± 7.1) ? |"
     *_, row = summary([record(0, [figure("batch", 0.1, of_update=False)])])
@@ -96,21 +94,8 @@ def test_what_there_is_not_is_named(words: str, said: str) -> None:
 
 @pytest.mark.slow
 def test_a_cell_is_simulated_audited_recorded_and_not_done_again(tmp_path: Path) -> None:
-    words = [
-        "bench",
-        "privacy",
-        "ppidsg",
-        "--row",
-        "FedAvg",
-        "--seed",
-        "0",
-        "--images",
-        "60",
-        "--epochs",
-        "1",
-        "--clients",
-        "3",
-    ]
+    small = "--images 60 --epochs 1 --clients 3"
+    words = f"bench privacy ppidsg --row FedAvg --seed 0 {small}".split()
     done = run_fedcg(*words, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     files = sorted((tmp_path / "ppidsg").iterdir())
@@ -120,8 +105,7 @@ def test_a_cell_is_simulated_audited_recorded_and_not_done_again(tmp_path: Path)
     assert written["commands"][0].startswith("fedcg simulate --data digits")
     assert str(tmp_path) not in files[0].read_text()
     before = [file.stat().st_mtime_ns for file in files]
-    again = run_fedcg(*words, "--out", tmp_path)
-    assert again.stdout == done.stdout
+    assert run_fedcg(*words, "--out", tmp_path).stdout == done.stdout
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
@@ -134,8 +118,7 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     shown = run_fedcg(*words)
     assert shown.exit_code == 0, shown.output
     path = tmp_path / "digits-iid-fedcg-seed0.json"
-    record = json.loads(path.read_text())
-    cases = {(case["attack"], case["defended"]): case for case in record["cases"]}
+    cases = {(case["attack"], case["defended"]): case for case in json.loads(path.read_text())["cases"]}
     assert len(cases) == 5
     screened = {entry["client"]: entry for entry in cases["x100", True]["screened"]}
     assert [screened[f"client-{number}"]["weight"] > 0 for number in (1, 2, 3, 4)] == [True, True, True, False]
@@ -143,8 +126,7 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     assert not cases["x100", False]["screened"]
     assert "| x100 |" in shown.stdout
     written_at = path.stat().st_mtime_ns
-    again = run_fedcg(*words)
-    assert again.stdout == shown.stdout
+    assert run_fedcg(*words).stdout == shown.stdout
     assert data_of(run_fedcg(*words, "--json").stdout)[0]["cases"]
     assert path.stat().st_mtime_ns == written_at
 

@@ -7,16 +7,9 @@ import torch
 from torch import nn
 
 from experiments.bench.reference_fedcg import Networks, classify, distil, plain, plain_networks, train_gan
+from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
-from fedcg.learning.aggregation.distillation import (
-    Distillation,
-    draw_bank,
-    load_pair,
-    teacher_logits,
-    train_student,
-    uniform,
-)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.methods import fedcg, fedmd_cg
@@ -212,16 +205,15 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
 @pytest.mark.parametrize("steps", [1, STEPS])
 def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int, watched: dict[str, float]) -> None:
     ctx, student, theirs = case(kind, "mlp", 1)
-    settings = Distillation(steps, 8, 3e-4, 1e-4)
-    bank = draw_bank(ctx.streams, settings.rows, 8, uniform(3))
+    settings = distillation.Distillation(steps, 8, 3e-4, 1e-4)
+    bank = distillation.draw_bank(ctx.streams, settings.rows, 8, distillation.uniform(3))
     teachers, logits = [], []
     for examples, root in ((10, b"one"), (30, b"two")):
-        initial = initial_parts(ctx.spec.model_copy(update={"seed": examples}), root)
-        teacher = load_pair(initial, ctx)
-        logits.append((examples, {"logits": teacher_logits(teacher, bank, ctx)}))
+        teacher = distillation.load_pair(initial_parts(ctx.spec.model_copy(update={"seed": examples}), root), ctx)
+        logits.append((examples, {"logits": distillation.teacher_logits(teacher, bank, ctx)}))
         teachers.append((examples / 40, plain_networks(teacher)))
     target = weighted_average(logits)["logits"]
-    train_student(
+    distillation.train_student(
         student,
         bank,
         settings,
@@ -284,30 +276,27 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, divergence: Divergence) -> None:
     ctx, _, _ = crossed_case(1, PRINT)
-    settings = Distillation(steps, 8, 3e-4, 1e-4)
+    settings = distillation.Distillation(steps, 8, 3e-4, 1e-4)
     counts = ((4, 1, 5), (2, 6, 2))
     updates, teachers = {}, []
     for name, root, mine in (("a", b"one", counts[0]), ("b", b"two", counts[1])):
         parts = initial_parts(ctx.spec.model_copy(update={"seed": mine[0]}), root)
         shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
         updates[name] = Update(name, shared, sum(mine), mine)
-        teachers.append(plain_networks(load_pair(shared, ctx)))
+        teachers.append(plain_networks(distillation.load_pair(shared, ctx)))
     state = ServerState(Aggregate({}))
     aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
     aggregate = merged(aggregator, updates)
-    p = torch.tensor(counts, dtype=torch.float64).sum(0) / 20
-    bank = draw_bank(ctx.streams, settings.rows, 8, p)
+    bank = distillation.draw_bank(ctx.streams, settings.rows, 8, torch.tensor(counts, dtype=torch.float64).sum(0) / 20)
     mean = {
         part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}
         for part in (Part.GENERATOR, Part.CLASSIFIER)
     }
-    start = load_pair(mean, ctx)
+    start = distillation.load_pair(mean, ctx)
     student = plain_networks(start)
-    losses = distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)
-    assert len(losses) == steps
-    ours = load_pair(aggregate.parts, ctx)
+    assert len(distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)) == steps
+    ours = distillation.load_pair(aggregate.parts, ctx)
     assert furthest(start[Part.CLASSIFIER], student[Part.CLASSIFIER]) > 1e-5
     # As in `test_one_step_of_the_gan_agrees_in_float32`: Adam follows the rounding where a gradient is nothing else.
     for part in (Part.GENERATOR, Part.CLASSIFIER):
-        gaps = differences(ours[part], student[part])
-        assert float((gaps > 1e-5).double().mean()) < 1e-3
+        assert float((differences(ours[part], student[part]) > 1e-5).double().mean()) < 1e-3

@@ -171,8 +171,7 @@ def test_a_private_run_states_its_epsilon_in_name_record_and_line(tmp_path: Path
     accountant = RDPAccountant()
     images = record["clients"][0]["train_images"]
     accountant.history = [(1.3, 16 / images, 2 * -(-images // 16))]
-    epsilon = accountant.get_epsilon(delta=1e-5)
-    assert record["clients"][0]["epsilon"] == pytest.approx(epsilon, abs=1e-4)
+    assert record["clients"][0]["epsilon"] == pytest.approx(accountant.get_epsilon(delta=1e-5), abs=1e-4)
     most = max(client["epsilon"] for client in record["clients"])
     assert f"epsilon at most {most:.2f} at delta 1e-05" in done.stderr
     assert "done before" in fedcg_simulate(tmp_path, asked).stderr
@@ -205,9 +204,7 @@ def among_slow(first: str, *others: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", among_slow("fedsplit", "local", "fedavg", "fedper", "fedgen", "fedcg", "fedmd_cg"))
-def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_wrong(
-    method: str, tmp_path: Path
-) -> None:
+def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_why(method: str, tmp_path: Path) -> None:
     for domain, (classes, mode) in ODD.items():
         for label, count in classes.items():
             for part in ("train", "test"):

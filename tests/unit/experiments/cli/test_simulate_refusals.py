@@ -43,9 +43,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "why"), REFUSED)
-def test_bad_options_end_the_command_with_their_reason_before_anything_is_written(
-    text: str, why: str, tmp_path: Path
-) -> None:
+def test_bad_options_end_the_command_with_a_reason_and_nothing_is_written(text: str, why: str, tmp_path: Path) -> None:
     done = fedcg_simulate(tmp_path / "out", text)
     assert done.exit_code == 2, done.output
     assert why in " ".join(done.stderr.split())

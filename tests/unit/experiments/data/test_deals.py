@@ -231,9 +231,7 @@ def test_without_a_bound_public_images_are_held_out_before_the_others_are_dealt(
     assert total + len(cohort.common) + len(cohort.public) == 1797
 
 
-def test_public_images_are_refused_where_none_are_left_over_and_demanded_where_the_method_needs_some(
-    digits: Source,
-) -> None:
+def test_public_images_are_refused_where_none_are_left_and_demanded_where_the_method_needs_some(digits: Source) -> None:
     with pytest.raises(SourceError, match="public images"):
         cohort_of(digits, most=5000, public=10)
     cohort = cohort_of(digits)

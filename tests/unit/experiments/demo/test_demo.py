@@ -172,8 +172,7 @@ def test_a_stalled_federation_and_a_refusal_are_noticed() -> None:
 
 def test_the_plan_is_a_valid_plan() -> None:
     setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3, crop=4)
-    values = setting.plan(setting.source())
-    plan = plan_from_mapping(values)
+    plan = plan_from_mapping(setting.plan(setting.source()))
     assert plan.params["epochs"] == 3
     assert complete_spec(plan).augment_crop == 4
     assert plan.params["server_iterations"] == 77

@@ -29,8 +29,7 @@ def test_a_child_and_its_own_child_are_gone_when_the_block_is_left(tmp_path: Pat
     async def go() -> tuple[int, int]:
         async with children(tmp_path) as started:
             child = started.fork("sleeper", SLEEPER, target=exec)
-            lines = await started.line(child, "up", 10)
-            grandchild = int(lines[0].split()[1])
+            grandchild = int((await started.line(child, "up", 10))[0].split()[1])
             assert is_alive(grandchild)
             return child.pid, grandchild
 
@@ -56,8 +55,7 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with children(tmp_path) as started:
-            child = started.fork("sleeper", SLEEPER, target=exec)
-            pids.append(child.pid)
+            pids.append(started.fork("sleeper", SLEEPER, target=exec).pid)
             last = started.fork("failing", "print('my last words'); raise SystemExit(3)", target=exec)
             await started.line(last, "ready", 10)
 

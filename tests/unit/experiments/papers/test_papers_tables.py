@@ -259,8 +259,7 @@ def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against
         *(run("", 0, 0.80), run("antigan", 0, 0.76), run("dropout-0.5", 0, 0.84)),
         *(run("", 1, 0.50), run("antigan", 1, 0.48), run("antigan", 2, 0.90)),
     )
-    line = _line(found, "fedavg/antigan")
-    assert line.by_seed["adr"] == {0: pytest.approx(5.0), 1: pytest.approx(4.0)}
+    assert _line(found, "fedavg/antigan").by_seed["adr"] == {0: pytest.approx(5.0), 1: pytest.approx(4.0)}
     rows = {cells[0]: cells for cells in comparison_sheet(found).rows}
     assert rows["Anti-GAN"][1:4] == ("1.61", "4.50 ± 0.71 (2)", "+2.89")
     assert rows["Dropout 0.5"][2] == "-5.00 (1)"
@@ -276,8 +275,7 @@ def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
     # 10, 10.1 and 10.2 %: 0 to 0.2 points above chance, within the margin of 2.
     assert order.verdict.judgement is Judgement.CONFIRMED
     assert order.verdict.difference == pytest.approx(-0.1)
-    cells = orders_sheet([_only(*runs)]).rows[0]
-    assert cells[2:5] == ("eq. 7 alone ≈ 10", "after download", "+0.00")
+    assert orders_sheet([_only(*runs)]).rows[0][2:5] == ("eq. 7 alone ≈ 10", "after download", "+0.00")
 
 
 def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_a_budget() -> None:
@@ -307,8 +305,7 @@ def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_
 
 def test_local_only_models_of_another_network_are_nobodys_baseline() -> None:
     alone = record("local", 0, 0.40, network="lenet5_relu")
-    found = _only(alone, record("fedsplit", 0, 0.30))
-    assert _line(found, "fedsplit").compared == 0
+    assert _line(_only(alone, record("fedsplit", 0, 0.30)), "fedsplit").compared == 0
     assert _line(_only(alone, record("fedsplit", 0, 0.30, network="lenet5_relu")), "fedsplit").losing == 2
 
 
@@ -328,8 +325,7 @@ def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
     assert missing["local", ""] == (1, 2, 3, 4)  # the shadow of seed 0's FedCG is the local run of seed 0
     assert missing["fedprox", "mu=1"] == (0, 1, 3, 4)
     assert missing["fedavg", ""] == (0, 1, 2, 3, 4)
-    sheet = missing_sheet(missing_runs(runs, find_presets(CIFAR)))
-    assert sheet.title.endswith(f"{5 * (6 + 4) - 3} runs")
+    assert missing_sheet(missing_runs(runs, find_presets(CIFAR))).title.endswith(f"{5 * (6 + 4) - 3} runs")
 
 
 def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:

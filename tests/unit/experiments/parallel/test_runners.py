@@ -187,8 +187,7 @@ def test_without_the_package_the_command_names_the_extra_and_makes_nothing(
 
 @pytest.mark.slow
 def test_ray_is_imported_neither_for_help_nor_for_a_simulation_without_it(tmp_path: Path) -> None:
-    call = f"simulate {WORDS} {QUIET} --method local --out {tmp_path / 'out'}"
-    for arguments in ("simulate --help", call):
+    for arguments in ("simulate --help", f"simulate {WORDS} {QUIET} --method local --out {tmp_path / 'out'}"):
         code = (
             f"import sys; sys.argv[1:] = {arguments.split()!r}\nfrom fedcg.cli import main\n"
             "try:\n    main()\nfinally:\n    print('loaded:', 'ray' in sys.modules)"

@@ -15,8 +15,7 @@ from fedcg.learning.privacy import PrivacySettings
 def test_every_method_runs_with_every_seed_and_its_own_parameters() -> None:
     params = {"": {"lr": 0.1}, "fedprox": {"mu": 0.5}}
     batch = plan_batch({"rounds": 3}, ["fedavg", "fedprox", "fedavg"], [0, 1], params)
-    runs = [(run.setting.method, run.setting.seed, run.setting.params) for run in batch.runs]
-    assert runs == [
+    assert [(run.setting.method, run.setting.seed, run.setting.params) for run in batch.runs] == [
         ("fedavg", 0, {"lr": 0.1}),
         ("fedprox", 0, {"lr": 0.1, "mu": 0.5}),
         ("fedavg", 1, {"lr": 0.1}),
@@ -44,8 +43,7 @@ def test_what_is_no_list_of_seeds_is_refused(text: str) -> None:
 
 def test_options_beat_what_is_published_and_the_difference_is_written_down() -> None:
     published = {"rounds": 100, "local_epochs": 20, "method": "fedprox", "params": {"lr": 3e-4, "mu": 0.1}}
-    plain = planned_run(published, {"device": "cpu", "seed": 4})
-    assert plain.reduced == {}
+    assert planned_run(published, {"device": "cpu", "seed": 4}).reduced == {}
     run = planned_run(published, {"rounds": 12, "lr": 0.01, "params": {"mu": 0.5}})
     assert run.reduced == {"rounds": (100, 12), "params.lr": (3e-4, 0.01), "params.mu": (0.1, 0.5)}
     assert run.setting.all_params() == {"epochs": 20, "lr": 0.01, "mu": 0.5}
@@ -95,9 +93,7 @@ def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_defaul
 @pytest.mark.parametrize(
     ("field", "value"), [("start", "random"), ("defence", "ats"), ("privacy", PrivacySettings(prune=0.5))]
 )
-def test_an_option_at_its_default_is_in_no_record_and_another_value_is_another_setting(
-    field: str, value: object
-) -> None:
+def test_a_default_option_is_in_no_record_and_another_value_is_another_setting(field: str, value: object) -> None:
     plain, other = RunSetting(), RunSetting.model_validate({field: value})
     assert field not in plain.published()
     assert RunSetting.model_validate(other.published()) == other

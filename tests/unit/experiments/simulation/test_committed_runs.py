@@ -78,9 +78,7 @@ def test_every_committed_setting_still_means_the_spec_that_was_run(sources: dict
     assert checked >= 50
 
 
-def test_a_committed_runs_first_client_trains_to_the_loss_and_the_accuracy_of_its_record(
-    sources: dict[str, Source],
-) -> None:
+def test_a_committed_runs_first_client_trains_to_the_loss_and_accuracy_recorded(sources: dict[str, Source]) -> None:
     record = record_of("digits-fedmd_cg-f32-f32-seed0")
     party = party_in(record, sources)
     alone = replace(party, datasets={"client-1": party.datasets["client-1"]})
@@ -91,9 +89,7 @@ def test_a_committed_runs_first_client_trains_to_the_loss_and_the_accuracy_of_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_first_rounds_of_a_committed_run_give_the_figures_of_its_record(
-    name: str, sources: dict[str, Source]
-) -> None:
+def test_the_first_rounds_of_a_committed_run_give_the_figures_recorded(name: str, sources: dict[str, Source]) -> None:
     record = record_of(name)
     party = party_in(record, sources)
     rounds = comparable_rounds(record)

@@ -79,9 +79,7 @@ def test_what_a_method_keeps_at_the_client_is_recorded_as_truth_and_crosses_nowh
 
 
 @pytest.mark.parametrize("codecs", [("f32", "f32"), ("i8-delta", "f16")])
-def test_the_recorded_updates_of_a_round_merge_to_the_recorded_aggregate_after_it(
-    codecs: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_recorded_updates_of_a_round_merge_to_its_aggregate(codecs: tuple[str, str], tmp_path: Path) -> None:
     setting = SMALL_AVERAGED.model_copy(update={"codec": codecs[0], "aggregate_codec": codecs[1]})
     folder, (spec, cohort) = recorded(setting, tmp_path), cohort_of(setting)
     for number in (1, 2):
@@ -141,9 +139,7 @@ def test_a_clients_npz_gives_the_very_pixels_that_it_trained_on_and_those_it_did
 
 
 @pytest.mark.parametrize("start", ["cohort", "public", "random"])
-def test_the_start_decides_where_private_parts_begin_and_the_shared_ones_are_public_always(
-    start: str, tmp_path: Path
-) -> None:
+def test_the_start_decides_where_private_parts_begin_and_shared_ones_are_public(start: str, tmp_path: Path) -> None:
     setting = SMALL.model_copy(update={"start": start, "rounds": 1})
     folder, (spec, _) = recorded(setting, tmp_path), cohort_of(setting)
     roots = {
@@ -171,10 +167,8 @@ def labelled(images: ImageSet) -> list[tuple[bytes, int]]:
 
 
 def test_auxiliary_images_are_all_that_no_client_holds_or_the_common_test_set(tmp_path: Path) -> None:
-    folder, (spec, cohort) = (
-        recorded(SMALL_AVERAGED.model_copy(update={"rounds": 1}), tmp_path),
-        cohort_of(SMALL_AVERAGED),
-    )
+    folder = recorded(SMALL_AVERAGED.model_copy(update={"rounds": 1}), tmp_path)
+    spec, cohort = cohort_of(SMALL_AVERAGED)
     found = read_images(folder / "auxiliary.npz", spec.classes, spec.image).images
     held = pixels(*(images for own in cohort.clients.values() for images in (own.train, own.val, own.test)))
     source = SMALL_AVERAGED.source()
@@ -182,8 +176,7 @@ def test_auxiliary_images_are_all_that_no_client_holds_or_the_common_test_set(tm
     assert not set(pixels(found)) & set(held)
     whole = SMALL_AVERAGED.model_copy(update={"images_per_client": None})
     common = cohort_of(whole)[1].common
-    spare = unheld_images(source, spec.image, whole.deal(), 10_000)
-    assert labelled(spare) == labelled(common)
+    assert labelled(unheld_images(source, spec.image, whole.deal(), 10_000)) == labelled(common)
     even = whole.model_copy(update={"test": "even"})
     assert len(unheld_images(source, spec.image, even.deal(), 10_000)) == len(cohort_of(even)[1].common)
 
@@ -207,8 +200,7 @@ def test_only_the_rounds_asked_for_are_recorded(tmp_path: Path) -> None:
 
 
 def test_clients_that_are_absent_or_cannot_train_have_no_update(tmp_path: Path) -> None:
-    setting = SMALL_AVERAGED.model_copy(update={"participation": 0.5})
-    folder = recorded(setting, tmp_path)
+    folder = recorded(SMALL_AVERAGED.model_copy(update={"participation": 0.5}), tmp_path)
     for number in (1, 2):
         (sender,) = ids(folder, "update", number)
         files = [path.name for path in (folder / "truth").glob(f"*-round-{number}.safetensors")]

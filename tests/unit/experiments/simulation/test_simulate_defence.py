@@ -120,10 +120,8 @@ def test_every_image_that_a_model_gets_is_encrypted_with_its_clients_key(tmp_pat
     assert one is not None
     assert two is not None
     assert not torch.equal(one.source, two.source)
-    assert (record["defence"], record["defended"]["client-1"]) == (
-        "etc",
-        {"steps": "IR,IA,IF,IS", "block": "4", "key": "device"},
-    )
+    assert record["defence"] == "etc"
+    assert record["defended"]["client-1"] == {"steps": "IR,IA,IF,IS", "block": "4", "key": "device"}
 
 
 def test_the_key_of_etc_is_the_cohorts_or_each_devices_own(tmp_path: Path) -> None:

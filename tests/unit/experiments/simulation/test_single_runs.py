@@ -173,8 +173,7 @@ class Refusing:
 
 
 def test_a_client_whose_update_can_not_be_coded_keeps_its_state_and_the_others_go_on() -> None:
-    one = replace(party_of("fedavg"), coding=Refusing())
-    done = simulate(one, Schedule(rounds=1, shadow=False))
+    done = simulate(replace(party_of("fedavg"), coding=Refusing()), Schedule(rounds=1, shadow=False))
     without = simulate(party_of("fedavg", ("a", "b")), Schedule(rounds=1, shadow=False))
     assert [failure.reason for failure in done.failures["c"]] == ["too large"]
     assert same_parts(done.aggregate.parts, without.aggregate.parts)
