@@ -13,15 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.learning.aggregation import averaging
-from fedcg.learning.aggregation.averaging import (
-    AverageAggregator,
-    DirectorySpill,
-    ExactSum,
-    combine,
-    combined,
-    parts_average,
-    weighted_average,
-)
 from fedcg.learning.aggregation.distillation import Distillation, TaughtAverage, distillation
 from fedcg.learning.method import Aggregate, Callbacks, Combination, DivergedError, ServerState, Taught, Update
 from fedcg.learning.registry import get_method
@@ -33,16 +24,16 @@ from tests.support.learning.learning_cases import context, loaders, quick_spec
 
 def test_averaging_changes_no_clients_own_tensors() -> None:
     mine = {"w": torch.tensor([2.0]), "n": torch.tensor(1)}
-    weighted_average([(1, mine), (1, {"w": torch.tensor([4.0]), "n": torch.tensor(3)})])
+    averaging.weighted_average([(1, mine), (1, {"w": torch.tensor([4.0]), "n": torch.tensor(3)})])
     assert mine["w"].item() == 2.0
     assert mine["n"].item() == 1
 
 
 def test_no_client_and_a_client_without_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="no client"):
-        weighted_average([])
+        averaging.weighted_average([])
     with pytest.raises(ValueError, match="positive"):
-        weighted_average([(0, {"w": torch.zeros(1)})])
+        averaging.weighted_average([(0, {"w": torch.zeros(1)})])
 
 
 UPDATES = {
@@ -52,7 +43,7 @@ UPDATES = {
 
 
 def averaged(added: tuple[str, ...], present: str) -> tuple[float, int]:
-    merge = AverageAggregator(frozenset({Part.CLASSIFIER}), MemorySpill())
+    merge = averaging.AverageAggregator(frozenset({Part.CLASSIFIER}), MemorySpill())
     for client in added:
         merge.add(UPDATES[client])
     asked: list[str] = []
@@ -80,15 +71,14 @@ def test_who_is_not_in_the_round_does_not_count_in_its_average() -> None:
 
 
 def test_a_method_without_shared_parts_averages_nothing() -> None:
-    merge = AverageAggregator(frozenset(), MemorySpill())
-    assert merge.finish({"a": lambda: UPDATES["a"]})[0].parts == {}
+    assert averaging.AverageAggregator(frozenset(), MemorySpill()).finish({"a": lambda: UPDATES["a"]})[0].parts == {}
 
 
 TERMS = st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.integers(1, 1 << 20)), min_size=2, max_size=5)
 
 
 def summed(terms: list[tuple[float, int]]) -> torch.Tensor:
-    total = ExactSum()
+    total = averaging.ExactSum()
     for value, weight in terms:
         total.add(torch.tensor([value]), weight)
     return total.value()
@@ -116,7 +106,7 @@ def test_where_float_addition_forgets_the_sum_does_not() -> None:
 
 
 def test_a_weight_may_differ_by_row() -> None:
-    total = ExactSum()
+    total = averaging.ExactSum()
     total.add(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0], [0.0]]))
     total.add(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), torch.tensor([[1.0], [5.0]]))
     assert total.value().tolist() == [[3.0, 5.0], [5.0, 5.0]]
@@ -125,7 +115,7 @@ def test_a_weight_may_differ_by_row() -> None:
 def test_what_is_not_finite_is_refused_and_what_is_enormous_saturates() -> None:
     for bad in (math.nan, math.inf):
         with pytest.raises(DivergedError, match="not finite"):
-            ExactSum().add(torch.tensor([bad]))
+            averaging.ExactSum().add(torch.tensor([bad]))
     assert summed([(1e30, 1), (-1e30, 1), (1.0, 1)]).item() == 1.0
     assert summed([(1e30, 1)]).item() == 2.0**52
 
@@ -133,7 +123,7 @@ def test_what_is_not_finite_is_refused_and_what_is_enormous_saturates() -> None:
 def test_no_number_of_terms_overflows_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     # the largest terms there are, as many as there may be, stay within 64 bits: 2^20 times (2^42 and 2^41)
     assert averaging.MOST_TERMS * 2**42 < 2**63
-    total = ExactSum()
+    total = averaging.ExactSum()
     monkeypatch.setattr(averaging, "MOST_TERMS", 2)
     total.add(torch.tensor([1e30]))
     total.add(torch.tensor([1e30]))
@@ -150,29 +140,27 @@ def update(client: str, *numbers: float, examples: int = 1) -> Update:
 
 
 def average(how: Combination, *updates: Update) -> list[float]:
-    merge = AverageAggregator(ONLY, MemorySpill(), how)
+    merge = averaging.AverageAggregator(ONLY, MemorySpill(), how)
     for each in updates:
         merge.add(each)
-    found: list[float] = (
-        merge.finish(loaders({each.client: each for each in updates}))[0].parts[Part.CLASSIFIER]["w"].tolist()
-    )
-    return found
+    merged, _ = merge.finish(loaders({each.client: each for each in updates}))
+    return list(merged.parts[Part.CLASSIFIER]["w"].tolist())
 
 
 def test_the_median_of_four_is_the_mean_of_the_two_in_the_middle() -> None:
     values = torch.tensor([[1.0, 5.0], [2.0, -100.0], [4.0, 6.0], [1000.0, 7.0]])
-    assert combine(values, "median").tolist() == [3.0, 5.5]
+    assert averaging.combine(values, "median").tolist() == [3.0, 5.5]
 
 
 def test_a_trimmed_mean_of_five_leaves_out_the_least_and_the_largest() -> None:
     values = torch.tensor([[1.0], [2.0], [3.0], [4.0], [1e9]])
-    assert combine(values, "trimmed").tolist() == [3.0]
-    assert combine(values, "mean").tolist() == [pytest.approx(2e8 + 2)]
+    assert averaging.combine(values, "trimmed").tolist() == [3.0]
+    assert averaging.combine(values, "mean").tolist() == [pytest.approx(2e8 + 2)]
 
 
 def test_numbers_that_are_not_finite_have_no_median() -> None:
     with pytest.raises(DivergedError):
-        combine(torch.tensor([[1.0], [float("nan")]]), "median")
+        averaging.combine(torch.tensor([[1.0], [float("nan")]]), "median")
 
 
 @given(st.permutations("abcdef"), st.sampled_from(["median", "trimmed"]))
@@ -184,12 +172,12 @@ def test_the_order_of_clients_never_shows(order: list[str], how: Combination) ->
 
 
 def test_blocks_of_rows_give_what_all_rows_at_once_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    spill = DirectorySpill(tmp_path)
+    spill = averaging.DirectorySpill(tmp_path)
     for client in "abc":
         spill.put(client, {"logits": torch.randn(50, 4, generator=torch.manual_seed(ord(client)))})
-    whole = combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1))
+    whole = averaging.combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1))
     monkeypatch.setattr(averaging, "BLOCK_NUMBERS", 100)
-    assert torch.equal(combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1)), whole)
+    assert torch.equal(averaging.combined(spill, "abc", "logits", "median", lambda rows: rows.log_softmax(1)), whole)
 
 
 def test_a_median_of_weights_ignores_one_of_five_whatever_it_sends_and_claims() -> None:
@@ -230,7 +218,7 @@ def test_crossed_distillation_refuses_what_it_would_not_use() -> None:
 def test_the_average_in_a_methods_place_keeps_the_parts_that_no_update_holds() -> None:
     generator = {"g": torch.tensor([7.0])}
     state = ServerState(Aggregate({Part.CLASSIFIER: {}, Part.GENERATOR: generator}), {"extra": generator})
-    merge = parts_average(ONLY, state, MemorySpill())
+    merge = averaging.parts_average(ONLY, state, MemorySpill())
     updates = {client: update(client, number) for client, number in (("a", 1.0), ("b", 3.0))}
     aggregate, after = merge.finish(loaders(updates))
     assert aggregate.parts[Part.CLASSIFIER]["w"].tolist() == [2.0]

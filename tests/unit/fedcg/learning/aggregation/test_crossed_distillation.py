@@ -99,8 +99,7 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
     pieces = [crossed.outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
     with torch.no_grad():
         expected = teacher[Part.GENERATOR](bank.noise, bank.labels)[weight > 0]
-    made = torch.cat([outputs[0].features for outputs in pieces if outputs])
-    assert torch.allclose(made, expected, atol=1e-6)
+    assert torch.allclose(torch.cat([outputs[0].features for outputs in pieces if outputs]), expected, atol=1e-6)
     assert torch.equal(torch.cat([outputs[0].weight for outputs in pieces if outputs]), weight[weight > 0])
     assert [outputs[0].position.tolist() if outputs else [] for outputs in pieces] == [[0, 2], [0, 1], [1, 2], [0]]
 
@@ -173,8 +172,7 @@ def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: st
     updates = {"a": Update("a", parts, 4, (4, 0, 0)), "b": Update("b", parts, 4, (0, 3, 1))}
     crossing, state = crossed.Crossing(bank, 32, Divergence()), ServerState(Aggregate(parts, (1.0, 0.0, 0.0)))
     aggregator = crossed.CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
-    aggregate = merged(aggregator, updates)
-    assert aggregate.label_distribution == pytest.approx((0.5, 0.375, 0.125))
+    assert merged(aggregator, updates).label_distribution == pytest.approx((0.5, 0.375, 0.125))
 
 
 def test_fedmd_cg_refuses_a_client_that_does_not_report_its_label_counts() -> None:
@@ -211,8 +209,7 @@ def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
     sampling = crossed.ClientSampling(labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c"))
     won = winners(sampling, COUNTS, 30_000)
     for label, shares in enumerate(crossed.label_shares(list(COUNTS.values())).t().tolist()):
-        wins = [won[label::3].count(client) / 10_000 for client in COUNTS]
-        assert wins == pytest.approx(shares, abs=0.015)
+        assert [won[label::3].count(client) / 10_000 for client in COUNTS] == pytest.approx(shares, abs=0.015)
     assert set(won[2::3]) == {None}
 
 

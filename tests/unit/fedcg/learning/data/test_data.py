@@ -321,8 +321,7 @@ CLASSES = ("cat", "dog")
 
 
 def picture(seed: int, size: tuple[int, int] = (20, 30)) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
 def folder(root: Path, names: dict[str, int]) -> Path:
@@ -334,8 +333,7 @@ def folder(root: Path, names: dict[str, int]) -> Path:
 
 
 def test_rows_come_sorted_by_path_with_the_label_of_their_folder(tmp_path: Path) -> None:
-    root = folder(tmp_path, {"dog/b.jpg": 1, "cat/z.png": 2, "dog/a.png": 3})
-    images, entries = load_folder(root, CLASSES, GREY)
+    images, entries = load_folder(folder(tmp_path, {"dog/b.jpg": 1, "cat/z.png": 2, "dog/a.png": 3}), CLASSES, GREY)
     assert [entry.path for entry in entries] == ["cat/z.png", "dog/a.png", "dog/b.jpg"]
     assert images.labels.tolist() == [0, 1, 1]
     assert images.label_counts() == (1, 2)

@@ -79,8 +79,7 @@ def test_the_second_training_alone_brings_the_generated_windows_near_the_expecte
         )
         return float(gan_mixing.window_variance_loss(made, 4, 0.6))
 
-    unpulled = params.model_copy(update={"obfuscation_weight": 0.0})
-    assert distance(params) < 0.5 * distance(unpulled)
+    assert distance(params) < 0.5 * distance(params.model_copy(update={"obfuscation_weight": 0.0}))
 
 
 def test_a_mixed_image_is_mu_of_the_real_one_and_the_rest_of_the_generated_one() -> None:
@@ -239,8 +238,7 @@ def test_the_stem_is_the_convolution_and_its_batch_norm(tmp_path: Path, suffix: 
     stem = stems.pretrained_stem(path)
     assert stem is not None
     images = torch.rand(2, 3, side, side) * 2 - 1
-    padded = F.pad(images, (side % 2, 1, side % 2, 1))
-    maps = F.conv2d(padded, given["_conv_stem.weight"], stride=2)
+    maps = F.conv2d(F.pad(images, (side % 2, 1, side % 2, 1)), given["_conv_stem.weight"], stride=2)
     mean, variance, weight, bias = (given[f"_bn0.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
     expected = F.batch_norm(maps, mean, variance, weight, bias, eps=1e-3)
     assert stem(images).shape == (2, 32, -(-side // 2), -(-side // 2))
@@ -292,8 +290,7 @@ def test_a_generated_image_follows_its_label_and_its_real_image_alone() -> None:
     data = images()
     gan = gan_mixing.Gan(data, SHORT, place(), gan_mixing.gabor_stem()).generator.eval()
     whole = gan_mixing.generated_images(gan, data, 5, place())
-    some = gan_mixing.generated_images(gan, data.rows([7, 2]), 5, place())
-    assert torch.allclose(some, whole[[7, 2]], atol=1e-6)
+    assert torch.allclose(gan_mixing.generated_images(gan, data.rows([7, 2]), 5, place()), whole[[7, 2]], atol=1e-6)
     relabelled = ImageSet(data.images, (data.labels + 1) % 3, data.classes)
     assert (
         float((gan_mixing.generated_images(gan, relabelled, 5, place()) - whole).abs().amax(dim=(1, 2, 3)).min()) > 1e-3

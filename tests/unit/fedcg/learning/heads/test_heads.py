@@ -65,8 +65,7 @@ def test_mirror_images_count_where_the_spec_flips_and_fit_the_layout() -> None:
     spec = cases.quick_spec("fedavg", augment_flip=True)
     image = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
     image[..., :8] = 255
-    data = ImageSet(image, torch.tensor([1]), cases.CLASSES)
-    found = feature_moments(TwoHalves(), data, cases.context(spec))
+    found = feature_moments(TwoHalves(), ImageSet(image, torch.tensor([1]), cases.CLASSES), cases.context(spec))
     assert torch.allclose(found[SUMS][1], torch.tensor([2.0, 2.0]))
     assert torch.allclose(found[MOMENT], torch.tensor([8.0, 0.0, 8.0]))
     of_network = feature_moments(
@@ -91,8 +90,7 @@ def test_features_above_the_clip_are_cut_and_the_owner_is_warned() -> None:
     white = ImageSet(torch.full((4, 1, 16, 16), 255, dtype=torch.uint8), torch.tensor([0, 1, 2, 0]), cases.CLASSES)
     warnings: list[str] = []
     ctx = replace(cases.context(clipped), callbacks=Callbacks(warn=warnings.append))
-    found = feature_moments(TwoHalves(), white, ctx)
-    assert torch.allclose(found[MOMENT], torch.full((3,), 1.5**2))
+    assert torch.allclose(feature_moments(TwoHalves(), white, ctx)[MOMENT], torch.full((3,), 1.5**2))
     (warning,) = warnings
     assert "100.0% of the features lie above 1.5" in warning
     assert "--set clip=N" in warning
@@ -126,8 +124,7 @@ def test_the_head_of_merged_moments_is_that_of_pooled_features_however_images_ar
     owner = torch.tensor(owners)
     clients = [owner == one for one in set(owners)]
     merged = weighted_average((int(rows.sum()), moments_of(features[rows], labels[rows], 3)) for rows in clients)
-    prior = torch.full((3,), 1 / 3).log()
-    head = lda_head(gaussians(merged), prior, shrinkage, 1.0, "")
+    head = lda_head(gaussians(merged), torch.full((3,), 1 / 3).log(), shrinkage, 1.0, "")
     pooled = pooled_head(features, labels, shrinkage)
     for name, tensor in head.items():
         assert torch.allclose(tensor.double(), pooled[name], rtol=1e-5, atol=1e-5 * float(pooled[name].abs().max()))
@@ -152,8 +149,7 @@ def test_a_class_that_nobody_has_is_never_chosen_and_the_prior_of_a_box_moves_it
     labels = labels.clamp(max=1)
     classes = gaussians(moments_of(features, labels, 3))
     even = lda_head(classes, torch.zeros(3), 0.5, 2.0, "")
-    logits = features @ even["weight"].T + even["bias"]
-    assert int(logits.argmax(1).max()) == 1
+    assert int((features @ even["weight"].T + even["bias"]).argmax(1).max()) == 1
     skewed = lda_head(classes, torch.tensor([2.0, 0.0, 9.0]), 0.5, 2.0, "")
     assert torch.equal(even["weight"], skewed["weight"])
     assert torch.allclose((skewed["bias"] - even["bias"])[:2], torch.tensor([2.0, 0.0]), atol=1e-4)

@@ -105,8 +105,7 @@ def test_what_is_off_gives_back_the_very_same_update(numbers: list[float]) -> No
 
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=3).filter(any), st.floats(0.1, 30.0), st.integers(0, 1000))
 def test_noisy_counts_pass_the_firewall(counts: list[int], scale: float, seed: int) -> None:
-    report = Report(examples=sum(counts), label_counts=tuple(counts), loss=0.5)
-    noisy = noisy_counts(report, scale, stream(seed))
+    noisy = noisy_counts(Report(examples=sum(counts), label_counts=tuple(counts), loss=0.5), scale, stream(seed))
     assert noisy.label_counts is not None
     assert min(noisy.label_counts) >= 0
     assert sum(noisy.label_counts) == noisy.examples
@@ -234,7 +233,7 @@ class Asked(nn.Module):
         (PrivacySettings.model_validate({"dp_sgd": {"noise_multiplier": 1.0}}), {0, 1, 2}),
     ],
 )
-def test_the_generator_asks_for_all_labels_alike_where_they_are_to_stay_secret(
+def test_the_generator_asks_for_all_labels_alike_where_they_are_secret(
     privacy: PrivacySettings, classes: set[int]
 ) -> None:
     spec, generator = quick_spec("fedcg"), Asked()
@@ -296,5 +295,4 @@ def test_settings_refuse_unknown_fields_and_need_no_torch() -> None:
 def test_without_mechanisms_a_round_is_the_methods_own() -> None:
     spec, method, data = quick_spec("local"), get_method("local"), bright_images(8, 0)
     state, own = method.init_client(spec, initial_parts(spec, b"cohort")), local_round_of(spec, data)
-    as_it_is = replace(method, local_round=lambda *given: own)
-    assert protected_round(as_it_is, state, data, None, context(spec)) is own
+    assert protected_round(replace(method, local_round=lambda *given: own), state, data, None, context(spec)) is own

@@ -246,8 +246,7 @@ def test_feddf_settles_where_the_divergence_from_the_weighted_ensemble_to_the_st
 def test_a_teacher_of_feddf_answers_for_the_public_images_that_the_round_uses_normalised_and_in_eval_mode() -> None:
     spec, method = cases.quick_spec("feddf", server_iterations=1, server_batch=4), get_method("feddf")
     ctx, spill, start = cases.context(spec, root=b"coordinator"), MemorySpill(), initial_parts(spec, b"cohort")
-    merge = method.aggregator(method.init_server(spec, start), ctx, spill)
-    merge.add(Update("a", start, 3))
+    method.aggregator(method.init_server(spec, start), ctx, spill).add(Update("a", start, 3))
     used = feddf.public_order(10, 4, ctx.streams).unique()
     assert ctx.public is not None
     images = (ctx.public[used].to(torch.float32) / 255.0 - 0.5) / 0.25
@@ -342,8 +341,7 @@ def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_fro
     nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
     uniform = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), cases.context(spec))
     _, labels = drawn(uniform, [1] * 400)
-    counts = torch.bincount(labels, minlength=spec.class_count)
-    assert all(counts > 400 / spec.class_count * 0.7)
+    assert all(torch.bincount(labels, minlength=spec.class_count) > 400 / spec.class_count * 0.7)
     _, kept = drawn(fedgen.replay_penalty(nets, fedgen.FedgenParams(), cases.context(spec)), [1] * 400)
     assert kept.tolist() == [1] * 400
 

@@ -37,8 +37,7 @@ def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
 
 def test_generated_rows_come_in_pairs_of_one_label() -> None:
     assert paired_labels(torch.tensor([3, 1, 2, 0])).tolist() == [3, 1, 3, 1]
-    odd = paired_labels(torch.tensor([3, 1, 2, 0, 4]))
-    assert odd.tolist() == [3, 1, 3, 1, 2]
+    assert paired_labels(torch.tensor([3, 1, 2, 0, 4])).tolist() == [3, 1, 3, 1, 2]
 
 
 def test_the_feature_penalty_of_fedcg_is_gamma_times_the_mean_square() -> None:

@@ -89,9 +89,7 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
     + [("fedcg", {"aggregation": kind}) for kind in ("average", "crossed_kd")]
     + [("fedmd_cg", {"bank": "arrival"}), ("fedmd_cg", {"exact_clients": 1})],
 )
-def test_the_order_of_arrival_and_a_restart_never_change_the_aggregate(
-    name: str, params: dict[str, ParameterValue]
-) -> None:
+def test_order_of_arrival_and_restarts_never_change_the_aggregate(name: str, params: dict[str, ParameterValue]) -> None:
     spec = cases.quick_spec(name, **params)
     updates = {f"c{seed}": update_of(f"c{seed}", one_round(name, seed)) for seed in range(3)}
     outcomes = []

@@ -85,14 +85,8 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
 def changed_weights(nets: Nets) -> list[str]:
     """Which networks have other WEIGHTS than before their round; running statistics do not count."""
     before = networks_of(TINY, SIZE, len(CLASSES))
-    return [
-        name
-        for name in PARTS
-        if any(
-            not torch.equal(one, other)
-            for one, other in zip(nets[name].parameters(), before[name].parameters(), strict=True)
-        )
-    ]
+    pairs = {name: zip(nets[name].parameters(), before[name].parameters(), strict=True) for name in PARTS}
+    return [name for name in PARTS if not all(torch.equal(one, other) for one, other in pairs[name])]
 
 
 def test_the_generators_loss_is_the_weighted_sum_of_three() -> None:
@@ -103,9 +97,8 @@ def test_the_generators_loss_is_the_weighted_sum_of_three() -> None:
     objective = ppidsg.generator_objective(scores, made, encrypted, logits, labels, quick(**weights))
     assert objective.item() == pytest.approx(2 * 1.5 * math.log(2) + 3 * 0.75 + 5 * -math.log(0.75))
     # With squares: (0 - 1)² and (-ln 3 - 1)².
-    squares = ppidsg.generator_objective(
-        scores, made, encrypted, logits, labels, quick(**weights, adversarial="least_squares")
-    )
+    squared = quick(**weights, adversarial="least_squares")
+    squares = ppidsg.generator_objective(scores, made, encrypted, logits, labels, squared)
     adversarial = (1.0 + (math.log(3) + 1) ** 2) / 2
     assert squares.item() == pytest.approx(2 * adversarial + 3 * 0.75 + 5 * -math.log(0.75))
 
@@ -113,9 +106,8 @@ def test_the_generators_loss_is_the_weighted_sum_of_three() -> None:
 def test_the_discriminator_is_to_give_one_on_encrypted_and_zero_on_generated_images() -> None:
     real, fake = torch.tensor([[[[math.log(3.0)]]]]), torch.tensor([[[[math.log(4.0)]]]])
     # D = 3/4 on real, 4/5 on fake: -ln 3/4 - ln 1/5.
-    assert ppidsg.discriminator_objective(real, fake, "logarithm").item() == pytest.approx(
-        -math.log(0.75) - math.log(0.2)
-    )
+    logarithms = -math.log(0.75) - math.log(0.2)
+    assert ppidsg.discriminator_objective(real, fake, "logarithm").item() == pytest.approx(logarithms)
     squares = (math.log(3) - 1) ** 2 + math.log(4) ** 2
     assert ppidsg.discriminator_objective(real, fake, "least_squares").item() == pytest.approx(squares)
 
@@ -277,8 +269,7 @@ def test_a_box_keeps_its_scrambling_and_each_has_another() -> None:
 def test_with_a_cohorts_key_all_boxes_scramble_alike_and_other_cohorts_otherwise() -> None:
     one, two = (trained(start(COHORT), root=root, spec=COHORT).private.extras["scrambling"] for root in (b"a", b"b"))
     assert same(one, two)
-    elsewhere = METHOD.init_client(COHORT, initial_parts(COHORT, b"another")).extras["scrambling"]
-    assert not same(one, elsewhere)
+    assert not same(one, METHOD.init_client(COHORT, initial_parts(COHORT, b"another")).extras["scrambling"])
 
 
 def test_the_model_is_generator_extractor_and_classifier_in_this_order() -> None:

@@ -66,7 +66,7 @@ def test_its_averages_are_those_of_fedavg_with_the_same_help() -> None:
     assert all(near(first[0][part], first[1][part]) for part in (E, C))
 
 
-def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_features_of_the_mean_extractor(
+def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_the_mean_extractors_features(
     sealed: Simulation,
 ) -> None:
     party = ours()
@@ -82,7 +82,7 @@ def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_features_of_t
     assert near(sealed.aggregate.parts[S], wanted, 1e-4)
 
 
-def test_the_calibrated_classifier_is_taken_where_most_vote_for_it_and_the_own_validation_confirms_it(
+def test_the_calibrated_classifier_is_taken_where_most_votes_and_the_own_validation_are_for_it(
     sealed: Simulation,
 ) -> None:
     party = ours()
@@ -115,8 +115,7 @@ def test_with_balanced_logits_the_calibrated_classifier_gets_the_clients_own_lab
     adjusted = downloaded_parts(
         sealed.states["a"].parts, sealed.aggregate, data, replace(ctx, privacy=PrivacySettings(balance="logits"))
     )
-    difference = adjusted[C]["5.bias"] - plain[C]["5.bias"]
-    assert torch.allclose(difference, log_prior(data.label_counts()), atol=1e-5)
+    assert torch.allclose(adjusted[C]["5.bias"] - plain[C]["5.bias"], log_prior(data.label_counts()), atol=1e-5)
 
 
 def test_an_extractor_that_most_clients_can_not_use_is_taken_back_by_all(sealed: Simulation) -> None:
@@ -155,21 +154,16 @@ def test_a_client_votes_against_a_useless_extractor_and_for_a_calibrated_classif
 def test_other_label_shares_are_no_other_kind_of_images(sealed: Simulation) -> None:
     party = federation()
     down, rows = sealed.aggregate.parts, list(range(0, 24, 3))
-    alike = party.datasets["a"].train
-    ones, mixed = alike.rows(rows), party.datasets["a"].val
+    ones, mixed = party.datasets["a"].train.rows(rows), party.datasets["a"].val
     flat = {**down[C], "5.weight": 0.0 * down[C]["5.weight"], "5.bias": torch.zeros(3)}  # says nothing
-    fitted = {**flat, "5.bias": log_prior(ones.label_counts())}
-    state = ClientState({E: down[E], C: fitted})
+    state = ClientState({E: down[E], C: {**flat, "5.bias": log_prior(ones.label_counts())}})
     for validation, is_other in ((ones, False), (mixed, True)):
         better = state if validation is ones else sealed.states["a"]
         ctx = asked(party.spec, 3, {}, validation)
-        found = fedseal.vote(better, Aggregate({E: down[E], C: flat}), ones, ctx)
-        assert bool(found & OTHER_KIND) == is_other
+        assert bool(fedseal.vote(better, Aggregate({E: down[E], C: flat}), ones, ctx) & OTHER_KIND) == is_other
 
 
-def test_where_the_images_of_half_of_the_clients_differ_in_kind_all_keep_their_own_extractors(
-    sealed: Simulation,
-) -> None:
+def test_where_the_images_of_half_the_clients_differ_in_kind_all_keep_own_extractors(sealed: Simulation) -> None:
     party = ours()
     state, data = sealed.states["a"], party.datasets["a"].train
     for votes, is_kept in (({"a": OTHER_KIND, "b": 0}, True), ({"a": OTHER_KIND, "b": 0, "c": 0}, False)):

@@ -53,15 +53,13 @@ def test_a_prototype_is_the_mean_feature_of_a_class_and_one_without_images_is_no
 def test_prototypes_are_averaged_over_those_who_have_the_class_by_images_where_all_report_them() -> None:
     a, b = prototypes_from("a", [2.0, 0.0], [1, 0], (1, 0)), prototypes_from("b", [6.0, 8.0], [1, 1], (3, 5))
     assert merged(a, b) == {HELD: [1, 1], PROTOTYPES: [5.0, 8.0]}  # (1 * 2 + 3 * 6) / 4
-    silent = prototypes_from("b", [6.0, 8.0], [1, 1], None)
-    assert merged(a, silent) == {HELD: [1, 1], PROTOTYPES: [4.0, 8.0]}
+    assert merged(a, prototypes_from("b", [6.0, 8.0], [1, 1], None)) == {HELD: [1, 1], PROTOTYPES: [4.0, 8.0]}
     assert merged(a) == {HELD: [1, 0], PROTOTYPES: [2.0, 0.0]}
 
 
 def test_a_client_keeps_others_prototypes_of_classes_it_has_no_images_of() -> None:
     ours = {HELD: torch.tensor([1, 0]), PROTOTYPES: torch.tensor([[2.0], [0.0]])}
-    others = {HELD: torch.tensor([1, 1]), PROTOTYPES: torch.tensor([[9.0], [7.0]])}
-    found = filled(ours, others)
+    found = filled(ours, {HELD: torch.tensor([1, 1]), PROTOTYPES: torch.tensor([[9.0], [7.0]])})
     assert (found[HELD].tolist(), found[PROTOTYPES].flatten().tolist()) == ([1, 1], [2.0, 7.0])
 
 
@@ -110,8 +108,7 @@ def test_what_is_sent_stays_within_the_bounds_of_the_layout_with_noise_too() -> 
 def test_the_server_trains_fedghs_head_on_prototypes_with_their_classes() -> None:
     spec = cases.quick_spec("fedgh", server_steps=300, server_lr=0.01, weight_decay=0.0)
     method, initial = get_method("fedgh"), initial_parts(cases.quick_spec("fedgh"), b"cohort")
-    size = spec.layouts[Part.STATISTICS][1].shape[1]
-    rows = torch.eye(3, size)
+    rows = torch.eye(3, spec.layouts[Part.STATISTICS][1].shape[1])
     updates = {
         name: Update(
             name, {Part.STATISTICS: {HELD: torch.tensor(held), PROTOTYPES: rows * torch.tensor(held)[:, None]}}, 5

@@ -28,7 +28,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize(("smaller", "kernel"), SHAPES)
-def test_a_form_gives_a_convolution_and_its_gradients(
+def test_a_form_gives_a_convolution_and_gradients(
     smaller: tuple[int, int], kernel: tuple[int, int], grows: bool
 ) -> None:
     size = smaller if grows else (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
@@ -41,8 +41,7 @@ def test_a_form_gives_a_convolution_and_its_gradients(
     assert torch.allclose(ours, theirs, atol=1e-12)
     back = drawn(*theirs.shape)
     mine = torch.autograd.grad(ours, [maps, weight], back)
-    expected = torch.autograd.grad(theirs, [maps, weight], back)
-    for one, other in zip(mine, expected, strict=True):
+    for one, other in zip(mine, torch.autograd.grad(theirs, [maps, weight], back), strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 
 
@@ -105,8 +104,7 @@ def test_a_pooling_convolution_is_a_convolution_and_then_a_pool(
     assert torch.allclose(ours, theirs, atol=1e-12)
     wanted = [*([images] if wants_input_gradient else []), *layer.parameters()]
     mine = torch.autograd.grad(ours.square().sum(), wanted)
-    expected = torch.autograd.grad(theirs.square().sum(), wanted)
-    for one, other in zip(mine, expected, strict=True):
+    for one, other in zip(mine, torch.autograd.grad(theirs.square().sum(), wanted), strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 
 

@@ -24,8 +24,7 @@ def test_the_list_has_every_split_cut_generator_and_discriminator() -> None:
     assert {"lenet5", "lenet5_relu", "resnet18", "mobilenet_v3_small"} <= set(names["splits"])
     assert "resnet18@layer3" in names["cuts"]["resnet18"]
     assert (names["generators"], names["discriminators"]) == (sorted(GENERATORS), sorted(DISCRIMINATORS))
-    text = output_of("list")
-    assert "resnet18@LAYER, with LAYER one of relu, maxpool, layer1.0, layer1" in text
+    assert "resnet18@LAYER, with LAYER one of relu, maxpool, layer1.0, layer1" in output_of("list")
 
 
 def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() -> None:
@@ -74,9 +73,7 @@ def test_what_cannot_be_shown_is_explained(arguments: tuple[str, ...], said: str
     assert "validation error" not in said_there
 
 
-def test_a_function_typed_by_a_person_is_shown_without_being_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_a_person_typed_is_shown_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(ALLOW_VARIABLE, "")
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]

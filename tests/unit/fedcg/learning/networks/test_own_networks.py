@@ -60,9 +60,7 @@ def register_split(folder: Path, package: str, name: str, target: str) -> None:
     installed.register(folder, package, "fedcg.splits", name, target)
 
 
-def test_a_split_that_is_neither_registered_nor_allowed_is_never_imported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_neither_registered_nor_allowed_is_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = documented(folder)
     for allowed in ("", "our_networks:other", "our_networks"):
         monkeypatch.setenv(ALLOW_VARIABLE, allowed)

@@ -91,9 +91,7 @@ def test_installed_weights_give_timms_network_the_logits_of_the_network_they_wer
 
 
 @pytest.mark.parametrize(("mode", "freeze"), [("RGB", "all"), ("L", "none")])
-def test_the_extractor_starts_as_the_file_has_it_and_projects_to_the_named_width(
-    weights: Path, mode: str, freeze: str
-) -> None:
+def test_the_extractor_starts_as_in_the_file_and_projects_to_the_width(weights: Path, mode: str, freeze: str) -> None:
     form = IMAGENET if mode == "RGB" else ImageForm(mode="L", height=64, width=64, mean=(0.449,), std=(0.226,))
     spec = complete_spec(tiny_plan("fedcg", weights, freeze).model_copy(update={"image": form}))
     assert feature_shape(spec) == (16,)
@@ -102,8 +100,7 @@ def test_the_extractor_starts_as_the_file_has_it_and_projects_to_the_named_width
     whole = tiny_network()
     pooled = torch.nn.Sequential(*list(whole.children())[:-1])  # all but the classification of ImageNet
     with torch.no_grad():
-        expected = pooled(batch.expand(-1, 3, -1, -1))
-        assert torch.allclose(extractor.pooled(batch), expected, atol=1e-5)
+        assert torch.allclose(extractor.pooled(batch), pooled(batch.expand(-1, 3, -1, -1)), atol=1e-5)
         assert bool((extractor(batch) >= 0).all())
 
 
@@ -174,13 +171,11 @@ def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_th
     spec, batches = complete_spec(plan), list[int]()
     kept = KeptFeatures()
     first = kept.of(spec, [data], "cpu", lambda: batches.append(1))
-    again = kept.of(spec, [replace(data)], "cpu", lambda: batches.append(1))
-    assert first is again
+    assert first is kept.of(spec, [replace(data)], "cpu", lambda: batches.append(1))
     assert len(batches) == 1
     kept.of(spec, [images(4)], "cpu", lambda: batches.append(1))
     assert len(batches) == 2
-    empty = with_features(spec, [data.rows([])], "cpu")[0]
-    assert empty.images.shape == (0, first[0].images.shape[1])
+    assert with_features(spec, [data.rows([])], "cpu")[0].images.shape == (0, first[0].images.shape[1])
 
 
 @pytest.mark.parametrize(
@@ -264,9 +259,7 @@ def test_dp_sgd_covers_a_projection_on_a_frozen_backbone_and_no_backbone_that_is
         check_dp_sgd(tiny_plan("fedsplit", weights, "stem"), get_method("fedsplit"))
 
 
-def test_the_server_needs_the_file_only_for_parts_that_are_shared(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_needs_the_file_only_for_shared_parts(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = complete_spec(tiny_plan("fedcg", weights, "none"))
     monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, "")
     backbones._weights.cache_clear()
@@ -342,9 +335,8 @@ def test_backbones_that_can_not_be_had_are_named(spec: FederationSpec) -> None:
 
 
 def test_the_cheapest_backbone_is_one_whose_work_is_known() -> None:
-    assert (
-        split_names.least_work(("resnet18@layer3", "timm:vit_tiny", "mobilenetv3_small_100")) == "mobilenetv3_small_100"
-    )
+    known = "mobilenetv3_small_100"
+    assert split_names.least_work(("resnet18@layer3", "timm:vit_tiny", known)) == known
     assert split_names.least_work(("timm:vit_tiny", "timm:test_vit")) == "timm:vit_tiny"
 
 

@@ -51,8 +51,7 @@ def plan_for(
 
 def images_of(spec: FederationPlan | FederationSpec, count: int) -> torch.Tensor:
     form = spec.image
-    stream = torch.Generator().manual_seed(0)
-    return torch.randn(count, form.channels, form.height, form.width, generator=stream)
+    return torch.randn(count, form.channels, form.height, form.width, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +65,7 @@ def images_of(spec: FederationPlan | FederationSpec, count: int) -> torch.Tensor
         ("mobilenet_v3_small@features.3", (24, 4, 4), FeatureRange.UNIT),
     ],
 )
-def test_a_cut_has_the_shape_and_the_range_of_its_layer(
-    split: str, shape: tuple[int, ...], feature_range: FeatureRange
-) -> None:
+def test_a_cut_has_its_layers_shape_and_range(split: str, shape: tuple[int, ...], feature_range: FeatureRange) -> None:
     spec = plan_for(split)
     assert feature_shape(spec) == shape
     assert split_of(spec).feature_range is feature_range

@@ -98,8 +98,7 @@ def test_weights_that_are_no_numbers_after_the_last_step_count_as_divergence(mon
         return result
 
     monkeypatch.setattr(simulation_tasks, "get_method", lambda _name: replace(method, local_round=broken))
-    done = simulate(cases.party_of("local", ("a",)), Schedule(rounds=1))
-    assert "not finite" in done.failures["a"][0].reason
+    assert "not finite" in simulate(cases.party_of("local", ("a",)), Schedule(rounds=1)).failures["a"][0].reason
 
 
 def test_a_share_of_the_clients_takes_part_and_the_others_keep_their_state() -> None:
@@ -171,8 +170,7 @@ def test_the_global_model_is_the_average_of_all_clients_by_number_of_images(
         return replace(result, private=stuck["a" if len(data) == images[0] else "b"])
 
     monkeypatch.setattr(simulation_tasks, "get_method", lambda _name: replace(method, local_round=standing))
-    done = simulate(one, Schedule(rounds=1, shadow=False))
-    ((number, accuracy),) = done.global_accuracy
+    ((number, accuracy),) = simulate(one, Schedule(rounds=1, shadow=False)).global_accuracy
     assert number == 1
     assert accuracy == pytest.approx(expected)
 
@@ -275,9 +273,7 @@ def test_accuracy_and_loss_are_means_over_images() -> None:
         evaluate(spec, parts, cases.bright_images(0, 0))
 
 
-def test_the_spread_of_a_generator_is_one_where_it_varies_as_the_extractor_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_generators_spread_is_one_where_it_varies_as_the_extractor_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedcg.learning.training import evaluation
 
     spec = cases.quick_spec("fedcg")
@@ -297,8 +293,7 @@ def command(*arguments: str) -> str:
         "import sys; from fedcg.learning.cli.method_commands import method_app; "
         f"method_app({list(arguments)!r}, standalone_mode=False); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_methods_are_listed_without_importing_torch() -> None:

@@ -144,8 +144,7 @@ def test_the_published_diversity_underflows_at_real_sizes_where_the_normalised_o
     gradients = {}
     for name, term in (("published", losses.diversity_2), ("normalised", losses.diversity_normalised)):
         features = spread.clone().requires_grad_()
-        loss = term(features, noise, torch.arange(16) % 2, torch.full((2,), 20.0))
-        loss.backward()
+        term(features, noise, torch.arange(16) % 2, torch.full((2,), 20.0)).backward()
         assert features.grad is not None
         gradients[name] = features.grad.abs().max().item()
     assert losses.diversity_2(spread, noise, torch.arange(16) % 2, torch.ones(2)).item() == 0.0
