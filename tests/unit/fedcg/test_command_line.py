@@ -140,9 +140,7 @@ def test_an_error_has_its_traceback_with_debug(run: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-def test_the_help_names_every_command_with_its_purpose(
-    run: Run, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_the_help_names_every_command_with_purpose(run: Run, capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert run(option) == 0
     rows = [line.strip("│ ").split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     told = {row[0]: row[1].strip() for row in rows if len(row) == 2}
@@ -211,8 +209,7 @@ def test_an_environment_variable_stands_for_the_coordinator_s_directory_and_one_
 ) -> None:
     home, nowhere = str(tmp_path / "home"), str(tmp_path / "agent.toml")
     assert run_fedcg("coordinator", "init", environment={"FEDCG_HOME": home}).exit_code == 0
-    shown = run_fedcg("federation", "list", "--json", environment={"FEDCG_HOME": home})
-    assert data_of(shown.stdout) == []
+    assert data_of(run_fedcg("federation", "list", "--json", environment={"FEDCG_HOME": home}).stdout) == []
     asked = run_fedcg("agent", "status", environment={"FEDCG_CONFIG": nowhere})
     assert (asked.exit_code, nowhere in asked.stderr.replace("\n", "")) == (NOT_FOUND, True)
     sent = run_fedcg("federation", "list", "--url", "http://127.0.0.1:1", environment={"FEDCG_HOME": home})

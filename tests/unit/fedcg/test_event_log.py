@@ -51,8 +51,7 @@ def test_every_event_has_a_sentence_but_the_steps_and_the_plan_of_a_training() -
 
 @given(st.text(max_size=300), st.integers(1, 200))
 def test_a_text_enters_a_log_as_one_bounded_line_that_steers_no_terminal(text: str, most: int) -> None:
-    entered = log_text(text, most)
-    assert entered.isprintable()
+    assert log_text(text, most).isprintable()
     assert log_text(text) == text or not text.isprintable()
     assert len(log_text("x" * 300, most)) == most
 

@@ -28,9 +28,7 @@ def test_a_replaced_file_has_the_new_content_and_the_mode_that_was_asked_for(tmp
 
 
 @pytest.mark.parametrize("call", ["fsync", "fchmod"])
-def test_a_full_disk_leaves_the_old_content_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_full_disk_leaves_only_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "seen.json"
     path.write_text("old")
 
@@ -90,8 +88,7 @@ def test_a_file_of_another_program_that_begins_with_a_comment_is_whole_and_a_dam
     own = with_check(pem)
     assert checked(own) == pem
     for at in range(len(own)):
-        flipped = own[:at] + bytes([own[at] ^ 1]) + own[at + 1 :]
-        assert checked(flipped) is None, at
+        assert checked(own[:at] + bytes([own[at] ^ 1]) + own[at + 1 :]) is None, at
 
 
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
@@ -119,8 +116,7 @@ def test_a_process_killed_while_it_rewrites_a_file_leaves_a_whole_one(tmp_path: 
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
             writer.send_signal(signal.SIGKILL)
-        content = path.read_text()
-        assert content in ("a" * 200_000, "b" * 200_000)
+        assert path.read_text() in ("a" * 200_000, "b" * 200_000)
 
 
 REWRITER = """

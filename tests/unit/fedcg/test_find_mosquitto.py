@@ -9,8 +9,7 @@ from fedcg.find_mosquitto import Mosquitto, find_extracted, find_installed, find
 
 def extracted(root: Path) -> Path:
     binary = root / "usr" / "sbin" / "mosquitto"
-    library = root / "usr" / "lib" / "x86_64-linux-gnu" / "libwrap.so.0"
-    for path in (binary, library):
+    for path in (binary, root / "usr" / "lib" / "x86_64-linux-gnu" / "libwrap.so.0"):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"")
     binary.chmod(0o755)

@@ -257,9 +257,7 @@ def test_a_device_loses_the_oldest_of_too_many_connections(listener: Listener, o
     assert [connection.is_ending for connection in made] == [True, False, False]
 
 
-def test_a_device_whose_connections_are_all_busy_gets_no_further_one(
-    listener: Listener, open_sockets: ExitStack
-) -> None:
+def test_a_device_whose_connections_are_busy_gets_no_further_one(listener: Listener, open_sockets: ExitStack) -> None:
     *busy, further = accepted(listener, open_sockets, *[HOST] * 3)
     for connection in busy:
         listener.connections.identify(connection, "line-4")

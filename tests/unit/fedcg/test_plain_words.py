@@ -124,9 +124,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("words", SAID)
-def test_what_the_system_openssl_or_a_schema_refuses_is_told_with_its_place_and_in_our_words(
-    box: Path, words: str
-) -> None:
+def test_what_the_system_openssl_or_a_schema_refuses_is_told_with_place_in_our_words(box: Path, words: str) -> None:
     (box / "store").mkdir(mode=0o700)
     PrivateStore.open(box / "store", FEDERATION, DEVICE)
     told = run_fedcg(*words.format(box=box).split())

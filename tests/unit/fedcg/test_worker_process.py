@@ -61,9 +61,7 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def test_a_process_whose_report_can_not_be_read_is_ended_and_its_end_has_the_reason(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_process_whose_report_can_not_be_read_is_ended_for_that_reason(caplog: pytest.LogCaptureFixture) -> None:
     with worker(answer_unreadably) as (process, reports), caplog.at_level(logging.ERROR):
         pid = process.start()
         process.send("anything")

@@ -323,10 +323,8 @@ def test_an_artifact_of_any_codec_survives_the_wire_within_the_size_that_was_dec
 def test_coded_bytes_counted_by_hand() -> None:
     exact = 10 * 4 + 8
     for codec, weights in (("f32", 880 * 4), ("f16-delta", 880 * 2), ("i8", 880 + 50 * 4)):
-        assert (
-            payload.data_bytes(LAYOUTS, codecs_for(LAYOUTS, cast(UpdateCodec, codec), frozenset(PARTS)))
-            == weights + exact
-        )
+        codecs = codecs_for(LAYOUTS, cast(UpdateCodec, codec), frozenset(PARTS))
+        assert payload.data_bytes(LAYOUTS, codecs) == weights + exact
 
 
 def test_a_part_without_a_base_goes_by_value() -> None:

@@ -49,8 +49,7 @@ def test_an_unknown_kind_field_or_value_is_refused(fields: dict[str, object]) ->
     ],
 )
 def test_a_manifest_of_impossible_size_or_name_is_refused(artifact: dict[str, object]) -> None:
-    good = {"id": "0" * 64, "size": 10, "chunk_bytes": 1000}
-    base = json.loads(changed(kind="manifest", artifact=good))
+    base = json.loads(changed(kind="manifest", artifact={"id": "0" * 64, "size": 10, "chunk_bytes": 1000}))
     del base["reason"]
     assert isinstance(decode(json.dumps(base).encode()), Manifest)
     with pytest.raises(MalformedError):

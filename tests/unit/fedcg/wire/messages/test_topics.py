@@ -2,17 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.messages.topics import (
-    BROADCASTS,
-    FROM_DEVICE,
-    TO_DEVICE,
-    ParsedTopic,
-    TopicKind,
-    Topics,
-    check_device_id,
-)
+from fedcg.wire.messages import topics
 
-TOPICS = Topics("casting")
+TOPICS = topics.Topics("casting")
 PREFIX = "fedcg/1/casting"
 EVERY_TOPIC = [f"{PREFIX}/{kind}" for kind in ("offer", "coordinator", "keys", "aggregate")] + [
     f"{PREFIX}/devices/{device}/{kind}"
@@ -31,15 +23,17 @@ def test_topics_are_spelled_as_the_protocol_says_in_at_most_the_seven_levels_of_
     assert max(topic.count("/") + 1 for topic in spelled) == 7
 
 
-@given(IDENTIFIERS, IDENTIFIERS, st.sampled_from(FROM_DEVICE + TO_DEVICE))
-def test_a_device_topic_parses_back_to_its_kind_and_device(federation: str, device: str, kind: TopicKind) -> None:
+@given(IDENTIFIERS, IDENTIFIERS, st.sampled_from(topics.FROM_DEVICE + topics.TO_DEVICE))
+def test_a_device_topic_parses_back_to_its_kind_and_device(
+    federation: str, device: str, kind: topics.TopicKind
+) -> None:
     topic = f"fedcg/1/{federation}/devices/{device}/{kind.value}"
-    assert Topics(federation).parse(topic) == ParsedTopic(kind, device)
+    assert topics.Topics(federation).parse(topic) == topics.ParsedTopic(kind, device)
 
 
-@pytest.mark.parametrize("kind", BROADCASTS)
-def test_a_broadcast_parses_back_without_a_device(kind: TopicKind) -> None:
-    assert TOPICS.parse(f"{PREFIX}/{kind.value}") == ParsedTopic(kind, None)
+@pytest.mark.parametrize("kind", topics.BROADCASTS)
+def test_a_broadcast_parses_back_without_a_device(kind: topics.TopicKind) -> None:
+    assert TOPICS.parse(f"{PREFIX}/{kind.value}") == topics.ParsedTopic(kind, None)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def test_anything_else_is_not_a_topic_of_ours(topic: str) -> None:
         ("coordinator", EVERY_TOPIC[:4] + EVERY_TOPIC[7:9] + EVERY_TOPIC[12:], EVERY_TOPIC[:7] + EVERY_TOPIC[9:12]),
     ],
 )
-def test_an_identity_writes_and_reads_what_is_its_own_and_nothing_else(
+def test_an_identity_writes_and_reads_its_own_and_nothing_else(
     identity: str, writes: list[str], reads: list[str]
 ) -> None:
     assert [topic for topic in EVERY_TOPIC if TOPICS.may_publish(identity, topic)] == writes
@@ -83,9 +77,8 @@ def test_an_identity_writes_and_reads_what_is_its_own_and_nothing_else(
 
 
 def test_the_access_list_gives_a_device_what_the_rules_give_it() -> None:
-    listed = (
-        TOPICS.mosquitto_acl(["a", "b"], ["observer"]).partition("user a\n")[2].partition("user b\n")[0].split("\n")
-    )
+    acl = TOPICS.mosquitto_acl(["a", "b"], ["observer"])
+    listed = acl.partition("user a\n")[2].partition("user b\n")[0].split("\n")
     for topic in EVERY_TOPIC:
         assert (f"topic write {topic}" in listed) == TOPICS.may_publish("a", topic)
         assert (f"topic read {topic}" in listed) == TOPICS.may_read("a", topic)
@@ -97,7 +90,7 @@ def test_the_access_list_gives_a_device_what_the_rules_give_it() -> None:
 )
 def test_a_reserved_or_unusable_name_is_no_device_id(name: str) -> None:
     with pytest.raises(ValueError):
-        check_device_id(name)
+        topics.check_device_id(name)
     with pytest.raises(ValueError):
         TOPICS.mosquitto_acl([name])
 
@@ -109,4 +102,4 @@ def test_an_observer_must_be_named_as_one_or_its_rules_would_be_a_devices() -> N
 
 def test_a_federation_name_with_a_wildcard_is_refused() -> None:
     with pytest.raises(ValueError):
-        Topics("+")
+        topics.Topics("+")

@@ -40,9 +40,7 @@ many_weights = st.lists(st.integers(1, 1 << 24), min_size=MIN_SUM_DEVICES, max_s
 
 @settings(max_examples=60, deadline=None)
 @given(many_weights, st.integers(0, 1 << 32))
-def test_the_mean_of_any_shares_and_numbers_within_their_bounds_is_the_weighted_one(
-    weights: list[int], seed: int
-) -> None:
+def test_the_mean_of_any_shares_and_numbers_within_bounds_is_the_weighted_one(weights: list[int], seed: int) -> None:
     """Law: n devices round their share S_i and their number, each by at most half a step of 2^-27.
 
     With S the sum of the shares and h half of a tensor's range, the mean is off by at most h n / (2^27 S - n / 2), and float32 adds
@@ -91,8 +89,7 @@ def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_
     ]
     total = added([published({name: numbers[name] for name in one.names}, one) for one in groups])
     sealed = {Part.EXTRACTOR.value: total}
-    whole = opened(sealed, groups, "shapes", SECRET)[Part.EXTRACTOR]
-    assert np.array_equal(whole, added(list(numbers.values())))
+    assert np.array_equal(opened(sealed, groups, "shapes", SECRET)[Part.EXTRACTOR], added(list(numbers.values())))
     fewer = groups[1].model_copy(update={"names": tuple(names[4:7])})
     wrong = [
         *(opened(sealed, groups, "shapes", bytes([number]) * 32) for number in range(50)),

@@ -269,10 +269,8 @@ def test_a_device_never_gives_both_shares_of_another_one() -> None:
     world = world_of(5)
     peers, name = world.names, "box-01"
     received = world.received(name, peers)
-    everyone, without = world.signed(peers, peers), world.signed(peers, peers[:4])
-    shares = [
-        reveal(world.secrets[name], world.members, received, signed, world.roster) for signed in (everyone, without)
-    ]
+    lists = world.signed(peers, peers), world.signed(peers, peers[:4])
+    shares = [reveal(world.secrets[name], world.members, received, signed, world.roster) for signed in lists]
     assert [len(share) for share in shares[0].values()] == [16] * 5
     assert shares[0]["box-04"] != shares[1]["box-04"]
     assert {one for one in peers if shares[0][one] != shares[1][one]} == {"box-04"}

@@ -92,12 +92,8 @@ def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_lin
 
 
 def test_the_window_shrinks_to_one_chunk_when_chunks_take_long() -> None:
-    grants, now, windows = (
-        ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window()),
-        0.0,
-        list[int](),
-    )
-    queued: list[int] = []
+    grants = ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window())
+    now, windows, queued = 0.0, list[int](), list[int]()
     while not grants.complete:  # a link that carries a chunk in 8 s
         for first, count in grants.next_need(now) or ():
             queued += [index for index in range(first, first + count) if index not in queued]
@@ -108,15 +104,13 @@ def test_the_window_shrinks_to_one_chunk_when_chunks_take_long() -> None:
 
 
 def test_a_shared_bound_limits_what_is_granted() -> None:
-    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
-    grants = ChunkRecord(ref, Window())
+    grants = ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window())
     assert grants.next_need(0.0, room=0) is None
     assert grants.next_need(0.0, room=2) == ((0, 2),)
 
 
 def test_one_request_never_has_more_ranges_than_a_message_takes() -> None:
-    ref = ArtifactRef(id="0" * 64, size=2000 * 256, chunk_bytes=256)
-    grants = ChunkRecord(ref, None)
+    grants = ChunkRecord(ArtifactRef(id="0" * 64, size=2000 * 256, chunk_bytes=256), None)
     grants.restore(range(0, 2000, 2))
     need = grants.next_need(0.0)
     assert need is not None

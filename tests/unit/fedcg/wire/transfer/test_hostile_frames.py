@@ -118,8 +118,7 @@ def chunk_frames(draw: st.DrawFn) -> bytes:
         frame = bytearray(draw(st.sampled_from(list(frames_for(DATA, REF)))))
         frame[draw(st.integers(0, len(frame) - 1))] ^= draw(st.integers(1, 255))
         return bytes(frame[: draw(st.integers(0, len(frame)))])
-    artifact = draw(st.sampled_from([REF.id, "0" * 64]))
-    return chunk_frame(artifact, draw(st.integers(0, 2**32 - 1)), draw(lengths))
+    return chunk_frame(draw(st.sampled_from([REF.id, "0" * 64])), draw(st.integers(0, 2**32 - 1)), draw(lengths))
 
 
 class CoordinatorsDoor:
@@ -323,8 +322,7 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
                 odd = schemas.Finished(**broadcast, **refs)
             coordinator.publish(coordinator.topics.offer, odd)
         wait_until(lambda: len(world.events("invited")) == 59, "all of it was heard")
-        aggregate = aggregate_of(toy_parts(1), toy_spec(), 0)
-        coordinator.offer(world.spec, aggregate, 90)
+        coordinator.offer(world.spec, aggregate_of(toy_parts(1), toy_spec(), 0), 90)
         coordinator.invite(90)
         assert coordinator.wait(schemas.Manifest).round == 90
         assert world.events("agent_error") == []

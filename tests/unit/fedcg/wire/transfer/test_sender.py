@@ -124,8 +124,7 @@ def test_receivers_take_turns_and_a_greedy_one_is_bounded(
     while len(link.sent) < 102:
         link.drain()
         threading.Event().wait(0.002)
-    order = [message.topic for message in link.sent]
-    assert order.index("modest") < 60
+    assert [message.topic for message in link.sent].index("modest") < 60
     assert link.indices("modest") == [100]
     assert len(link.indices("greedy")) == 101
     assert MAX_GRANTED < 1 << 20
@@ -164,9 +163,7 @@ def test_a_file_that_is_gone_or_cut_ends_its_sending_and_no_other(
     assert sorted(link.indices("t")) == [0, 0, 1, 2, 3]
 
 
-def test_a_broadcast_goes_out_once_in_order_at_most_once(
-    sender: ChunkSender, link: SlowLink, source: ChunkFile
-) -> None:
+def test_a_broadcast_leaves_once_in_order_at_most_once(sender: ChunkSender, link: SlowLink, source: ChunkFile) -> None:
     sender.broadcast("all", source, lambda: True, 1e9)
     sender.serve("t", source, ((3, 1),))
     wait_until(lambda: len(link.sent) == 102, "all chunks and the asked-for one")

@@ -85,9 +85,7 @@ def test_the_largest_packet_that_is_read_is_announced(broker: ScriptedBroker) ->
     link.close()
 
 
-def test_a_packet_at_the_bound_is_read_in_whatever_pieces_it_comes(
-    linked: tuple[MqttLink, Peer], wake: socket.socket
-) -> None:
+def test_a_packet_at_the_bound_is_read_in_any_pieces(linked: tuple[MqttLink, Peer], wake: socket.socket) -> None:
     link, peer = linked
     found: list[bytes] = []
     link.on_message = lambda _link, _data, came: found.append(bytes(came.payload))

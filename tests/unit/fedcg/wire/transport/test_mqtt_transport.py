@@ -64,8 +64,7 @@ def test_the_shorter_keepalive_counts_and_a_dead_link_is_told_and_connected_anew
     broker: ScriptedBroker, connect: Connect, own_s: int, brokers_s: int
 ) -> None:
     client = connect(keepalive_s=own_s)
-    peer = broker.welcome(properties=b"\x13" + brokers_s.to_bytes(2, "big"))
-    peer.expect(packets.PINGREQ)
+    broker.welcome(properties=b"\x13" + brokers_s.to_bytes(2, "big")).expect(packets.PINGREQ)
     await_error(client, "a ping was not answered")
     broker.welcome()
     client.await_link(2)
@@ -149,9 +148,7 @@ def test_a_refused_publish_is_logged_and_not_sent_again(
     wait_until(lambda: "refused a publish on t: Quota exceeded" in caplog.text, "it says so")
 
 
-def test_many_messages_leave_without_waiting_for_the_next_tick(
-    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_messages_leave_before_the_next_tick(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mqtt, "TICK_S", 2 * DEADLINE_S)
     transport, arrived = MqttTransport(broker.config()), list[Delivery]()
 
@@ -193,8 +190,7 @@ def test_a_link_with_too_small_packets_is_refused_by_name_and_tried_again(
     client = connect(OFFERED, protocol=protocol)
     assert broker.welcome(properties=SMALL).next() is None  # no subscription: there is no link
     await_words(caplog, "at most 600 bytes", "max_packet_size", "trying again")
-    peer = broker.welcome(properties=LARGE)
-    grant(peer)
+    grant(broker.welcome(properties=LARGE))
     client.await_link()
     assert client.links == [True]
     assert client.transport.max_payload == 200_000 - HEADER_BYTES
