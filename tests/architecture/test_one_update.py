@@ -47,11 +47,8 @@ PLACES = {  # by the beginning of a thread's name
 
 def documented() -> list[tuple[str, str]]:
     """The steps that the document shows, in their order, with the place of each; the last one has only to come after the receipt."""
-    table = (
-        DOCUMENT.read_text(encoding="utf-8")
-        .partition("| where | file: function |\n|---|---|\n")[2]
-        .partition("\n\n")[0]
-    )
+    rest = DOCUMENT.read_text(encoding="utf-8").partition("| where | file: function |\n|---|---|\n")[2]
+    table = rest.partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     return [(place, step.strip("`")) for place, steps in rows for step in steps.split("<br>")]
 

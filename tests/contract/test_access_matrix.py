@@ -254,13 +254,10 @@ def test_a_will_in_anothers_name_is_not_published_and_ones_own_is(scene: Scene) 
         usurper.transport.close()
 
 
-def test_the_access_list_has_a_section_per_device_and_a_revoked_one_may_read_that_it_is_and_no_more(
-    plant: Plant,
-) -> None:
+def test_the_access_list_has_a_section_per_device_and_a_revoked_one_may_read_no_more_than_that(plant: Plant) -> None:
     assert plant.folder is not None
     lines = (plant.folder / "acl").read_text().splitlines()
-    users = [line for line in lines if line.startswith("user ")]
-    assert users == [
+    assert [line for line in lines if line.startswith("user ")] == [
         f"user {name}" for name in ("lists-writer", "lists-reader", "coordinator", "observer", "a", "b", "c")
     ]  # c is revoked
     assert lines[lines.index("user c") + 1 :] == [f"topic read {TOPICS.down_control('c')}"]

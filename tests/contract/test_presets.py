@@ -74,9 +74,7 @@ def test_a_round_goes_through_a_broker_limited_like_the_presets(
 
 @pytest.mark.slow
 @pytest.mark.broker
-def test_a_device_whose_queue_at_the_broker_was_full_asks_for_what_was_dropped(
-    tmp_path: Path, mosquitto: StartMosquitto
-) -> None:
+def test_a_device_whose_queue_was_full_asks_for_what_was_dropped(tmp_path: Path, mosquitto: StartMosquitto) -> None:
     broker = mosquitto(
         acl_for(FEDERATION), limits=QueueLimits(messages=5, in_flight=5, bytes=200_000), extra=("log_type all",)
     )

@@ -317,9 +317,7 @@ def test_a_client_that_closes_leaves_no_will_and_receives_nothing_more(bench: Be
     assert len(device.deliveries) == received
 
 
-def test_callbacks_run_on_one_thread_of_the_transport_and_may_fail(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_callbacks_run_on_the_transports_thread_and_may_fail(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     received: list[Delivery] = []
     threads: set[int] = set()

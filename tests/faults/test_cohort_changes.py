@@ -36,9 +36,7 @@ def stop(stack: Stack, *devices: str) -> None:
         stack.running.pop(device).wait(timeout=20)
 
 
-def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_renewed_secret_seals_later_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_new_secret_seals_later(tmp_path: Path) -> None:
     uploads = dict.fromkeys(DEVICES, ("classifier", "sealed"))
     stack = Stack(
         tmp_path, DEVICES, "fedavg", params={"epochs": 4}, rounds=5, allow_upload=uploads, sealed=("extractor",)

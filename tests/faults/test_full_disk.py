@@ -53,8 +53,7 @@ def finish(parties: Parties) -> None:
 def test_an_agent_whose_disk_is_full_stays_up_reports_it_and_goes_on_when_there_is_room(parties: Parties) -> None:
     parties.start_all()
     parties.limit_files("a", TOO_SMALL)
-    error = parties.event("a", "agent_error", "the disk is full")
-    assert "File too large" in error["detail"]
+    assert "File too large" in parties.event("a", "agent_error", "the disk is full")["detail"]
     assert "Free space on" in parties.tail("a")
     assert [event["what"] for event in parties.events("a", "artifact_stored")] in ([], ["spec"])
     assert parties.running["a"].poll() is None

@@ -10,16 +10,7 @@ import pytest
 
 from coordinator.rounds.engine import Phase
 from edge_client.agent.loop import INBOX_BYTES, Agent
-from edge_client.session.signals import (
-    Event,
-    LinkChanged,
-    LoadUpdate,
-    OutboxFound,
-    RoundCommitted,
-    Tick,
-    TrainerCommand,
-    TrainRound,
-)
+from edge_client.session import signals
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, TrainerState, next_deadline
 from edge_client.session.state_machine import step
 from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
@@ -51,10 +42,10 @@ def invited(world: World, attempt: int = 1) -> None:
     world.coordinator.wait(Accept)
 
 
-def training(world: World, attempt: int = 1) -> TrainRound:
+def training(world: World, attempt: int = 1) -> signals.TrainRound:
     world.coordinator.work_until(lambda: len(world.trainer.commands) == attempt, "it trains")
     command = world.trainer.commands[-1]
-    assert isinstance(command, TrainRound)
+    assert isinstance(command, signals.TrainRound)
     return command
 
 
@@ -67,7 +58,7 @@ def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_noth
     command = training(world)
     usual, world.broker.max_payload = world.broker.max_payload, NOWHERE
     world.trainer.commit(command)
-    world.trainer.deliver(RoundCommitted(command.round_attempt))
+    world.trainer.deliver(signals.RoundCommitted(command.round_attempt))
     wait_until(lambda: bool(errors(world)), "the update can't be cut")
     assert "the link takes payloads of 88 bytes" in errors(world)[0]
     world.broker.max_payload = usual
@@ -78,7 +69,7 @@ def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_noth
 def test_a_round_that_the_trainer_can_not_be_given_is_declined_and_the_next_attempt_trains(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(_trainer: FakeTrainer, _command: TrainerCommand) -> None:
+    def breaks(_trainer: FakeTrainer, _command: signals.TrainerCommand) -> None:
         raise RuntimeError("nobody foresaw this")
 
     with monkeypatch.context() as broken:
@@ -111,7 +102,7 @@ def test_a_training_process_that_can_not_be_started_for_whatever_reason_is_start
 # ------------------------------------------------------------------ the state machine
 
 
-def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[SessionState, list[Any]]:
+def drive(state: SessionState, *events: signals.Event, now: float = 0.0) -> tuple[SessionState, list[Any]]:
     commands: list[Any] = []
     for event in events:
         state, more = step(state, event, now)
@@ -121,31 +112,31 @@ def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[Sessio
 
 def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works() -> None:
     busy = SessionState("shapes", "a", trainer=TrainerState.BUSY, job=RoundAttempt(1, 1), job_spec="5" * 64)
-    state, commands = drive(busy, RoundCommitted(RoundAttempt(1, 1)))
-    assert commands == [LoadUpdate()]
+    state, commands = drive(busy, signals.RoundCommitted(RoundAttempt(1, 1)))
+    assert commands == [signals.LoadUpdate()]
     assert (state.trainer, state.committed, state.bound_spec) == (TrainerState.IDLE, RoundAttempt(1, 1), "5" * 64)
     times: list[float] = []
     while len(times) < 7:
         due = next_deadline(state)
         assert due is not None
-        state, commands = drive(state, Tick(), now=due)
-        assert commands == [LoadUpdate()]
+        state, commands = drive(state, signals.Tick(), now=due)
+        assert commands == [signals.LoadUpdate()]
         times.append(due)
     assert times == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
     assert MANIFEST_MAX_S == 30.0
-    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE), now=95.0)
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), UPDATE), now=95.0)
     assert state.delivery == Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=95.0)
 
 
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
     known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0)
     state = SessionState("shapes", "a", delivery=known, trainer=TrainerState.IDLE)
-    state, commands = drive(state, OutboxFound(RoundAttempt(1, 1)), LinkChanged(up=True))
-    assert commands[0] == LoadUpdate()
-    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE))
+    state, commands = drive(state, signals.OutboxFound(RoundAttempt(1, 1)), signals.LinkChanged(up=True))
+    assert commands[0] == signals.LoadUpdate()
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), UPDATE))
     assert state.delivery == known
     smaller = UPDATE.model_copy(update={"chunk_bytes": 300})
-    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), smaller))
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), smaller))
     assert state.delivery == Delivery(RoundAttempt(1, 1), smaller)
 
 

@@ -88,8 +88,7 @@ def test_a_process_that_is_killed_or_hangs_is_replaced_and_the_result_is_the_sam
     stack: Stack, undisturbed: str, case: str
 ) -> None:
     of, is_under_way, by, phase = REPLACED[case]
-    progress = stack.wait_event(of, is_under_way, f"the {phase} phase is under way")
-    os.kill(progress["pid"], by)
+    os.kill(stack.wait_event(of, is_under_way, f"the {phase} phase is under way")["pid"], by)
     stack.wait_finished()
     assert len({event["pid"] for event in _entries(stack, of, phase, 1)}) == 2
     assert _committed(stack) == [(1, 1), (2, 1)]
@@ -119,7 +118,7 @@ def test_a_killed_agent_and_then_a_killed_coordinator_resume_the_same_attempt_an
     assert stack.final_aggregate() == undisturbed
 
 
-def test_a_broker_killed_while_boxes_train_and_again_while_they_deliver_changes_nothing(
+def test_a_broker_killed_while_boxes_train_and_while_they_deliver_changes_nothing(
     stack: Stack, undisturbed: str
 ) -> None:
     stack.wait_event(VICTIM, _under_way, "training is under way")
@@ -163,9 +162,7 @@ def is_stored(event: dict[str, object]) -> bool:
     return event["event"] == "update_stored"
 
 
-def test_a_coordinator_killed_and_started_from_configuration_and_keys_alone_goes_on_with_the_round(
-    stateless: Stack,
-) -> None:
+def test_a_killed_coordinator_started_from_configuration_and_keys_alone_resumes_the_round(stateless: Stack) -> None:
     """With PostgreSQL and S3 the coordinator's process and directory hold no state of a round. In short: test_artifacts, test_database."""
     stack = stateless
     stack.wait_event("coordinator", is_stored, "a first update is stored")

@@ -212,9 +212,7 @@ def recorded(federation: Federation, kind: type) -> list[Passing]:
     return [passing for passing in said if isinstance(passing.message, kind)]
 
 
-def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_both_sides(
-    make: Run, undisturbed: str
-) -> None:
+def test_recordings_of_earlier_epochs_and_sessions_are_refused_on_both_sides(make: Run, undisturbed: str) -> None:
     """A second coordinator process, the same federation: everything of the first one is played again in the second round."""
     federation = make()
     played: list[Passing] = []

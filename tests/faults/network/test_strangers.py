@@ -246,7 +246,7 @@ MAX_LOG_BYTES = 256 * 1024
 
 @pytest.mark.broker
 @pytest.mark.parametrize("kind", ["heartbeats", "manifests", "bad signatures", "chunks", "hellos"])
-def test_a_flooding_device_delays_the_others_little_and_is_silenced_above_what_is_allowed(
+def test_a_flooding_device_delays_others_little_and_is_silenced_above_what_is_allowed(
     tmp_path: Path, kind: str
 ) -> None:
     seen = flooded(tmp_path, kind, RATE, HARD_RATE)

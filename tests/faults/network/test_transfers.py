@@ -175,8 +175,7 @@ def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path
     assert {event["way"] for event in mixed.events("a", "carrier") if event["works"]} == {"up", "down"}
     assert mixed.events("b", "carrier") == []
     for parties in (mixed, alike):
-        stored = parties.events(COORDINATOR, "update_stored")
-        assert sorted(event["client"] for event in stored) == ["a", "b"]
+        assert sorted(event["client"] for event in parties.events(COORDINATOR, "update_stored")) == ["a", "b"]
 
 
 @pytest.mark.slow
