@@ -46,15 +46,8 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         helped: another box of the cohort tells the attacker what it has.
         setting: of the run (`RunSetting`); small by default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
     """
-    defaults = {
-        "clients": 3,
-        "rounds": 2,
-        "images_per_client": 100,
-        "local_epochs": 2,
-        "quick": True,
-        "partition": "iid",
-    }
-    run = RunSetting.model_validate({**defaults, **setting})
+    small = {"clients": 3, "rounds": 2, "images_per_client": 100, "local_epochs": 2, "quick": True, "partition": "iid"}
+    run = RunSetting.model_validate({**small, **setting})
     party = simulated_party(run, run.source())
     spec = party.spec
     before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))

@@ -60,14 +60,13 @@ class Moto:
         return True
 
     def _client(self) -> Any:
-        once = Config(retries={"max_attempts": 1}, connect_timeout=2, proxies={})
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
             region_name="us-east-1",
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=once,
+            config=Config(retries={"max_attempts": 1}, connect_timeout=2, proxies={}),
         )
 
 

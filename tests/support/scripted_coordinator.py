@@ -91,8 +91,7 @@ class ScriptedCoordinator:
         self.publish(self.topics.down_control(self.device), self.session.stamp(message))
 
     def come_online(self) -> None:
-        status = CoordinatorStatus(**self.address(EVERYONE), online=True)
-        self.publish(self.topics.coordinator, status, retain=True)
+        self.publish(self.topics.coordinator, CoordinatorStatus(**self.address(EVERYONE), online=True), retain=True)
 
     def restart(self) -> None:
         """As a new process with a new lease: sessions are forgotten."""
@@ -122,8 +121,7 @@ class ScriptedCoordinator:
         self.publish(self.topics.offer, message, retain=True)
 
     def broadcast(self, data: bytes) -> None:
-        ref = self.serve(data)
-        for frame in frames_for(data, ref):
+        for frame in frames_for(data, self.serve(data)):
             self._transport.publish(self.topics.aggregate, frame, qos=0)
 
     def invite(self, round_number: int, attempt: int = 1) -> None:

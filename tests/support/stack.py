@@ -239,8 +239,7 @@ class Stack:
         path = (self.home if of == "coordinator" else self.store(of)) / "events.jsonl"
         if not path.exists():
             return []
-        lines = path.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1] if line.endswith("}")]
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line.endswith("}")]
 
     def wait_event(
         self, of: str, matches: Callable[[dict[str, Any]], bool], what: str, deadline_s: float = 90.0

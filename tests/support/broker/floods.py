@@ -22,18 +22,8 @@ from coordinator.paths import Home
 from coordinator.service.service import Service
 from fedcg.event_log import read_events
 from fedcg.wire.errors import TransportError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, seal
-from fedcg.wire.messages.schemas import (
-    SPOKEN,
-    Decline,
-    DeclineReason,
-    Heartbeat,
-    Hello,
-    Invite,
-    Manifest,
-    Need,
-    Receipt,
-)
 from fedcg.wire.transfer.chunks import chunk_frame
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
@@ -94,9 +84,9 @@ class Box(FakeDevice):
         timer.daemon = True
         timer.start()
 
-    def in_session(self, message: Invite | Need | Receipt) -> None:
+    def in_session(self, message: schemas.Invite | schemas.Need | schemas.Receipt) -> None:
         is_old = (
-            isinstance(message, Receipt)
+            isinstance(message, schemas.Receipt)
             and self.pending is not None
             and message.artifact != self.pending[0].artifact.id
         )
@@ -126,7 +116,7 @@ class Flooder:
 
     def run(self) -> None:
         """Flood until the process ends."""
-        self.box.decline = DeclineReason.NOT_ELIGIBLE
+        self.box.decline = schemas.DeclineReason.NOT_ELIGIBLE
         self.box.start()
         due, last, declined_at = 0.0, time.monotonic(), 0.0
         ready: list[tuple[str, bytes]] = []  # making and signing them takes longer than sending them
@@ -141,7 +131,7 @@ class Flooder:
                 self._send(*(ready[number % READY] if ready else self.make()))
             due -= int(due)
             with self.box.lock:
-                self.box.silent, self.box.decline = is_hard, None if is_hard else DeclineReason.NOT_ELIGIBLE
+                self.box.silent, self.box.decline = is_hard, None if is_hard else schemas.DeclineReason.NOT_ELIGIBLE
             if not is_hard and now >= declined_at + DECLINE_S:
                 declined_at = now
                 self._decline()
@@ -154,7 +144,9 @@ class Flooder:
         """Again and again: in a flood of its own some get lost."""
         with self.box.lock, suppress(TransportError):
             if self.box.session is not None and self.round:
-                self.box.tell(Decline(**self.box.addressed(self.round, 1), reason=DeclineReason.NOT_ELIGIBLE))
+                self.box.tell(
+                    schemas.Decline(**self.box.addressed(self.round, 1), reason=schemas.DeclineReason.NOT_ELIGIBLE)
+                )
 
     def _signed(self, message: Any, *, stamped: bool = True) -> tuple[str, bytes]:
         box = self.box
@@ -164,19 +156,19 @@ class Flooder:
         return box.topics.up_control(box.name), seal(message, box.key)
 
     def _heartbeats(self) -> tuple[str, bytes]:
-        return self._signed(Heartbeat(**self.box.addressed()))
+        return self._signed(schemas.Heartbeat(**self.box.addressed()))
 
     def _hellos(self) -> tuple[str, bytes]:
         nonce = f"{next(self.numbers) + (1 << 64):032x}"
-        hello = Hello(**self.box.addressed(), nonce=nonce, versions=SPOKEN, agent="flood-1")
+        hello = schemas.Hello(**self.box.addressed(), nonce=nonce, versions=schemas.SPOKEN, agent="flood-1")
         return self._signed(hello, stamped=False)
 
     def _manifests(self) -> tuple[str, bytes]:
         where = self.box.addressed(1_000_000 + next(self.numbers), 1)
-        return self._signed(Manifest(**where, artifact=make_ref(self.garbage, 1024)))
+        return self._signed(schemas.Manifest(**where, artifact=make_ref(self.garbage, 1024)))
 
     def _bad_signatures(self) -> tuple[str, bytes]:
-        topic, payload = self._signed(Heartbeat(**self.box.addressed()))
+        topic, payload = self._signed(schemas.Heartbeat(**self.box.addressed()))
         return topic, payload[:10] + bytes([payload[10] ^ 1]) + payload[11:]
 
     def _chunks(self) -> tuple[str, bytes]:
@@ -259,8 +251,7 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
 def _coordinate(root: Path) -> None:
     home = Home(root / "home")
     with home.locked(), _opened(home, home.config()) as (store, events):
-        context_of = _contexts(home, home.config(), store, events)
-        context = context_of(store.federations()[0])
+        context = _contexts(home, home.config(), store, events)(store.federations()[0])
         service = Service(replace(context, make_worker=PlainWorker))
         service.start()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=service.stop).start())

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.jobs import (
-    Assessed,
-    Job,
-    JobDone,
-    OpenedSum,
-    Updates,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
+from coordinator.aggregation import jobs
 from coordinator.updates.robustness import Distances, Figures
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -29,14 +20,14 @@ from tests.support.coordinator.toy_artifacts import tiny_spec
 class NoWorker:
     """The aggregate of every round is the one it started from."""
 
-    settings: WorkerSettings
-    notify: Callable[[WorkerReady | Assessed | JobDone], None]
-    job: Job | None = None
+    settings: jobs.WorkerSettings
+    notify: Callable[[jobs.WorkerReady | jobs.Assessed | jobs.JobDone], None]
+    job: jobs.Job | None = None
 
     def start(self) -> None:
-        self.notify(WorkerReady(0, 1, "cpu"))
+        self.notify(jobs.WorkerReady(0, 1, "cpu"))
 
-    def open(self, job: Job) -> None:
+    def open(self, job: jobs.Job) -> None:
         self.job = job
 
     def add(self, client: str, artifact: str) -> None:
@@ -44,14 +35,14 @@ class NoWorker:
 
     def assess(self, updates: Mapping[str, str]) -> None:
         assert self.job is not None
-        self.notify(Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
+        self.notify(jobs.Assessed(self.job.round, self.job.attempt, dict.fromkeys(updates, Figures())))
 
-    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
+    def finish(self, updates: jobs.Updates, limits: Distances, opened: jobs.OpenedSum = jobs.OpenedSum()) -> None:
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
-        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+        self.notify(jobs.JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
 
-    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+    def follow(self, reply: Any) -> tuple[jobs.WorkerEvent, ...]:
         return (reply,)
 
     def tick(self) -> None:

@@ -8,18 +8,8 @@ import numpy as np
 
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
 from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.messages.schemas import (
-    FromDevice,
-    SumDealt,
-    SumExchange,
-    SumKeys,
-    SumMembers,
-    SumOpened,
-    SumOpening,
-    SumSurvivors,
-    ToDevice,
-)
 from fedcg.wire.parts import MIN_SUM_DEVICES
 from fedcg.wire.sealed_numbers import Numbers
 from fedcg.wire.sums import SumRound, unsealed
@@ -93,7 +83,7 @@ class Cohort:
     def roster(self) -> dict[str, VerifyKey]:
         return {name: key.public for name, key in self.keys.items()}
 
-    def keeper(self, name: str, exchange: SumExchange = "parts") -> SumKeeper:
+    def keeper(self, name: str, exchange: schemas.SumExchange = "parts") -> SumKeeper:
         told = self.numbered[name].model_dump() if name in self.numbered else {}
         disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster)
         return SumKeeper(*signs, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES, exchange, lambda: SECRET)
@@ -109,29 +99,29 @@ class Cohort:
                 following += board.receive(name, reply, self.now)
         return following or self.late(board)
 
-    def reply(self, name: str, step: ToDevice, at: SumRound = AT) -> FromDevice | None:
+    def reply(self, name: str, step: schemas.ToDevice, at: SumRound = AT) -> schemas.FromDevice | None:
         keeper = self.keeper(name, at.exchange)
-        if isinstance(step, SumMembers):
+        if isinstance(step, schemas.SumMembers):
             return keeper.members(at, step)
-        if isinstance(step, SumDealt):
+        if isinstance(step, schemas.SumDealt):
             keeper.dealt(at, step)
             return keeper.number(at) if at.exchange == "weights" else None
-        if isinstance(step, SumOpened):
+        if isinstance(step, schemas.SumOpened):
             keeper.opened(at, step)
-        if isinstance(step, SumSurvivors):
+        if isinstance(step, schemas.SumSurvivors):
             return keeper.survivors(at, step)
-        if isinstance(step, SumOpening):
+        if isinstance(step, schemas.SumOpening):
             return keeper.opening(at, step)
         return None
 
-    def keys_of(self, name: str, at: SumRound = AT) -> SumKeys | None:
+    def keys_of(self, name: str, at: SumRound = AT) -> schemas.SumKeys | None:
         """A device's announcement; its numbers, which move as far as the mean is, follow in training."""
         self.numbered[name] = Numbered(
             round=at.round, attempt=at.attempt, parts=("extractor",), sketch=(float(at.round),), to_mean=1.0
         )
         return self.keeper(name, at.exchange).announce(at, self.weights[name], self.votes[name])
 
-    def announced(self, name: str) -> SumKeys:
+    def announced(self, name: str) -> schemas.SumKeys:
         """The same as other devices get it."""
         keys = self.keys_of(name)
         assert keys is not None

@@ -73,12 +73,7 @@ def update_header(
     return ArtifactHeader(**{**values, **changes})
 
 
-def aggregate_bytes(spec: FederationSpec, round_number: int, attempt: int, seed: int) -> bytes:
-    about: dict[str, Any] = {
-        "federation": spec.federation,
-        "round": round_number,
-        "attempt": attempt,
-        "client": COORDINATOR,
-    }
+def aggregate_bytes(spec: FederationSpec, number: int, attempt: int, seed: int) -> bytes:
+    about: dict[str, Any] = {"federation": spec.federation, "round": number, "attempt": attempt, "client": COORDINATOR}
     header = ArtifactHeader(kind="aggregate", method=spec.method, **about)
     return pack(header, random_parts(shared_layouts(spec), seed))

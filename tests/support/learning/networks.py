@@ -186,12 +186,11 @@ def tiny_plan(
 ) -> FederationPlan:
     """A plan of a quick federation on it."""
     pinned = None if weights is None else weights_digest(weights)
-    network = NetworkChoice(split=split, weights=pinned, freeze=freeze, noise_dim=8)
     return FederationPlan(
         federation="tiny",
         classes=CLASSES,
         image=IMAGENET,
-        network=network,
+        network=NetworkChoice(split=split, weights=pinned, freeze=freeze, noise_dim=8),
         method=method,
         params={"epochs": 1, "batch_size": 8, **params},
         rounds=2,

@@ -21,14 +21,7 @@ from fedcg.learning.simulation.simulation import update_of
 from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.stage import Batches, Stage, run_stage
-from tests.support.learning.learning_cases import (
-    aggregator_of,
-    bright_images,
-    context,
-    local_round_of,
-    merged,
-    usual_plan,
-)
+from tests.support.learning import learning_cases as cases
 
 VARIANTS: Mapping[str, tuple[str, dict[str, ParameterValue], dict[str, ParameterValue]]] = {
     "fedavg on lenet5": ("fedavg", {"optimiser": "sgd", "lr": 0.01}, {"split": "lenet5"}),
@@ -86,7 +79,7 @@ def copied(tensors: Tensors) -> Tensors:
 def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
     """The stages of a client's third round, and of the server after two clients."""
     name, params, network = VARIANTS.get(case, (case, {}, {}))
-    plan = usual_plan(name, **{"steps": 5, **params})  # of 8, 8, 8, 2 and 8 rows
+    plan = cases.usual_plan(name, **{"steps": 5, **params})  # of 8, 8, 8, 2 and 8 rows
     plan = plan.model_copy(update={"network": plan.network.model_copy(update=network), "augment_flip": True})
     spec, found = complete_spec(plan), dict[str, Caught]()
 
@@ -104,10 +97,12 @@ def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
             if getattr(module, "__name__", "") != __name__ and vars(module).get("run_stage") is run_stage:
                 patch.setattr(module, "run_stage", caught)
         for client, images in (("a", 26), ("b", 20)):
-            ctx = replace(context(spec, 3, client.encode()), machine=Machine(device))
-            result = local_round_of(spec, bright_images(images, images, form=spec.image), incoming, ctx)
+            ctx = replace(cases.context(spec, 3, client.encode()), machine=Machine(device))
+            result = cases.local_round_of(spec, cases.bright_images(images, images, form=spec.image), incoming, ctx)
             updates[client] = update_of(client, result)
-        merged(aggregator_of(spec, replace(context(spec, 3, b"coordinator"), machine=Machine(device))), updates)
+        cases.merged(
+            cases.aggregator_of(spec, replace(cases.context(spec, 3, b"coordinator"), machine=Machine(device))), updates
+        )
     return tuple(found.values())
 
 

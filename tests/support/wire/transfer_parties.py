@@ -141,8 +141,7 @@ class DigestWorker(NoWorker):
         where = {"kind": "aggregate", "round": job.round, "attempt": job.attempt, "client": COORDINATOR}
         contents = [artifacts.get(artifact) for _, artifact, _ in sorted(updates)]
         merged = packed(spec, hashlib.sha256(b"".join(contents)).hexdigest(), **where)
-        done = JobDone(job.round, job.attempt, artifacts.put(merged), len(merged), job.server_state)
-        self.notify(done)
+        self.notify(JobDone(job.round, job.attempt, artifacts.put(merged), len(merged), job.server_state))
 
 
 class UntaughtTrainer(FakeTrainer):
@@ -332,12 +331,10 @@ class World:
     def finish(self, deadline_s: float = 120.0) -> dict[str, Any]:
         """Wait for the end; returns how the update came. Nothing was counted twice."""
         self.parties.wait_finished(deadline_s)
-        assert len(self.parties.events(COORDINATOR, "update_stored")) == self.parties.plan.rounds
-        assert len(self.parties.events(COORDINATOR, "attempt_opened")) == self.parties.plan.rounds
-        assert [event["outcome"] for event in self.parties.events("a", "receipt")] == (
-            ["accepted"] * self.parties.plan.rounds
-        )
-        return self.parties.events(COORDINATOR, "update_stored")[0]
+        rounds, stored = self.parties.plan.rounds, self.parties.events(COORDINATOR, "update_stored")
+        assert len(stored) == len(self.parties.events(COORDINATOR, "attempt_opened")) == rounds
+        assert [event["outcome"] for event in self.parties.events("a", "receipt")] == ["accepted"] * rounds
+        return stored[0]
 
     def download(self) -> dict[str, Any]:
         return next(event for event in self.parties.events("a", "artifact_stored") if event["what"] == "aggregate")
