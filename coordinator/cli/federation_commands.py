@@ -35,6 +35,9 @@ Start = Annotated[bool, typer.Option("--start/--no-start", help="Start it, or le
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    is_frozen: Annotated[
+        bool, typer.Option("--frozen", help="With --example: one exchange over a frozen pretrained backbone.")
+    ] = False,
 ) -> Result:
     """Check a plan, or print an example of one; docs/plan.md has every field.
 
@@ -44,7 +47,8 @@ def federation_plan(
     from coordinator.operations.create_federation import example_plan, read_plan
 
     if example:
-        return {"plan": example_plan()}, example_plan().rstrip("\n")
+        text = example_plan(is_frozen=is_frozen)
+        return {"plan": text}, text.rstrip("\n")
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
     wanted = read_plan(plan, in_full=True)

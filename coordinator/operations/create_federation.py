@@ -23,8 +23,10 @@ from pydantic import BaseModel, ValidationError, field_validator
 from coordinator.errors import PlanError, StoppingError
 from fedcg.child_python import loading, module_command
 from fedcg.config_file import Place, listed, numbered, problems_of, read_toml
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.learning.split_names import IMAGENET, weights_digest, weights_for
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
@@ -62,9 +64,44 @@ class OperatorPlan(FederationPlan):
         return name
 
 
-def example_plan() -> str:
-    """A plan with comments, to start from."""
-    return files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
+FROZEN = "efficientnet_lite0"
+"""The backbone of an example with a frozen one: of those with a package of weights the smallest."""
+
+
+def example_plan(*, is_frozen: bool = False) -> str:
+    """A plan with comments, to start from.
+
+    Args:
+        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` is better than rounds of training (docs/comparison.md).
+
+    Raises:
+        PlanError: the backbone's weights are not on this machine.
+    """
+    text = files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
+    if not is_frozen:
+        return text
+    try:
+        weights = weights_for(FROZEN, None)
+    except NetworkError as error:
+        raise PlanError(str(error)) from error
+    if weights is None:
+        raise PlanError(
+            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or fedcg network fetch {FROZEN}"
+        )
+    for usual, ours in (
+        ('method = "fedcg"', 'method = "analytic"'),
+        ("rounds = 20", "rounds = 1"),
+        ("# min_clients = 3", "min_clients = 4"),
+        ("height = 32\nwidth = 32", "height = 96\nwidth = 96"),
+        ("mean = [0.5, 0.5, 0.5]", f"mean = {list(IMAGENET[0])}"),
+        ("std = [0.5, 0.5, 0.5]", f"std = {list(IMAGENET[1])}"),
+        ('# split = "lenet5_relu"', f'split = "{FROZEN}+project:1280"\nweights = "{weights_digest(weights)}"'),
+        ('# freeze = "none"', 'freeze = "all"'),
+        ("show fedcg`.\n# epochs = 20", "show analytic`."),
+    ):
+        before, text = text, text.replace(usual, ours)
+        assert text != before, usual
+    return text
 
 
 def read_plan(path: Path, *, in_full: bool = False, complete: Complete | None = None) -> FederationPlan:

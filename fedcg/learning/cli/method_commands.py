@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedcg.learning.registry import method_names
 from fedcg.terminal import Result, prints
+from fedcg.text_output import table
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
 
 if TYPE_CHECKING:
@@ -20,17 +22,38 @@ _LABEL_COUNTS = {
     "required": ", and label counts",
 }
 
+WHEN: Mapping[str, str] = {
+    "fedseal": "4 or more boxes share a secret: FedAvg's accuracy or more, and nobody outside reads an extractor",
+    "analytic": "the backbone is pretrained and frozen, and boxes share a secret: one exchange, whatever the split of images",
+    "fedavg": "everybody may read the networks; with aux=1 ema=0.998 server_momentum=0.3",
+    "fedsplit": "no common secret, extractors may not leave: the fewest bytes; with aux=1 ema=0.998",
+    "fedcg": "no common secret, extractors may not leave, and labels or kinds of images differ",
+    "fedmd_cg": "as fedcg, where boxes may tell their label counts",
+    "fedgh": "boxes have different networks, and may tell the mean features of a class",
+    "feddf": "everybody may read the networks, and the coordinator has public images of the same kind",
+    "fedprox": "to compare: gained nothing over fedavg here",
+    "fedper": "to compare: the extractor is shared, the classifier stays",
+    "fedproto": "to compare: prototypes alone are shared; near local training here",
+    "fedgen": "to compare with fedcg",
+    "ppidsg": "the classifier may not leave either; needs many images, and costs accuracy",
+    "local": "to compare: nothing is shared",
+}
+"""Which method to take when, from the figures of docs/comparison.md, docs/papers.md and docs/benchmarks.md."""
+
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 
 
 @method_app.command("list")
 @prints
 def list_methods() -> Result:
-    """Names of all methods.
+    """All methods, and which to take when: the better choices first.
 
     Example: fedcg method list
     """
-    return method_names(), "\n".join((*method_names(), "Next: fedcg method show NAME"))
+    others = [name for name in method_names() if name not in WHEN]
+    found = {**WHEN, **dict.fromkeys(others, "")}
+    text = table(("method", "take it when"), found.items(), "")
+    return found, f"{text}\nFigures: docs/comparison.md\nNext: fedcg method show NAME"
 
 
 @method_app.command("show")

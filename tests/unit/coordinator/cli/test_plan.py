@@ -31,6 +31,12 @@ def test_the_document_has_a_row_for_every_field() -> None:
     assert sorted(rows) == sorted(names)
 
 
+def test_the_example_for_a_frozen_backbone_can_be_used_as_it_is(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(_run("plan", "--example", "--frozen").stdout)
+    assert "all fields can be used (analytic)" in _run("plan", str(plan)).stdout
+
+
 def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp_path: Path) -> None:
     example = _run("plan", "--example").stdout
     plan = tmp_path / "plan.toml"

@@ -13,7 +13,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext, Weights
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
-from fedcg.learning.registry import get_method
+from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
@@ -296,12 +296,13 @@ def command(*arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_methods_are_listed_without_importing_torch() -> None:
-    words = command("list").split()
-    names, torch_loaded = words[: words.index("Next:")], words[-1]
-    assert {"fedcg", "fedmd_cg", "local"} <= set(names)
-    assert torch_loaded == "False"
-    assert data_of(command("list", "--json")) == names
+def test_methods_are_listed_with_when_to_take_which_without_importing_torch() -> None:
+    lines = command("list").splitlines()
+    when = data_of(command("list", "--json"))
+    assert when.keys() == set(method_names())
+    assert all(when.values())
+    assert [" ".join(line.split()) for line in lines[1:-3]] == [f"{name} {text}" for name, text in when.items()]
+    assert lines[-1] == "False"
     assert command("show", "--help").split()[-1] == "False"
 
 
