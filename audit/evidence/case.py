@@ -16,6 +16,7 @@ import torch
 from audit.errors import DecodeError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Method, Weights
+from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
@@ -31,16 +32,16 @@ class Colluder:
 
     Attributes:
         secret: the cohort's.
-        extractor: what the extractors of the whole cohort started from.
+        extractor: what the extractors of the whole cohort started from: the mean of a sealed sum, or the cohort's start.
     """
 
     secret: bytes
     extractor: Weights
 
     @classmethod
-    def of(cls, spec: FederationSpec, secret: bytes) -> Colluder:
-        """Who knows the secret."""
-        return cls(secret, initial_parts(spec, secret)[Part.EXTRACTOR])
+    def of(cls, spec: FederationSpec, secret: bytes, before: Mapping[Part, Weights]) -> Colluder:
+        """Who knows the secret, and with it reads the aggregate that a round started from."""
+        return cls(secret, before.get(Part.EXTRACTOR) or initial_parts(spec, secret)[Part.EXTRACTOR])
 
 
 def read_secret(path: Path) -> bytes:
@@ -141,6 +142,11 @@ class View:
         return get_method(self.spec.method)
 
     @property
+    def hidden(self) -> frozenset[Part]:
+        """The networks that nobody else sees: private ones, and those of sealed sums."""
+        return self.method.payload.private | frozenset(self.spec.sealed) & frozenset(NETWORKS)
+
+    @property
     def shares_extractor(self) -> bool:
         """Whether the whole model is sent."""
         return Part.EXTRACTOR in self.update
@@ -205,7 +211,7 @@ class Case:
     def model(self, *, after: bool = False) -> Mapping[Part, Weights] | None:
         """The device's whole model as the round started (or ended): its private parts and the shared ones; None without `--private`."""
         private = self.truth.after if after else self.truth.before
-        if private is None and self.view.method.payload.private:
+        if private is None and self.view.hidden:
             return None
         return {**(private or {}), **(self.view.update if after else self.view.before.parts)}
 
@@ -220,10 +226,11 @@ class Case:
         """What an attack needs and this case has not, as a sentence for the report with the remedy; None where all is there."""
         missing = sorted(part.value for part in parts - self.view.update.keys())
         if missing:
-            return f"{self.view.spec.method} sends no {' and no '.join(missing)}"
+            when = f" in round {self.view.round}" if self.view.spec.alternates else ""
+            return f"{self.view.spec.method} sends no {' and no '.join(missing)}{when}"
         if auxiliary and (self.view.auxiliary is None or len(self.view.auxiliary) < 2 * self.view.spec.class_count):
             return "the attacker needs labelled images of the same kind: give --auxiliary"
-        if private and self.truth.before is None and self.view.method.payload.private:
+        if private and self.truth.before is None and self.view.hidden:
             return "the gradients of single batches follow from the device's private networks: give --private"
         if held_out and len(self.truth.held_out) < 2:
             return "there are no images of the device that were not trained on: give some as --held-out"

@@ -16,7 +16,6 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.assembly import layout_of
 from fedcg.learning.networks.own_backbone import device_spec
-from fedcg.learning.registry import get_method
 from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
@@ -84,7 +83,7 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
         DecodeError: it can't be read.
         TruthError: the round is not there, or the tensors are not those of the spec.
     """
-    wanted = get_method(view.spec.method).payload.private
+    wanted = view.hidden
     if place.is_dir():
         states = {one.round: one for one in map(_generation, sorted((place / "generations").glob("*")))}
         if view.round not in states:
@@ -167,6 +166,6 @@ def _check_layout(view: View, parts: PrivateParts | None, place: Path) -> None:
             raise TruthError(
                 f"{place}: its {part.value} has other tensors than the federation's: another network or device?"
             )
-    missing = sorted(part.value for part in get_method(view.spec.method).payload.private - (parts or {}).keys())
+    missing = sorted(part.value for part in view.hidden - (parts or {}).keys())
     if parts is not None and missing:
         raise TruthError(f"{place} holds no {', '.join(missing)}")

@@ -6,24 +6,29 @@ Nothing in such a folder is believed: names are checked against sha256, sizes ar
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from audit.errors import CaptureError, DecodeError
-from audit.evidence.case import View
+from audit.evidence.case import Colluder, View
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.errors import NOT_FOUND
 from fedcg.files import file_sha256
+from fedcg.learning.aggregation.sealed_means import opened_means
 from fedcg.learning.errors import LearningError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate
+from fedcg.learning.method import Aggregate, Weights
+from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, read_header, unpack
+from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
-from fedcg.wire.parts import Report
+from fedcg.wire.parts import Part, Report
+from fedcg.wire.sealed_numbers import Numbers
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GAPS = {
@@ -55,7 +60,11 @@ class RecordedUpdates:
         return {(client, number): id_ for client, number, _, id_ in sorted(found)}
 
     def view(
-        self, client: str | None = None, round_number: int | None = None, auxiliary: ImageSet | None = None
+        self,
+        client: str | None = None,
+        round_number: int | None = None,
+        auxiliary: ImageSet | None = None,
+        secret: bytes | None = None,
     ) -> View:
         """What an attacker has of one client in one round.
 
@@ -63,6 +72,7 @@ class RecordedUpdates:
             client: the only one in the folder where it is None.
             round_number: the last one of the client where it is None.
             auxiliary: what the attacker has beside.
+            secret: the cohort's, of an attacker whom one of its boxes helps: it opens the means in sealed sums.
 
         Raises:
             CaptureError: no such update, or the aggregate that it builds on is not there.
@@ -82,9 +92,17 @@ class RecordedUpdates:
                 f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; there are those of "
                 f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}"
             )
-        return self._view(client, round_number, there, auxiliary)
+        view = self._view(client, round_number, there, auxiliary, secret)
+        return view if secret is None else replace(view, colluder=Colluder.of(view.spec, secret, view.before.parts))
 
-    def _view(self, client: str, number: int, there: Mapping[tuple[str, int], str], auxiliary: ImageSet | None) -> View:
+    def _view(
+        self,
+        client: str,
+        number: int,
+        there: Mapping[tuple[str, int], str],
+        auxiliary: ImageSet | None,
+        secret: bytes | None,
+    ) -> View:
         header = self.headers[there[client, number]]
         base = self._base(header)
         # The one that was made of this update's base comes first: an attempt that was given up may have left another.
@@ -94,10 +112,10 @@ class RecordedUpdates:
             self.spec,
             client,
             number,
-            to_weights(self._decoded(there[client, number], base).parts),
-            self._aggregate(base.id),
-            None if after is None else self._aggregate(after),
-            {name: to_weights(self._decoded(id_, self._base(self.headers[id_])).parts) for name, id_ in others.items()},
+            self._update(there[client, number], base),
+            self._aggregate(base.id, secret),
+            None if after is None else self._aggregate(after, secret),
+            {name: self._update(id_, self._base(self.headers[id_])) for name, id_ in others.items()},
             header.report or Report(),
             auxiliary,
             artifact=there[client, number],
@@ -114,26 +132,40 @@ class RecordedUpdates:
             )
         return Base(header.base, self._decoded(header.base).parts)
 
-    def _aggregate(self, id_: str) -> Aggregate:
+    def _update(self, id_: str, base: Base) -> dict[Part, Weights]:
+        """What an attacker reads in an update: nothing of what is behind masks."""
+        return _readable(self._decoded(id_, base).parts)
+
+    def _aggregate(self, id_: str, secret: bytes | None) -> Aggregate:
         decoded = self._decoded(id_)
-        return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
+        parts, header = _readable(decoded.parts), decoded.header
+        for one in sorted({some.parts for some in header.sums} if secret is not None else ()):
+            sealed = cast("Mapping[str, Numbers]", decoded.parts[Part.SEALED])
+            groups = [some for some in header.sums if some.parts == one]
+            try:
+                parts |= to_weights(opened_means(sealed, groups, self.spec, secret or b""))
+            except WireError as error:
+                raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {error}") from error
+        return Aggregate(parts, header.label_distribution)
 
     def _decoded(self, id_: str, base: Base | None = None) -> Artifact:
         spec, header, method = self.spec, self.headers[id_], get_method(self.spec.method)
-        parts = method.payload.down if header.kind == "aggregate" else frozenset(spec.upload)
-        codec = spec.aggregate_codec if header.kind == "aggregate" else spec.codec
-        layouts = {part: spec.layouts[part] for part in sorted(parts)}
-        known = (
-            None
-            if base is None or not spec.with_base
-            else Base(base.id, {part: base.parts[part] for part in spec.with_base})
-        )
+        down = on_wire(method.payload.down, frozenset(spec.sealed))
+        is_down = header.kind == "aggregate"
+        layouts = {part: spec.layouts[part] for part in sorted(down)} if is_down else spec.update_layouts(header.round)
+        codec = spec.aggregate_codec if is_down else spec.codec
+        with_base = [part for part in spec.with_base if part in layouts]
+        known = None if base is None or not with_base else Base(base.id, {part: base.parts[part] for part in with_base})
         codecs = codecs_for(layouts, codec, frozenset() if known is None else frozenset(known.parts))
         try:
             return unpack((self.folder / id_).read_bytes(), layouts, codecs=codecs, base=known)
         except (WireError, OSError) as error:
             what = f"the {header.kind} of {header.client} in round {header.round} ({id_[:12]})"
             raise DecodeError(f"{what} is not what the federation's spec says: {error}") from error
+
+
+def _readable(parts: PartArrays) -> dict[Part, Weights]:
+    return to_weights({part: tensors for part, tensors in parts.items() if part is not Part.SEALED})
 
 
 def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates:

@@ -6,6 +6,7 @@ start of the private parts). Folders have mode 0700, files 0600. Every file is a
 crash writes the same bytes. Uses torch.
 """
 
+import hashlib
 import io
 import json
 import shlex
@@ -24,6 +25,7 @@ from edge_client.config import PolicySection
 from edge_client.firewall import UpdateFacts, build_update
 from experiments.simulation.batch import RunSetting
 from fedcg.files import replace_durably
+from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
@@ -31,8 +33,11 @@ from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
-from fedcg.wire.messages.schemas import COORDINATOR
+from fedcg.wire.artifacts.payload import PartArrays
+from fedcg.wire.messages.schemas import COORDINATOR, SealedSum
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report
+from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers, number_count, to_numbers
+from fedcg.wire.sums import SumRound, cohort_mask
 
 UPDATES_FOLDER = "updates"
 MAX_AUXILIARY = 10_000
@@ -133,7 +138,8 @@ class RecordedUpdates:
 
         Its header names no base: the earlier aggregate may not be among those that are kept.
         """
-        spec, parts = self._party.spec, to_arrays(now.aggregate.parts)
+        spec, plain = self._party.spec, to_arrays(now.aggregate.parts)
+        parts, sums = self._behind_masks(plain, now.rounds)
         header = ArtifactHeader(
             kind="aggregate",
             method=spec.method,
@@ -142,8 +148,27 @@ class RecordedUpdates:
             attempt=ATTEMPT if now.rounds else 0,
             client=COORDINATOR,
             label_distribution=now.aggregate.label_distribution,
+            sums=sums,
         )
         return Base(self._take(pack(header, parts, spec.aggregate_codec)), parts)
+
+    def _behind_masks(self, parts: PartArrays, number: int) -> tuple[PartArrays, tuple[SealedSum, ...]]:
+        """An aggregate's parts as they cross: sealed means as one device's numbers of a sum, under the mask of the cohort's secret."""
+        spec, name = self._party.spec, min(self._party.datasets)
+        if not spec.sealed:
+            return parts, ()
+        numbers: dict[str, Numbers] = {
+            part.value: np.zeros(number_count(spec.layouts[part]), np.uint32) for part in spec.sealed
+        }
+        sums = []
+        for part in sorted(parts.keys() & frozenset(spec.sealed)):
+            digest = hashlib.sha256(f"round {number}, {part.value}".encode()).hexdigest()
+            at = SumRound(spec.federation, max(1, number), ATTEMPT)
+            sums.append(SealedSum(round=at.round, attempt=ATTEMPT, parts=(part,), digest=digest, names=(name,)))
+            mean = to_numbers(parts[part], spec.layouts[part], range_of(spec), MOST_SHARE)
+            numbers[part.value] = mean + cohort_mask(at, self._party.roots.cohort, digest, name, mean.size)
+        clear = {part: tensors for part, tensors in parts.items() if part not in spec.sealed}
+        return {**clear, Part.SEALED: numbers}, tuple(sums)
 
     def _write_parts(self, client: str, before: Simulation, now: Simulation) -> None:
         """Write a client's private parts as the round found and left them, its extras; of shared parts, what came down and what was sent."""

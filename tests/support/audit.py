@@ -64,7 +64,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         {name: parts for name, parts in sent.items() if name != client},
         Report(examples=len(data.train)),
         _first(party.common, auxiliary),
-        colluder=Colluder.of(spec, party.roots.cohort) if helped else None,
+        colluder=Colluder.of(spec, party.roots.cohort, {}) if helped else None,
     )
     start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
     truth = Truth(data.train, joined(data.val, data.test), start, end, after.states[client].extras)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from audit.errors import DecodeError
+from audit.evidence.case import read_secret
 from audit.evidence.device_data import read_private
 from audit.evidence.updates import read_updates
 from audit.recording.leakage import check_recording
@@ -97,6 +99,23 @@ def test_the_recorded_updates_of_a_round_merge_to_its_aggregate(codecs: tuple[st
         expected = merged if coding is None else coding.aggregate(merged)[0]
         assert view.after is not None
         assert same_parts(view.after.parts, expected)
+
+
+def test_sealed_means_of_a_recording_are_read_with_the_cohorts_secret_alone(tmp_path: Path) -> None:
+    setting = SMALL_AVERAGED.model_copy(update={"method": "fedseal", "params": {}, "rounds": 3, "start": "cohort"})
+    folder = recorded(setting, tmp_path)
+    secret = read_secret(folder / "initial.json")
+    outsider, helped = (read_updates(folder).view("client-1", 3, None, known) for known in (None, secret))
+    assert set(outsider.before.parts) == set(outsider.update) == {Part.CLASSIFIER}
+    came = private_parts(folder, "client-1", 3, "before")[Part.EXTRACTOR]
+    assert all(torch.allclose(helped.before.parts[Part.EXTRACTOR][name], one, atol=1e-5) for name, one in came.items())
+    assert helped.colluder is not None
+    assert helped.colluder.extractor == helped.before.parts[Part.EXTRACTOR]
+    with pytest.raises(DecodeError, match="the sealed sum in the aggregate of round 2"):
+        read_updates(folder).view("client-1", 3, None, bytes(32))
+    check = check_recording(folder, sorted((folder / "truth").glob("*.safetensors")))
+    assert check.sealed.tensors
+    assert check.is_clean
 
 
 def test_a_recording_is_an_observers_folder_with_what_a_device_reports_by_default_and_the_spec(tmp_path: Path) -> None:
