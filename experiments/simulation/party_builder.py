@@ -165,7 +165,7 @@ class WireCoding:
 
     def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
         """An aggregate as both sides have it, and the size of its artifact."""
-        return self._beside_sealed("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
+        return self._through("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
 
     def update(
         self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
@@ -173,21 +173,7 @@ class WireCoding:
         """An update as the server decodes it, and the size of its artifact."""
         known = {part: base[part] for part in self.spec.with_base}
         known_base = Base(_BASE, to_arrays(known)) if known else None
-        return self._beside_sealed("update", client, parts, self.spec.codec, known_base)
-
-    def _beside_sealed(
-        self,
-        kind: Literal["update", "aggregate"],
-        sender: str,
-        parts: Mapping[Part, Weights],
-        codec: UpdateCodec,
-        base: Base | None,
-    ) -> tuple[Mapping[Part, Weights], int]:
-        """Sealed parts come back as they are: they travel as whole numbers, of four bytes each."""
-        sealed = {part: parts[part] for part in self.spec.sealed if part in parts}
-        clear = {part: weights for part, weights in parts.items() if part not in sealed}
-        decoded, size = self._through(kind, sender, clear, codec, base)
-        return {**decoded, **sealed}, size + 4 * sum(number_count(self.spec.layouts[part]) for part in sealed)
+        return self._through("update", client, parts, self.spec.codec, known_base)
 
     def _through(
         self,
@@ -197,21 +183,25 @@ class WireCoding:
         codec: UpdateCodec,
         base: Base | None,
     ) -> tuple[Mapping[Part, Weights], int]:
+        """Sealed parts come back as they are: they travel as whole numbers, of four bytes each."""
         spec = self.spec
+        sealed = {part: parts[part] for part in spec.sealed if part in parts}
+        clear = {part: weights for part, weights in parts.items() if part not in sealed}
         header = ArtifactHeader(
             kind=kind, method=spec.method, federation=spec.federation, round=1, attempt=1, client=sender, base=_BASE
         )
-        layouts = {part: spec.layouts[part] for part in sorted(parts)}
+        layouts = {part: spec.layouts[part] for part in sorted(clear)}
         try:
-            packed = pack(header, to_arrays(parts), codec, base)
+            packed = pack(header, to_arrays(clear), codec, base)
             codecs = codecs_for(layouts, codec, frozenset() if base is None else frozenset(base.parts))
             decoded = unpack(packed, layouts, codecs=codecs, base=base).parts
         except WireError as error:
             raise DivergedError(f"the {kind} can't be coded: {error}") from error
-        return {
+        found = {
             part: {name: tensor.to(parts[part][name].device) for name, tensor in weights.items()}
             for part, weights in to_weights(decoded).items()
-        }, len(packed)
+        }
+        return {**found, **sealed}, len(packed) + 4 * sum(number_count(spec.layouts[part]) for part in sealed)
 
 
 def coding_of(spec: FederationSpec) -> WireCoding | None:
