@@ -87,7 +87,9 @@ def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float)
     if not 0.0 < total <= 1.0 + _TOLERANCE:
         raise SumError("the shares in an opened sum don't add up: it is opened with another secret, or a device lied")
     if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:
-        raise SumError("an opened sum is no mean of numbers within their bounds")
+        raise SumError(
+            "an opened sum is no mean of numbers within their bounds: it is opened with another secret, or a device lied"
+        )
     found: dict[str, Array] = {}
     for layout in bounded(layouts, most):
         size, (middle, half) = math.prod(layout.shape), _middle_and_half(layout)
