@@ -15,7 +15,7 @@ from audit.evidence.case import Colluder, View
 from audit.recording.observer import ARTIFACTS, WIRE_FILE
 from fedcg.errors import NOT_FOUND
 from fedcg.files import file_sha256
-from fedcg.learning.aggregation.sealed_means import opened_means
+from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.errors import LearningError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Weights
@@ -29,6 +29,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.sealed_numbers import Numbers
+from fedcg.wire.sums import opened_means
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GAPS = {
@@ -143,7 +144,10 @@ class RecordedUpdates:
             sealed = cast("Mapping[str, Numbers]", decoded.parts[Part.SEALED])
             groups = [some for some in header.sums if some.parts == one]
             try:
-                parts |= to_weights(opened_means(sealed, groups, self.spec, secret or b""))
+                means = opened_means(
+                    sealed, groups, self.spec.federation, secret or b"", self.spec.layouts, range_of(self.spec)
+                )
+                parts |= to_weights(means)
             except WireError as error:
                 raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {error}") from error
         return Aggregate(parts, header.label_distribution)

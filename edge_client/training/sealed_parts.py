@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edge_client.sum_keeper import Numbered
 from edge_client.training.workplace import Workplace
 from fedcg.event_log import EventLog
-from fedcg.learning.aggregation.sealed_means import opened_means, range_of
+from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.method import Aggregate, RoundContext, Weights
 from fedcg.learning.networks.assembly import personal_parts
 from fedcg.learning.networks.plans import initial_parts
@@ -25,7 +25,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.schemas import RoundAttempt, SealedSum
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import Numbers, bounded
-from fedcg.wire.sums import SumRound
+from fedcg.wire.sums import SumRound, opened_means
 
 _NOTHING, _SOMETHING = 0.98, 0.9
 """Shares of the loss of a guess by the labels' frequencies: at the first a model tells nothing of the images, at the second it does."""
@@ -63,7 +63,7 @@ def _opened_by(
     """The means in the sums of one exchange, by the first secret that opens them."""
     first, *others = secrets
     try:
-        return opened_means(sealed, groups, spec, first)
+        return opened_means(sealed, groups, spec.federation, first, spec.layouts, range_of(spec))
     except WireError:
         if not others:
             raise

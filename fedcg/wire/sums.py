@@ -44,8 +44,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SealedSum, SumExchange, SumKeys
-from fedcg.wire.parts import MIN_SUM_DEVICES, Part
-from fedcg.wire.sealed_numbers import Numbers, added, clipped
+from fedcg.wire.parts import MIN_SUM_DEVICES, Part, PartLayouts
+from fedcg.wire.sealed_numbers import Array, Numbers, added, clipped, from_numbers
 
 SEED_BYTES = 16
 KEY_BYTES = 32
@@ -360,6 +360,23 @@ def opened(
         at = SumRound(federation, one.round, one.attempt)
         total = unsealed(total, at, one.digest, one.names, cohort_secret)
     return dict(zip(parts, np.split(total, np.cumsum([len(sealed[part.value]) for part in parts])[:-1]), strict=True))
+
+
+def opened_means(
+    sealed: Mapping[str, Numbers],
+    groups: Sequence[SealedSum],
+    federation: str,
+    cohort_secret: bytes,
+    layouts: PartLayouts,
+    most: float,
+) -> dict[Part, dict[str, Array]]:
+    """The means in the sums of one exchange, as who has the cohort's secret reads them; arguments as for `opened` and `from_numbers`.
+
+    Raises:
+        SumError: it is another secret.
+    """
+    numbers = opened(sealed, groups, federation, cohort_secret)
+    return {part: from_numbers(numbers[part], layouts[part], most) for part in groups[0].parts}
 
 
 def survivors_label(members: Members, peers: Sequence[str], survivors: Sequence[str]) -> bytes:

@@ -4,7 +4,7 @@ A simulation opens the sums itself, by the very numbers that devices send (`fedc
 and behind the cohort's masks. Either way a round that brings some parts of the aggregate leaves the others as they were.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,10 +22,8 @@ from fedcg.learning.method import (
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.schemas import SealedSum
 from fedcg.wire.parts import Part
-from fedcg.wire.sealed_numbers import Array, Numbers, added, clipped, from_numbers, to_numbers
-from fedcg.wire.sums import opened
+from fedcg.wire.sealed_numbers import added, clipped, from_numbers, to_numbers
 
 Updates = Mapping[str, Callable[[], Update]]
 
@@ -84,24 +82,6 @@ class _BesideSums:
             return to_weights({part: from_numbers(total, layouts, most)})[part]
         except WireError as error:
             raise DivergedError(f"{part.value}: {error}") from error
-
-
-def opened_means(
-    sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], spec: FederationSpec, secret: bytes
-) -> dict[Part, dict[str, Array]]:
-    """The means in the sums of one exchange, as who has the cohort's secret reads them.
-
-    Args:
-        sealed: the numbers of an aggregate, by part.
-        groups: whose sums they are, all of the same parts; at least one.
-        spec: of the federation.
-        secret: of the cohort.
-
-    Raises:
-        WireError: it is another secret.
-    """
-    numbers = opened(sealed, groups, spec.federation, secret)
-    return {part: from_numbers(numbers[part], spec.layouts[part], range_of(spec)) for part in groups[0].parts}
 
 
 def range_of(spec: FederationSpec) -> float:
