@@ -72,7 +72,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
     """A plan with comments, to start from.
 
     Args:
-        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` is better than rounds of training (docs/comparison.md).
+        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` gives the head in closed form (docs/methods.md).
 
     Raises:
         PlanError: the backbone's weights are not on this machine.
