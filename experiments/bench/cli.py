@@ -143,6 +143,29 @@ def train_command(
 
 
 @prints
+def infer_command(
+    networks: Annotated[
+        list[str] | None, typer.Option("--network", help="Split to measure; again for more.  [default: lenet5]")
+    ] = None,
+    image_size: Annotated[int, typer.Option(min=16, max=1024, help="Pixels of a side.")] = 32,
+    callers: Annotated[int, typer.Option(min=1, max=1000, help="Callers at the same time.")] = 32,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of all callers together, per run.")] = 3000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
+) -> Result:
+    """One image, one thread: onnxruntime over eager torch; then a real serving process: seconds to ready, memory, latency.
+
+    Example: fedcg bench infer --quick
+    """
+    from experiments.bench.serving_latency import Load, measure
+
+    load = Load(image_size, 10, callers, 100, 1) if quick else Load(image_size, 200, callers, requests, repeats)
+    found = {name: measure(name, load, _announce) for name in networks or ["lenet5"]}
+    lines = [f"{name}.{figure:<20} {value:g}" for name, figures in found.items() for figure, value in figures.items()]
+    return {**bench_record("bench infer"), "setting": asdict(load), **found}, "\n".join(lines)
+
+
+@prints
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; with --watchers, rounds of one turn.")] = 5,
@@ -150,6 +173,7 @@ def coordinator_command(
         int, typer.Option(min=0, max=50, help="Watchers of the page in every second turn of rounds.")
     ] = 0,
     turns: Annotated[int, typer.Option(min=1, help="With --watchers: so many turns without and with them.")] = 3,
+    network: Annotated[str, typer.Option(help="Split: how large updates are.")] = "lenet5_relu",
     out: Annotated[
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
     ] = None,
@@ -163,7 +187,7 @@ def coordinator_command(
         int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
     ] = 2873,
 ) -> Result:
-    """Lost updates, seconds from the last update to the next offer, and memory of a coordinator and a Mosquitto of its own.
+    """Lost updates, MB/s of updates, seconds from the last one to the next offer, and memory of a coordinator and a Mosquitto of its own.
 
     The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
     With --sum-devices: bytes and processor time of sealed sums, each compared with the plain sum.
@@ -189,7 +213,7 @@ def coordinator_command(
             param_hint="--rounds",
         )
 
-    setting = Setting(sessions, rounds, watchers, turns if watchers else 1)
+    setting = Setting(sessions, rounds, watchers, turns if watchers else 1, network)
     record: dict[str, Any] = {
         **bench_record("bench coordinator"),
         "command": "fedcg bench coordinator "
@@ -234,7 +258,10 @@ def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
             "" if each["next_offer_s"] is None else f", next offer {each['next_offer_s']:.2f} s after the last update"
         )
         memory = " + ".join(f"{value:.0f}" for value in each["memory_mb"])
-        yield f"round {each['round']}: {each['seconds']:.2f} s{offer}; {memory} MB (coordinator + worker)"
+        yield (
+            f"round {each['round']}: {each['seconds']:.2f} s{offer}; {each['update_mb_per_s']:.1f} MB/s of updates until they are durable; "
+            f"{memory} MB (coordinator + worker)"
+        )
     if record["growth_mb_per_round"] is not None:
         yield f"memory grows by {record['growth_mb_per_round']:.2f} MB a round"
     for name in ("seconds", "next_offer_s", "processor_s") if "watching" in record else ():

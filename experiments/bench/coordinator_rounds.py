@@ -100,13 +100,14 @@ def _base(spec: bytes, artifact: str, data: bytes) -> Base:
 SERVER_ITERATIONS = 20
 
 
-def set_up(home: Home, names: Sequence[str], rounds: int) -> MakeUpdate:
+def set_up(home: Home, names: Sequence[str], rounds: int, network: str) -> MakeUpdate:
     """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch."""
     run = RunSetting(
         clients=1,
         partition="iid",
         images_per_client=200,
         rounds=rounds,
+        network=network,
         generator="mlp_small",
         codec=DEFAULT_UPDATE_CODEC,
         aggregate_codec=DEFAULT_AGGREGATE_CODEC,
@@ -141,12 +142,13 @@ OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: `rounds` without watchers, or so many turns of `rounds` without and `rounds` with them."""
+    """What is run: `rounds` without watchers, or so many turns of `rounds` without and `rounds` with them; `network`: the split."""
 
     sessions: int
     rounds: int
     watchers: int
     turns: int
+    network: str = "lenet5_relu"
 
     @property
     def all_rounds(self) -> int:
@@ -208,7 +210,7 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
     run, names = Run(), tuple(map(device_name, range(setting.sessions)))
     async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
-        make_update = await asyncio.to_thread(set_up, home, names, setting.all_rounds)
+        make_update = await asyncio.to_thread(set_up, home, names, setting.all_rounds, setting.network)
         coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", home.root)
         await processes.line(coordinator, "coordinator of", READY_S)
         with ExitStack() as stack:
@@ -361,6 +363,7 @@ class Round:
     Attributes:
         watchers: event streams that were open all the time; None where they came or went.
         seconds: from the opened attempt to its aggregate.
+        update_mb_per_s: 10^6 bytes of updates in a second, from the first manifest to the last stored update.
         next_offer_s: from the last stored update to the next offer; None for the last round.
         processor_s: processor time of the coordinator's process, without its worker, until the next offer.
         memory_mb: resident memory of the process and of its children, the worker, in 10^6 bytes, after the round.
@@ -369,6 +372,7 @@ class Round:
     round: int
     watchers: int | None
     seconds: float
+    update_mb_per_s: float
     next_offer_s: float | None
     processor_s: float
     memory_mb: tuple[float, float]
@@ -380,13 +384,15 @@ def rounds_of(store: Store, run: Run, setting: Setting) -> list[Round]:
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         number = attempt.round
         changes = setting.watchers > 0 and setting.begins_turn(number)
-        last = max(update.stored_at for update in store.updates(FEDERATION, attempt.at))
+        updates = store.updates(FEDERATION, attempt.at)
+        first, last = min(update.manifest_at for update in updates), max(update.stored_at for update in updates)
         until = run.closed[number] if following is None else run.opened[following.round]
         found.append(
             Round(
                 round=number,
                 watchers=None if changes else setting.watchers_in(number),
                 seconds=round((attempt.closed_at or 0.0) - attempt.opened_at, 3),
+                update_mb_per_s=round(sum(update.size for update in updates) / (last - first) / 1e6, 2),
                 next_offer_s=None if following is None else round(following.opened_at - last, 3),
                 processor_s=round(until.processor_s - run.opened[number].processor_s, 2),
                 memory_mb=run.closed[number].memory_mb,
