@@ -5,6 +5,7 @@ Uses torch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -12,10 +13,11 @@ import torch
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.updates import robustness
+from experiments.simulation.simulation_record import deployed_of
 from fedcg.learning.method import Aggregate, LabelCounts, Update, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.simulation.simulation import Schedule, Updates, simulate
+from fedcg.learning.simulation.simulation import Schedule, Simulation, Updates, simulate
 from fedcg.learning.simulation.tasks import Runner
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import Base
@@ -27,6 +29,8 @@ Attack = Callable[[Update, Parts, torch.Generator], Update]
 """(the honest update, the round's base, a stream) -> the update that is sent."""
 
 MANY_EXAMPLES = 10**9
+SEALED = frozenset({Part.EXTRACTOR, Part.STATISTICS})
+"""What the attacks on sealed parts change: the coordinator never reads these."""
 
 
 def noise(honest: Update, base: Parts, stream: torch.Generator) -> Update:
@@ -52,21 +56,45 @@ def moved(times: float) -> Attack:
     return attack
 
 
+def permuted(honest: Update, base: Parts, stream: torch.Generator) -> Update:
+    """The numbers of each honest tensor in another order."""
+
+    def mixed(part: Part, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[torch.randperm(tensor.numel(), generator=stream)].reshape(tensor.shape)
+
+    return _each(honest, mixed)
+
+
+def sealed(attack: Attack) -> Attack:
+    """The attack on the parts that the coordinator can't read, beside the honest rest."""
+
+    def attacked(honest: Update, base: Parts, stream: torch.Generator) -> Update:
+        sent = attack(honest, base, stream).parts
+        return replace(honest, parts={**honest.parts, **{part: sent[part] for part in sorted(SEALED & sent.keys())}})
+
+    return attacked
+
+
 def shuffled_labels(honest: Update, base: Parts, stream: torch.Generator) -> Update:
     """The honest weights with the rows of the classifier's last layer moved on by one class."""
-    classifier = dict(honest.parts[Part.CLASSIFIER])
-    for name in list(classifier)[-2:]:
-        classifier[name] = classifier[name].roll(1, dims=0)
-    return replace(honest, parts={**honest.parts, Part.CLASSIFIER: classifier})
+
+    def shuffled(part: Part, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_last = part is Part.CLASSIFIER and name in list(honest.parts[part])[-2:]
+        return tensor.roll(1, dims=0) if is_last else tensor
+
+    return _each(honest, shuffled)
 
 
 def constant_class(honest: Update, base: Parts, stream: torch.Generator) -> Update:
     """The honest weights, with a last layer that names class 0 whatever it sees."""
-    classifier = dict(honest.parts[Part.CLASSIFIER])
-    weight, bias = list(classifier)[-2:]
-    classifier[weight] = torch.zeros_like(classifier[weight])
-    classifier[bias] = torch.zeros_like(classifier[bias]).index_fill(0, torch.tensor([0]), 50.0)
-    return replace(honest, parts={**honest.parts, Part.CLASSIFIER: classifier})
+
+    def named(part: Part, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if part is not Part.CLASSIFIER or name not in list(honest.parts[part])[-2:]:
+            return tensor
+        flat = torch.zeros_like(tensor)
+        return flat if tensor.ndim > 1 else flat.index_fill(0, torch.tensor([0]), 50.0)
+
+    return _each(honest, named)
 
 
 def many_examples(honest: Update, base: Parts, stream: torch.Generator) -> Update:
@@ -82,6 +110,10 @@ ATTACKS: Mapping[str, Attack] = {
     "label-shuffled": shuffled_labels,
     "constant-class": constant_class,
     "many-examples": many_examples,
+    "sealed-noise": sealed(noise),
+    "sealed-permuted": sealed(permuted),
+    "sealed-sign-flipped": sealed(moved(-1.0)),
+    "sealed-sign-flipped-x10": sealed(moved(-10.0)),
 }
 
 
@@ -127,10 +159,12 @@ class AttackedRun:
 
     Attributes:
         accuracy: of the honest clients' models with the last aggregate loaded, on the common test set; mean, in percent.
+        deployed: likewise of the models that they put in use, by their own validation images.
         screened: one entry per update and round; empty without a defence.
     """
 
     accuracy: float
+    deployed: float
     screened: tuple[Screened, ...]
 
 
@@ -222,10 +256,15 @@ def attacked_run(
             sent[hostile] = attack(sent[hostile], aggregate.parts, stream)
         return sent if defence is None else defence.passed(number, sent, aggregate)
 
-    rounds = party.spec.rounds
-    done = simulate(party, Schedule(shadow=False, evaluate_every=rounds, screen=screen), runner=runner)
-    ends = [done.curves[name][-1] for name in honest]
-    accuracies = [end.common if end.common_after is None else end.common_after for end in ends]
+    done = simulate(party, Schedule(shadow=False, screen=screen), runner=runner)
+    used = [deployed_of(done, name).common for name in honest]
     return AttackedRun(
-        100.0 * fmean(one for one in accuracies if one is not None), tuple(defence.screened) if defence else ()
+        100.0 * fmean(one for one in map(partial(_downloaded, done), honest) if one is not None),
+        100.0 * fmean(one for one in used if one is not None),
+        tuple(defence.screened) if defence else (),
     )
+
+
+def _downloaded(done: Simulation, name: str) -> float | None:
+    last = done.curves[name][-1]
+    return last.common if last.common_after is None else last.common_after

@@ -41,7 +41,7 @@ def attacks_command(
         Path | None, typer.Option(help="A folder for one JSON file per seed; what is there is kept.")
     ] = None,
 ) -> Result:
-    """Accuracy of the honest clients' downloaded models when the last client is hostile, without and with the defence.
+    """Accuracy of the honest clients' downloaded models, and of those they deploy, when the last client is hostile.
 
     Beside each attack stand the same federation with all clients honest, and without the last client.
 
@@ -92,6 +92,7 @@ def _run_cases(
     from experiments.bench.attacked_run import ATTACKS, attacked_run
     from experiments.simulation.batch import RunSetting
     from experiments.simulation.party_builder import simulated_party
+    from fedcg.learning.registry import get_method
     from fedcg.learning.simulation.tasks import SerialRunner
 
     unknown = sorted(set(chosen or ()) - ATTACKS.keys())
@@ -99,8 +100,12 @@ def _run_cases(
         raise typer.BadParameter(
             f"no attack {', '.join(unknown)}; there are {', '.join(ATTACKS)}", param_hint="--attack"
         )
+    seals = bool(get_method(setting["method"]).payload.sealed)
+    if not seals and any(name.startswith("sealed-") for name in chosen or ()):
+        raise typer.BadParameter(f"{setting['method']} seals nothing: attacks on sealed parts need a method that does")
+    chosen = chosen or [name for name in ATTACKS if seals or not name.startswith("sealed-")]
     wanted = [(HONEST, False), (HONEST, True), (ABSENT, False)]
-    wanted += [(name, defended) for name in chosen or ATTACKS for defended in (True, False)]
+    wanted += [(name, defended) for name in chosen for defended in (True, False)]
     wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
     runner, training, party = SerialRunner(), RunSetting(**setting, quick=True), None
@@ -111,7 +116,7 @@ def _run_cases(
         settings = RobustnessSettings() if defended else None
         run = attacked_run(party, runner, ATTACKS.get(name), settings, quorum=quorum, is_absent=name == ABSENT)
         typer.echo(
-            f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}",
+            f"seed {setting['seed']}, {name}, {'with' if defended else 'without'} the defence: {run.accuracy:.1f}, deployed {run.deployed:.1f}",
             err=True,
         )
         record["cases"].append({"attack": name, "defended": defended, **asdict(run)})
@@ -121,12 +126,13 @@ def _run_cases(
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
     """The records as lines of Markdown: per attack, the mean over seeds and each seed's accuracy in percent."""
-    yield "| the last client | without the defence | with it | merged with it |"
-    yield "|---|---|---|---|"
+    yield "| the last client | without the defence | deployed | with it | deployed | merged with it |"
+    yield "|---|---|---|---|---|---|"
     names = dict.fromkeys(case["attack"] for record in records for case in record["cases"])
     for name in names:
-        cells = [_cell(records, name, defended=defended) for defended in (False, True)]
-        yield f"| {name} | {cells[0]} | {cells[1]} | {_merged(records, name)} |"
+        figures = [(defended, figure) for defended in (False, True) for figure in ("accuracy", "deployed")]
+        cells = [_cell(records, name, figure, defended=defended) for defended, figure in figures]
+        yield f"| {name} | {' | '.join(cells)} | {_merged(records, name)} |"
 
 
 def _cases(records: list[dict[str, Any]], name: str, *, defended: bool) -> list[dict[str, Any]]:
@@ -135,8 +141,8 @@ def _cases(records: list[dict[str, Any]], name: str, *, defended: bool) -> list[
     ]
 
 
-def _cell(records: list[dict[str, Any]], name: str, *, defended: bool) -> str:
-    found = [case["accuracy"] for case in _cases(records, name, defended=defended)]
+def _cell(records: list[dict[str, Any]], name: str, figure: str, *, defended: bool) -> str:
+    found = [case[figure] for case in _cases(records, name, defended=defended) if figure in case]
     return f"{fmean(found):.1f} ({' / '.join(f'{each:.1f}' for each in found)})" if found else ""
 
 

@@ -140,8 +140,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
     data = party.datasets[name]
     curve = result.curves[name]
     best, last = result.best(name), curve[-1]
-    local = _local(result, name, best)
-    deployed = min(_candidates(best, last, local), key=lambda one: math.inf if one.loss is None else one.loss)
+    local, deployed = _local(result, name, best), deployed_of(result, name)
     below = None
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
@@ -184,7 +183,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """A model that a client could use at the end, as its agent would choose: by the least calibrated loss on validation images."""
 
     name: str
@@ -193,14 +192,17 @@ class _Candidate:
     common: float | None
 
 
-def _candidates(best: RoundRecord, last: RoundRecord, local: RoundRecord) -> list[_Candidate]:
-    """Its own of the best round, the moving average and the downloaded one of the last, and the local-only one."""
-    return [
-        _Candidate("own", best.losses.get("own"), best.accuracy, best.common),
-        _Candidate("ema", last.losses.get("ema"), last.accuracy_ema, last.common_ema),
-        _Candidate("downloaded", last.losses.get("downloaded"), last.accuracy_after, last.common_after),
-        _Candidate("local", local.losses.get("local"), local.local_accuracy, local.local_common),
-    ]
+def deployed_of(result: Simulation, name: str) -> Candidate:
+    """Of a client's own of the best round, the moving average and the downloaded one of the last, and the local-only one."""
+    best, last = result.best(name), result.curves[name][-1]
+    local = _local(result, name, best)
+    candidates = (
+        Candidate("own", best.losses.get("own"), best.accuracy, best.common),
+        Candidate("ema", last.losses.get("ema"), last.accuracy_ema, last.common_ema),
+        Candidate("downloaded", last.losses.get("downloaded"), last.accuracy_after, last.common_after),
+        Candidate("local", local.losses.get("local"), local.local_accuracy, local.local_common),
+    )
+    return min(candidates, key=lambda one: math.inf if one.loss is None else one.loss)
 
 
 def _local(result: Simulation, name: str, best: RoundRecord) -> RoundRecord:

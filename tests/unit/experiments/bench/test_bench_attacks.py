@@ -83,6 +83,7 @@ def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulat
     [
         ("privacy grid", "no grid 'grid'; there are methods"),
         ("privacy methods --row FedX", "has no row FedX; it has FedAvg"),
+        ("attacks --attack sealed-noise", "fedcg seals nothing"),
         ("attacks --attack charm", f"no attack charm; there are {', '.join(list(ATTACKS)[:2])}"),
     ],
 )
@@ -131,14 +132,25 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     assert path.stat().st_mtime_ns == written_at
 
 
+@pytest.mark.slow
+def test_sealed_noise_leaves_what_boxes_deploy_and_what_all_go_on_from(tmp_path: Path) -> None:
+    words = (*f"{QUICK} --method fedseal --attack sealed-noise --no-defence --json".split(), "--rounds", "6")
+    (record,) = data_of(run_fedcg(*words, "--images", "200", "--epochs", "4").stdout)
+    honest, absent, hostile = (
+        {case["attack"]: case for case in record["cases"]}[name] for name in ("all honest", "absent", "sealed-noise")
+    )
+    least = min(honest["deployed"], absent["deployed"]) - 8
+    assert hostile["deployed"] > least > 60
+
+
 def test_the_table_has_the_mean_and_every_seed() -> None:
     def attacked(accuracy: float, weight: int) -> dict[str, object]:
         screened = [{"client": "client-1", "weight": 5}, {"client": "client-2", "weight": weight}]
         cases = [
             {"attack": "noise", "defended": False, "accuracy": 10.0, "screened": []},
-            {"attack": "noise", "defended": True, "accuracy": accuracy, "screened": screened},
+            {"attack": "noise", "defended": True, "accuracy": accuracy, "deployed": 70.0, "screened": screened},
         ]
         return {"cases": cases}
 
     *_, line = table_of_attacks([attacked(80.0, 0), attacked(90.0, 7)])
-    assert line == "| noise | 10.0 (10.0 / 10.0) | 85.0 (80.0 / 90.0) | 1 of 2; honest 2 of 2 |"
+    assert line == "| noise | 10.0 (10.0 / 10.0) |  | 85.0 (80.0 / 90.0) | 70.0 (70.0 / 70.0) | 1 of 2; honest 2 of 2 |"
