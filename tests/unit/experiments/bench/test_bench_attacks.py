@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.bench.attacked_run import ATTACKS
 from experiments.bench.attacks_command import table as table_of_attacks
 from experiments.bench.privacy_grids import degradation, draw_antigan, grids, parameter_of, strongest, summary, table
 from experiments.settings import parse_networks
+from fedcg.learning.method import Update
+from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
 
 
@@ -132,15 +135,26 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
     assert path.stat().st_mtime_ns == written_at
 
 
-@pytest.mark.slow
-def test_sealed_noise_leaves_what_boxes_deploy_and_what_all_go_on_from(tmp_path: Path) -> None:
-    words = (*f"{QUICK} --method fedseal --attack sealed-noise --no-defence --json".split(), "--rounds", "6")
-    (record,) = data_of(run_fedcg(*words, "--images", "200", "--epochs", "4").stdout)
-    honest, absent, hostile = (
-        {case["attack"]: case for case in record["cases"]}[name] for name in ("all honest", "absent", "sealed-noise")
-    )
-    least = min(honest["deployed"], absent["deployed"]) - 8
-    assert hostile["deployed"] > least > 60
+def test_an_attack_on_sealed_parts_leaves_what_the_coordinator_reads_as_it_is() -> None:
+    parts = {part: {"weight": torch.arange(1.0, 5.0)} for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
+    base = {part: {"weight": torch.zeros(4)} for part in parts}
+    sent = ATTACKS["sealed-sign-flipped-x10"](Update("box", parts, 7), base, torch.Generator()).parts
+    assert torch.equal(sent[Part.EXTRACTOR]["weight"], -10 * torch.arange(1.0, 5.0))
+    assert torch.equal(sent[Part.CLASSIFIER]["weight"], torch.arange(1.0, 5.0))
+    mixed = ATTACKS["sealed-permuted"](Update("box", parts, 7), base, torch.Generator().manual_seed(0)).parts[
+        Part.EXTRACTOR
+    ]["weight"]
+    assert sorted(mixed.tolist()) == [1.0, 2.0, 3.0, 4.0] != mixed.tolist()
+
+
+def test_the_classifier_is_attacked_in_rounds_that_send_it_and_others_pass() -> None:
+    moments = Update("box", {Part.STATISTICS: {"sums": torch.ones(2)}}, 7)
+    classifier = Update("box", {Part.CLASSIFIER: {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}}, 7)
+    for name in ("label-shuffled", "constant-class"):
+        assert ATTACKS[name](moments, {}, torch.Generator()).parts == moments.parts
+    sent = ATTACKS["constant-class"](classifier, {}, torch.Generator()).parts[Part.CLASSIFIER]
+    assert sent["0.weight"].abs().sum() == 0
+    assert sent["0.bias"].tolist() == [50.0, 0.0, 0.0]
 
 
 def test_the_table_has_the_mean_and_every_seed() -> None:
