@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from fedcg.errors import FedcgError
+from fedcg.errors import EXISTS, FedcgError
 from fedcg.files import DISK_FAILS, PRIVATE, fsync_path
 
 if TYPE_CHECKING:
@@ -144,7 +144,13 @@ def _nonce(number: int, *, is_last: bool) -> bytes:
 
 @contextlib.contextmanager
 def sealed_archive(target: Path, seal: Seal) -> Iterator[tarfile.TarFile]:
-    """An archive to write into; `target` appears, mode 0600, when the block has ended without an error."""
+    """An archive to write into; `target` appears, mode 0600, when the block has ended without an error.
+
+    Raises:
+        FedcgError: `Seal.error`: there is such a file already.
+    """
+    if target.exists():
+        raise seal.error(f"{target} exists already; name another file", exit_code=EXISTS)
     temporary = target.with_name(f".{target.name}.new")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
@@ -189,22 +195,26 @@ def read_small(content: IO[bytes], name: str, most: int, error: type[FedcgError]
     return data
 
 
-def sealed_entries(file: BinaryIO, seal: Seal, source: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
+def sealed_entries(source: Path, seal: Seal) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     """The files in a sealed tar archive, each with its content, which is to be read before the next one.
 
     Args:
-        file: at its begin.
-        seal: of the archive; its `error` is raised where the archive is damaged, cut, or holds what is no file.
-        source: for messages.
+        source: the file.
+        seal: of the archive.
+
+    Raises:
+        FedcgError: `Seal.error`: the archive is damaged, cut, or holds what is no file.
+        OSError: the file can't be read.
     """
-    reader = SealedReader(file, seal, source)
-    try:
-        with tarfile.open(fileobj=reader, mode="r|") as archive:
-            for entry in archive:
-                content = archive.extractfile(entry) if entry.isreg() else None
-                if content is None:
-                    raise seal.error(f"{source} holds {entry.name!r}, which is no file of a backup")
-                yield entry, content
-    except tarfile.TarError as error:
-        raise seal.error(f"{source} can't be read: {error}") from error
-    reader.read()  # to the last frame, which shows that nothing is missing
+    with source.open("rb") as file:
+        reader = SealedReader(file, seal, str(source))
+        try:
+            with tarfile.open(fileobj=reader, mode="r|") as archive:
+                for entry in archive:
+                    content = archive.extractfile(entry) if entry.isreg() else None
+                    if content is None:
+                        raise seal.error(f"{source} holds {entry.name!r}, which is no file of a backup")
+                    yield entry, content
+        except tarfile.TarError as error:
+            raise seal.error(f"{source} can't be read: {error}") from error
+        reader.read()  # to the last frame, which shows that nothing is missing

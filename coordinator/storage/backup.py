@@ -8,7 +8,7 @@ import re
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -72,13 +72,11 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
             could be read.
         OSError: the disk of the file is full.
     """
-    if target.exists():
-        raise StoreError(f"{target} exists already; name another file", exit_code=EXISTS)
     with explained(home), ExitStack() as opened:
         engine = open_database(database_of(home))
         opened.callback(engine.dispose)
         HighWater(home, engine).check()
-        with sealed_archive(target, _seal(passphrase)) as archive:
+        with sealed_archive(target, Seal(MAGIC, passphrase, StoreError)) as archive:
             return _write_all(archive, home, engine)
 
 
@@ -101,20 +99,21 @@ def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[
         raise StoreError(
             f"{home.root} is not an empty directory; choose another one for the restored coordinator", exit_code=EXISTS
         )
-    facts = _checked(source, passphrase)
+    seal = Seal(MAGIC, passphrase, StoreError)
+    facts = _checked(source, seal)
     home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.root.chmod(0o700)
     try:
-        return _restore(source, home, passphrase, configure, facts)
+        return _restore(source, home, seal, configure, facts)
     except BaseException:
         for path in home.root.iterdir():  # the database's transaction was rolled back
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
 
 
-def _restore(source: Path, home: Home, passphrase: str, configure: Callable[[Home], None], facts: BackupFacts) -> int:
+def _restore(source: Path, home: Home, seal: Seal, configure: Callable[[Home], None], facts: BackupFacts) -> int:
     home.pki.mkdir(mode=0o700)
-    for entry, content in _entries(source, passphrase):
+    for entry, content in sealed_entries(source, seal):
         if FILE_ENTRY.fullmatch(entry.name):
             mode = READABLE if entry.mode & 0o004 else PRIVATE
             replace_durably(
@@ -128,8 +127,8 @@ def _restore(source: Path, home: Home, passphrase: str, configure: Callable[[Hom
     engine = make_engine(database)
     try:
         with engine.begin() as connection:
-            epoch = _restore_rows(connection, source, passphrase, facts, name_of(database))
-            for entry, content in _entries(source, passphrase):
+            epoch = _restore_rows(connection, source, seal, facts, name_of(database))
+            for entry, content in sealed_entries(source, seal):
                 if found := ARTIFACT_ENTRY.fullmatch(entry.name):
                     _take_artifact(artifacts, found.group(1), content)
     except DBAPIError as error:
@@ -200,15 +199,10 @@ def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str],
 # Reading
 
 
-def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    with source.open("rb") as file:
-        yield from sealed_entries(file, _seal(passphrase), str(source))
-
-
-def _checked(source: Path, passphrase: str) -> BackupFacts:
+def _checked(source: Path, seal: Seal) -> BackupFacts:
     """Read the whole file, and check each name in it."""
     facts: BackupFacts | None = None
-    for number, (entry, content) in enumerate(_entries(source, passphrase)):
+    for number, (entry, content) in enumerate(sealed_entries(source, seal)):
         name = entry.name
         if number == 0 and name == "backup.json":
             try:
@@ -227,18 +221,14 @@ def _checked(source: Path, passphrase: str) -> BackupFacts:
     return facts
 
 
-def _seal(passphrase: str) -> Seal:
-    return Seal(MAGIC, passphrase, StoreError)
-
-
-def _restore_rows(connection: Connection, source: Path, passphrase: str, facts: BackupFacts, name: str) -> int:
+def _restore_rows(connection: Connection, source: Path, seal: Seal, facts: BackupFacts, name: str) -> int:
     """Make the tables of the backup's version and fill them; returns the new epoch."""
     if inspect(connection).get_table_names():
         raise StoreError(f"{name} is not empty; name another database for the restored coordinator", exit_code=EXISTS)
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     upgrade(connection, facts.schema_version)
-    for entry, content in _entries(source, passphrase):
+    for entry, content in sealed_entries(source, seal):
         if (found := TABLE_ENTRY.fullmatch(entry.name)) is None:
             continue
         rows: list[dict[str, Any]] = [

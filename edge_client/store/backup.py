@@ -7,7 +7,6 @@ Images are not part of it.
 import os
 import re
 import shutil
-import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,8 +50,6 @@ def write_backup(
         StoreError: the store has no whole generation: a backup of it would be worth nothing.
         OSError: the disk of the file is full.
     """
-    if target.exists():
-        raise BackupError(f"{target} exists already; name another file", exit_code=EXISTS)
     identity = identity_files(config)
     if missing := [str(path) for path in identity.values() if not path.exists()]:
         raise BackupError(
@@ -61,7 +58,7 @@ def write_backup(
     generation, _ = store.generations.current()
     trained = 0 if generation is None else generation.round_attempt.round
     facts = BackupFacts(federation=config.federation, device=config.device, round=trained, made_at=time.time())
-    with sealed_archive(target, _seal(passphrase)) as archive:
+    with sealed_archive(target, Seal(MAGIC, passphrase, BackupError)) as archive:
         add_bytes(archive, "backup.json", facts.model_dump_json().encode())
         add_bytes(archive, "agent.toml", config_path.read_bytes())
         for name, path in identity.items():
@@ -92,7 +89,8 @@ def read_backup(
         BackupError: a wrong passphrase, a damaged file, a store or an identity that is there already; nothing was overwritten.
         ConfigError: agent.toml can't be read.
     """
-    facts, toml = _checked(source, passphrase)
+    seal = Seal(MAGIC, passphrase, BackupError)
+    facts, toml = _checked(source, seal)
     config_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = config_path.with_name(f".{config_path.name}.restoring")
     write_durably(draft, config_path.read_bytes() if config_path.exists() else toml)
@@ -103,7 +101,7 @@ def read_backup(
                 f"{config_path} is of device {config.device!r} of {config.federation!r}, the backup of {facts.device!r} of "
                 f"{facts.federation!r}; nothing was written"
             )
-        _restore(source, passphrase, config)
+        _restore(source, seal, config)
         if not config_path.exists():
             draft.replace(config_path)
             fsync_path(config_path.parent)
@@ -114,14 +112,14 @@ def read_backup(
     return facts, config
 
 
-def _restore(source: Path, passphrase: str, config: AgentConfig) -> None:
+def _restore(source: Path, seal: Seal, config: AgentConfig) -> None:
     if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
         raise BackupError(
             f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml",
             exit_code=EXISTS,
         )
     places = identity_files(config)
-    for name, kept in _identity(source, passphrase):
+    for name, kept in _identity(source, seal):
         if places[name].exists() and places[name].read_bytes() != kept:
             raise BackupError(
                 f"{places[name]} is there already and differs; move it away. Nothing was overwritten", exit_code=EXISTS
@@ -130,11 +128,11 @@ def _restore(source: Path, passphrase: str, config: AgentConfig) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(mode=0o700, parents=True)
-        for entry, content in _entries(source, passphrase):
+        for entry, content in sealed_entries(source, seal):
             if entry.name.startswith("store/"):
                 _take(staging, entry.name.removeprefix("store/"), content)
         PrivateStore(staging).sum_gate.block()
-        for name, data in _identity(source, passphrase):
+        for name, data in _identity(source, seal):
             places[name].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not places[name].exists():
                 replace_durably(places[name], data)
@@ -152,17 +150,17 @@ def _take(root: Path, name: str, content: IO[bytes]) -> None:
     fsync_path(path)
 
 
-def _identity(source: Path, passphrase: str) -> Iterator[tuple[str, bytes]]:
-    for entry, content in _entries(source, passphrase):
+def _identity(source: Path, seal: Seal) -> Iterator[tuple[str, bytes]]:
+    for entry, content in sealed_entries(source, seal):
         if entry.name.startswith("identity/"):
             yield entry.name.removeprefix("identity/"), read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
 
 
-def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
+def _checked(source: Path, seal: Seal) -> tuple[BackupFacts, bytes]:
     """Read the whole file, and check each name in it; the facts and agent.toml."""
     facts, toml = None, None
     known = {"signing", "coordinator", "ca", "cert", "key"}
-    for number, (entry, content) in enumerate(_entries(source, passphrase)):
+    for number, (entry, content) in enumerate(sealed_entries(source, seal)):
         if number == 0 and entry.name == "backup.json":
             try:
                 facts = BackupFacts.model_validate_json(read_small(content, entry.name, MAX_SMALL_BYTES, BackupError))
@@ -177,16 +175,3 @@ def _checked(source: Path, passphrase: str) -> tuple[BackupFacts, bytes]:
     if facts is None or toml is None:
         raise BackupError(f"{source} does not begin as a backup of a device does")
     return facts, toml
-
-
-def _entries(source: Path, passphrase: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    try:
-        file = source.open("rb")
-    except OSError as error:
-        raise BackupError(f"{source} can't be read: {error.strerror or error}") from error
-    with file:
-        yield from sealed_entries(file, _seal(passphrase), str(source))
-
-
-def _seal(passphrase: str) -> Seal:
-    return Seal(MAGIC, passphrase, BackupError)
