@@ -1,6 +1,6 @@
 """The words of events and problems for a person: one sentence per event of agent and coordinator, and what to do about a problem.
 
-`sentences.toml` has those of events whose words are always the same. Worded once for the log, `fedcg doctor`, `fedcg agent status` and
+`sentences.toml` has those of events whose words are always the same, and what to do. Worded once for the log, `fedcg doctor`, `fedcg agent status` and
 the coordinator's page. A sentence holds no more than its event does; events without an entry have no sentence.
 """
 
@@ -20,34 +20,6 @@ COHORT_ADVICE = (
     "first one, start the agent; after `fedcg cohort renew` with its code and `--replace`. One that has trained without that secret or a "
     "renewed one needs an empty store before `join`: `mv STORE STORE.before`. Its private networks begin anew then"
 )
-DECLINE_ADVICE = {
-    "upload_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the part under [policy] allow_upload in agent.toml",
-    "report_not_allowed": "the device's owner approves it with `fedcg agent approve`, or allows the field under [policy] allow_report in agent.toml",
-    "not_eligible": "nothing, if it has trained this round or a later one already; otherwise `fedcg doctor --hardware` on the device names the reason: disk, temperature, power, memory or the hours of its schedule",
-    "no_data": "put images where [data] root in the device's agent.toml names them; `fedcg doctor` there shows what it finds",
-    "unknown_method": "update the agent on the device, or install the method's package there",
-    "spec_refused": "the log of the device names what it refuses in the spec; `fedcg doctor` there shows its own bounds ([policy])",
-    "training_failed": "`fedcg agent status` on the device names the cause: memory, disk or private store; `fedcg doctor` there tries a short training",
-    "diverged": "look at the device's images: wrong labels, or an empty class; where several devices diverge: `fedcg federation continue PLAN {federation}`, with a lower learning rate",
-    "withheld": "its owner decides: the gate of [audit] or the budget of [privacy] held it back; `fedcg agent status` there names it",
-    "paused": "nothing: its owner paused it; `fedcg agent resume` on the device ends that",
-    "needs_approval": "the device's owner looks with `fedcg agent approve` at what the spec asks for, beyond [policy] in agent.toml",
-    "daily_limit": "nothing: it takes part again after midnight UTC; [policy] max_upload_mb_per_day and max_download_mb_per_day there set the limit",
-    "interrupted": "nothing: its agent was stopped, and takes part again when it runs",
-    "reserved": "nothing: the device's application keeps it busy, and releases its lock_file or stop_file when it is done",
-    "serving": "nothing: its inference server is busy, and it trains when fewer requests come; [eligibility] max_requests_per_s there sets the limit",
-    "hot": "nothing, if it is rare: it takes part when it has cooled; otherwise improve its cooling or lower its power mode",
-    "throttled": "look at the device's power supply and cooling: one of them slows it down",
-    "on_battery": "connect the device to mains power, or set on_mains = false under [eligibility] in its agent.toml",
-    "power_mode": "set a power mode on the device (`sudo nvpmodel -m ID`) that [eligibility] power_modes in its agent.toml lists",
-    "quiet_hours": "nothing: it takes part when its quiet hours are over; [eligibility] quiet_hours there has the spans",
-    "low_disk": "free some space on the device, or lower [eligibility] min_free_disk_mb in its agent.toml",
-    "low_memory": "end other programs on the device, or lower [eligibility] min_free_memory_mb in its agent.toml",
-    "metered": "nothing: it takes part when it has a link that is not metered; [eligibility] metered_interfaces there names those that are",
-    "no_time": "give rounds more time: `fedcg federation set {federation} deadline_s=SECONDS` at the coordinator",
-}
-"""What a person does about a device that declines, by its reason; `{federation}` stands for the id of the federation."""
-
 REVOKED_ADVICE = (
     "the coordinator has revoked this device; to take part again, it is enrolled anew with a token of the operator: "
     "`fedcg token create --replaces DEVICE`"
@@ -153,7 +125,7 @@ def _audited(event: Event) -> Line:
 def _declined(event: Event) -> Line:
     who = "{client} declined" if event.get("client") else "declined"
     detail = ": {detail}" if event.get("detail") else ""
-    advice = DECLINE_ADVICE.get(str(event.get("reason")))
+    advice = texts().declined.get(str(event.get("reason")))
     return WARNING, f"{{at}}: {who} ({{reason}}){detail}" + (f". What to do: {advice}" if advice else "")
 
 
@@ -324,17 +296,35 @@ _WORDED: dict[str, Callable[[Event], Line | None]] = {
 """Events whose words depend on their fields; `sentences.toml` has the others."""
 
 
-class _Sentences(Settings):
-    """The content of `sentences.toml`: the text of each event, by level."""
+class Texts(Settings):
+    """The content of `sentences.toml`: the text of each event, by level, and what a person does about problems.
+
+    Attributes:
+        declined: about a device that declines, by its reason.
+        findings: what a device's own doctor found and the remedy, by check and state; an empty one: see the doctor.
+        audit_figures: what each figure of a device's audit is.
+        health: about a device that reports this of its health.
+        lost_sums: about a round without a sealed sum, by the phase in which that ended, or `other`.
+    """
 
     debug: dict[str, str]
     info: dict[str, str]
     warning: dict[str, str]
     error: dict[str, str]
+    declined: dict[str, str]
+    findings: dict[str, dict[str, tuple[str, str]]]
+    audit_figures: dict[str, str]
+    health: dict[str, str]
+    lost_sums: dict[str, str]
+
+
+@cache
+def texts() -> Texts:
+    """What `sentences.toml` holds."""
+    return read_toml(Path(__file__).with_name("sentences.toml"), Texts, FedcgError)
 
 
 @cache
 def _plain() -> dict[str, Line]:
     """The sentences of `sentences.toml`, by event."""
-    levels = read_toml(Path(__file__).with_name("sentences.toml"), _Sentences, FedcgError)
-    return {event: (LEVELS[level], text) for level, texts in levels for event, text in texts.items()}
+    return {event: (LEVELS[level], text) for level in LEVELS for event, text in getattr(texts(), level).items()}

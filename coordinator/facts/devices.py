@@ -15,63 +15,11 @@ from coordinator.paths import Home
 from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState, PresenceRecord
 from coordinator.service.reports import DeviceProgress
 from coordinator.storage.view_store import Delivery
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeviceCondition, Readings
 
-ENROL_AGAIN = "`fedcg token create --replaces DEVICE` here, then `fedcg enrol` on the device into a new folder."
 LOOK = "On the device: `fedcg doctor` names what is wrong and what to do."
-FINDINGS = {
-    ("clock", "failed"): (
-        "its clock is outside the life of its certificate",
-        "On the device: `timedatectl set-ntp true`.",
-    ),
-    ("disk", "failed"): (
-        "less than 1 GiB is free at its store",
-        "On the device: make room at the `store` of agent.toml.",
-    ),
-    ("keys", "warning"): (
-        "other users of the device can read its keys",
-        "On the device: `chmod 600` what `fedcg doctor` names.",
-    ),
-    ("keys", "failed"): ("its keys can't be read", ENROL_AGAIN),
-    ("certificate", "warning"): (
-        "its certificate ends soon, or it has none",
-        "On the device: `fedcg agent renew` prints why.",
-    ),
-    ("certificate", "failed"): ("its certificate can't be used", ENROL_AGAIN),
-    ("data", "warning"): (
-        "some of its images can't be decoded or lie outside the folders of classes, all are of one class, or a class has one image",
-        LOOK,
-    ),
-    ("data", "failed"): ("it finds no images in folders of classes, or can't read some", LOOK),
-    ("cohort secret", "warning"): (
-        "it has no cohort secret: the start of its private networks can be computed from the spec",
-        "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the way.",
-    ),
-    ("cohort secret", "failed"): ("its cohort secret can't be read", LOOK),
-    ("training", "failed"): (
-        "it can't train: a package, memory, weights, or what [training] asks for is missing",
-        LOOK,
-    ),
-}
-"""Sentence and remedy by check and state."""
 PAUSED = ("its owner has paused it", "Nothing is broken. On the device: `fedcg agent resume` ends the pause.")
-AUDIT_TITLES = {
-    "label_l1": "label distribution, L1 distance",
-    "label_accuracy": "labels of a batch, share that is right",
-    "psnr": "reconstructed images, PSNR in dB",
-    "ssim": "reconstructed images, SSIM",
-    "rank": "rank of the true image among candidates",
-    "reid": "true image found among candidates, share",
-    "mia_auc": "membership of an image, AUC",
-    "mia_tpr": "membership, true positives at 1 % false positives",
-    "class_recognised": "images of a class by a GAN, probability of the class by independent judges",
-    "class_ssim": "images of a class by a GAN, SSIM",
-    "memory_auc": "training images or others, by the generator, AUC",
-    "inverter_psnr": "images from the generator's features, PSNR in dB",
-    "inverter_ssim": "images from the generator's features, SSIM",
-    "epsilon": "lower bound on epsilon, by canaries",
-}
-"""What each figure of a device's audit is."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +48,9 @@ def doctor_findings(known: Known, device: str) -> list[Finding] | None:
             if condition.paused:
                 found[("warning", *PAUSED)].append((record.at, federation.id))
             for one in condition.findings or ():
-                fallback = (f"its check of {one.check}: {one.state}", LOOK)
-                found[(one.state, *FINDINGS.get((one.check, one.state), fallback))].append((record.at, federation.id))
+                fallback = (f"its check of {one.check}: {one.state}", "")
+                what, remedy = texts().findings.get(one.check, {}).get(one.state, fallback)
+                found[one.state, what, remedy or LOOK].append((record.at, federation.id))
     merged = [Finding(*one, max(told)[0], tuple(sorted(name for _, name in told))) for one, told in found.items()]
     return sorted(merged, key=lambda one: one.state) if is_reported else None
 
@@ -124,7 +73,7 @@ class ReportedPrivacy:
 def reported_privacy(last: Delivery) -> ReportedPrivacy | None:
     """The privacy figures in an update; None where it reports none."""
     found = last.report.get("audit") or {}
-    gains = [(AUDIT_TITLES[name], float(found[name])) for name in AUDIT_TITLES if name in found]
+    gains = [(title, float(found[name])) for name, title in texts().audit_figures.items() if name in found]
     spent = _in_words(last.report.get("epsilon"))
     return ReportedPrivacy(last.round, gains, spent) if gains or spent else None
 

@@ -7,14 +7,14 @@ by more than a certificate's life fails in the TLS handshake, before any report;
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from coordinator.facts.known import Known
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState
 from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
 from coordinator.service.service import Service
-from coordinator.sums import Phase as SumPhase
 from coordinator.updates.robustness import is_tolerated
-from fedcg.sentences import COHORT_ADVICE, DECLINE_ADVICE
+from fedcg.sentences import COHORT_ADVICE, texts
 from fedcg.wire.messages.schemas import DeclineReason, Outcome
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
@@ -37,18 +37,15 @@ def _kind(reason: DeclineReason) -> str:
     return "device not available" if is_unavailable else _NAMES.get(reason, reason.value.replace("_", " "))
 
 
-REMEDIES = {
-    reason.value: (_kind(reason), f"{DECLINE_ADVICE[reason.value][:1].upper()}{DECLINE_ADVICE[reason.value][1:]}.")
-    for reason in DeclineReason
-}
-"""By the reason of a device that declines: kind and remedy of the problem."""
+@cache
+def remedies() -> dict[str, tuple[str, str]]:
+    """By the reason of a device that declines: kind and remedy of the problem."""
+    declined = texts().declined
+    return {one.value: (_kind(one), f"{declined[one][:1].upper()}{declined[one][1:]}.") for one in DeclineReason}
+
+
 REJECTED = "update rejected", "Look at the box and at its log. `fedcg device revoke` if it is not yours any more."
 DROPPED = "dropped", "Nothing is broken. A new box takes part next time; a silenced one in ten minutes: see its log."
-SUM_REMEDIES = {
-    SumPhase.KEYS: "At least four devices have to accept a round and announce keys: start those that are offline; sum_refused in the event log names others.",
-    SumPhase.SHARES: "Give every device a file with all devices' lines (`fedcg cohort card`, `fedcg cohort roster FILE`); see `refused` in its event log.",
-}
-SUM_REMEDY = "After one round, nothing. Else see to it that devices stay to the end: four at least, and more than half of those that announced keys."
 ODD_REMEDY = (
     "Look at the device: its images, their labels, whether it is yours. If it is honestly different, raise the figure's bound under "
     "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again. "
@@ -59,12 +56,6 @@ OLD_KEY_REMEDY = (
     "`fedcg coordinator rotate-key` until the highest N is reached. Or restore a later backup. Where the files are lost, for each device: "
     "`fedcg token create --replaces DEVICE`, `fedcg enrol` into a new folder, and set `store` in its agent.toml to the old private store."
 )
-HEALTH = {
-    "low_disk": "On the device: free some space; it declines rounds before its disk is full.",
-    "hot": "On the device: improve its cooling, or lower its power mode; it declines rounds above its limit.",
-    "low_power": "On the device: connect it to mains power.",
-    "degraded": "On the device: `fedcg doctor` names what works less well than it should.",
-}
 
 
 @dataclass(frozen=True)
@@ -192,8 +183,8 @@ def _of_clients(
         rejected = {each.client for each in known.store.updates(record.id, last.at) if each.outcome is Outcome.REJECTED}
         for person in known.store.participants(record.id, last.at):
             if person.state is ParticipantState.DECLINED:
-                kind, remedy = REMEDIES.get(person.reason, REJECTED if person.client in rejected else DROPPED)
-                verb = "declined" if person.reason in REMEDIES else f"{kind} in"
+                kind, remedy = remedies().get(person.reason, REJECTED if person.client in rejected else DROPPED)
+                verb = "declined" if person.reason in remedies() else f"{kind} in"
                 what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
                 remedy = remedy.format(federation=record.id)
                 yield Problem(kind, f"{person.client} in {record.id}", what, remedy, device=person.client)
@@ -204,8 +195,8 @@ def _of_clients(
 
 def _of_sessions(known: Known, record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
     for device, reason in service.invitations.waits.items():
-        if reason in REMEDIES:
-            kind, remedy = REMEDIES[reason]
+        if reason in remedies():
+            kind, remedy = remedies()[reason]
             waits = "it joins when its owner approves" if device in state.unapproved else "the round waits for it"
             what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
             remedy = remedy.format(federation=record.id)
@@ -231,12 +222,8 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             yield Problem("cohort differs", f"{device} in {record.id}", why, f"{COHORT_ADVICE}.", device=device)
     if (failure := service.sums.failure) is not None:
         what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
-        yield Problem(
-            "no sealed sum",
-            record.id,
-            what,
-            SUM_REMEDY if failure.ended is None else SUM_REMEDIES.get(failure.ended, SUM_REMEDY),
-        )
+        remedy = texts().lost_sums.get(failure.ended or "", texts().lost_sums["other"])
+        yield Problem("no sealed sum", record.id, what, remedy)
     yield from _of_devices_ahead(record, state, service)
     yield from _of_reports(record.id, state, service)
     yield from _of_devices_away(known, record, state)
@@ -253,10 +240,10 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
             )
             yield Problem("device away", f"{device} in {record.id}", what, remedy, device=device)
     for device, delivery in known.store.overview.last_deliveries(record.id).items():
-        health = delivery.report.get("health")
-        if health in HEALTH and device in state.online:
-            what = f"reported {str(health).replace('_', ' ')} with its update to round {delivery.round}"
-            yield Problem("device health", f"{device} in {record.id}", what, HEALTH[health], device=device)
+        health = str(delivery.report.get("health"))
+        if (advice := texts().health.get(health)) and device in state.online:
+            what = f"reported {health.replace('_', ' ')} with its update to round {delivery.round}"
+            yield Problem("device health", f"{device} in {record.id}", what, advice, device=device)
 
 
 def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from edge_client.store.private_store import open_store
 from edge_client.training.box_limits import InferenceLoad
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.split_names import backbone_of, files_of_weights, pinned_weights
-from fedcg.sentences import DECLINE_ADVICE
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason
 
 RATE_S = 1.0
@@ -53,7 +53,7 @@ def examine_hardware(
     def judged(check: str, detail: str, obstacle: DeclineReason, warning: str = "") -> Finding:
         if obstacle in found:
             return Finding(
-                check, "failed", f"{detail}: can't train because {found[obstacle]}", DECLINE_ADVICE[obstacle.value]
+                check, "failed", f"{detail}: can't train because {found[obstacle]}", texts().declined[obstacle]
             )
         return Finding(check, "warning" if warning else "ok", detail, warning)
 
@@ -111,7 +111,7 @@ def _zone(zone: Zone, settings: EligibilitySettings) -> Finding:
     detail = f"{zone.name} {zone.temperature_c:.0f} °C, trains below {limit_c:.0f} (own trip points: {own or 'none'})"
     if zone.temperature_c >= limit_c:
         return Finding(
-            "temperature", "failed", f"{detail}: can't train because it is hot", DECLINE_ADVICE[DeclineReason.HOT.value]
+            "temperature", "failed", f"{detail}: can't train because it is hot", texts().declined[DeclineReason.HOT]
         )
     is_warm = zone.passive_c is not None and zone.temperature_c >= zone.passive_c
     return Finding(

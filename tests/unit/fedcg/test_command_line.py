@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import typer
 
-from coordinator.facts.devices import FINDINGS
-from coordinator.facts.problems import HEALTH, REMEDIES, SUM_REMEDIES
+from coordinator.facts.problems import remedies
 from coordinator.paths import Home
 from fedcg import cli
 from fedcg.cli import app, main
 from fedcg.errors import ALREADY_RUNNING, EXISTS, NOT_CONNECTED, NOT_FOUND, BadInputError
 from fedcg.learning.spec import RoundPolicy
-from fedcg.sentences import DECLINE_ADVICE
+from fedcg.sentences import texts
 from tests.support.commands import commands_of, data_of, run_fedcg
 from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
@@ -154,16 +153,17 @@ def _options(command: Any) -> set[str]:
 
 
 def test_every_command_that_a_remedy_names_exists_and_takes_what_it_is_given() -> None:
-    tables = (DECLINE_ADVICE, REMEDIES, FINDINGS, SUM_REMEDIES, HEALTH)
-    texts = [str(values) for table in tables for values in table.values()]
-    named = [found.split()[1:] for text in texts for found in re.findall(r"`(fedcg [^`]+)`", text)]
+    known = texts()
+    tables = (known.declined, remedies(), known.findings, known.lost_sums, known.health)
+    told = [str(values) for table in tables for values in table.values()]
+    named = [found.split()[1:] for text in told for found in re.findall(r"`(fedcg [^`]+)`", text)]
     there = {name for name, _ in commands_of(app)}
     assert len(named) > 20
     for words in named:
         assert any(tuple(words[:length]) in there for length in (1, 2, 3)), words
         assert {word.partition("=")[0] for word in words if "=" in word} <= RoundPolicy.model_fields.keys(), words
     assert ["federation", "set", "{federation}", "deadline_s=SECONDS"] in named
-    assert not any("of the federation's plan" in text for text in texts), "a plan can't be changed"
+    assert not any("of the federation's plan" in text for text in told), "a plan can't be changed"
 
 
 def test_every_command_takes_json() -> None:

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.facts.federations import current_round
 from coordinator.facts.metrics import metrics_text
 from coordinator.facts.models import model_versions, worth
-from coordinator.facts.problems import REMEDIES, open_problems
+from coordinator.facts.problems import open_problems, remedies
 from coordinator.facts.sent import sent
 from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState, UpdateRecord
-from fedcg.sentences import DECLINE_ADVICE
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
@@ -169,5 +169,5 @@ def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: Ma
 
 @pytest.mark.parametrize("reason", DeclineReason)
 def test_a_person_reads_what_to_do_about_a_reason(reason: DeclineReason) -> None:
-    assert DECLINE_ADVICE[reason.value]
-    assert all(REMEDIES[reason.value])
+    assert texts().declined[reason.value]
+    assert all(remedies()[reason.value])

@@ -19,7 +19,7 @@ from coordinator.storage import event_store, schema
 from coordinator.storage.event_store import EventFilter, coordinator_log
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
-from fedcg.sentences import DECLINE_ADVICE
+from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import closing_engine
@@ -226,7 +226,7 @@ def test_an_event_has_the_sentence_and_the_level_of_the_log(store: Store, log: E
     shown = store.events.last(EventFilter(level="info"), 10)
     assert [(each["level"], each["message"]) for each in shown] == [
         ("info", "tiny: round 2: aggregate stored (1.5 kB)"),
-        ("warning", f"tiny: round 2: a declined (no_data). What to do: {DECLINE_ADVICE['no_data']}"),
+        ("warning", f"tiny: round 2: a declined (no_data). What to do: {texts().declined['no_data']}"),
     ]
     assert shown[1]["reason"] == "no_data"  # its fields stay
     assert len(store.events.last(EventFilter(level="warning"), 10)) == 1
