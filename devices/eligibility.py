@@ -73,19 +73,6 @@ class Reason:
         return self.obstacle.value not in ("low_disk", "low_memory", "metered", "no_time")
 
 
-def eligibility(
-    readings: Telemetry,
-    settings: EligibilitySettings,
-    now: datetime,
-    *,
-    requests_per_s: float | None = None,
-    before: DeclineReason | None = None,
-) -> Reason | None:
-    """The first of `obstacles`, or None."""
-    found = obstacles(readings, settings, now, requests_per_s=requests_per_s, before=before)
-    return next(iter(found), None)
-
-
 def obstacles(
     readings: Telemetry,
     settings: EligibilitySettings,
@@ -94,7 +81,7 @@ def obstacles(
     requests_per_s: float | None = None,
     before: DeclineReason | None = None,
 ) -> tuple[Reason, ...]:
-    """All reasons why the box may not train now.
+    """All reasons why the box may not train now, the one that counts first.
 
     Args:
         readings: of its sensors; what is None does not count against it.

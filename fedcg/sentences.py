@@ -1,7 +1,7 @@
 """The words of events and problems for a person: one sentence per event of agent and coordinator, and what to do about a problem.
 
-`sentences.toml` has those of events whose words are always the same, and what to do. Worded once for the log, `fedcg doctor`, `fedcg agent status` and
-the coordinator's page. A sentence holds no more than its event does; events without an entry have no sentence.
+`sentences.toml` has what to do, and the sentences of events whose words are always the same. Worded once for the log, `fedcg doctor`,
+`fedcg agent status` and the coordinator's page. A sentence holds no more than its event does; events without an entry have no sentence.
 """
 
 import logging

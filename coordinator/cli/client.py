@@ -9,7 +9,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import httpx
 import typer
 from fastapi import FastAPI
 
+from coordinator.cli.shared_options import store_of
 from coordinator.errors import AccessError, CoordinatorError, HomeError, NotFoundError, RequestError
 from coordinator.http.app import add_api
 from coordinator.http.operator_api import LEFT_OUT
@@ -27,7 +28,6 @@ from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.artifacts import artifacts_of
-from coordinator.storage.database import explained
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
@@ -184,24 +184,17 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
         return
     if directory is None:
         raise HomeError(f"name the coordinator: --dir HOME on its machine, or --url with {TOKEN_VARIABLE}")
-    home = Home(directory).require()
-    if home.is_held:
-        api = home.config().api
-        yield Client(api.url, _own_token(home), home=home, verify=_trusting(home))
-        return
-    with explained(home), closing(Store.of(home)) as store:
+    with store_of(directory) as (home, store):
         token = local_token(home, ApiTokens(store.api))
-        yield Client("http://127.0.0.1", token, _application(home, store), home)
+        if not home.is_held:
+            yield Client("http://127.0.0.1", token, _application(home, store), home)
+            return
+    yield Client(home.config().api.url, token, home=home, verify=_trusting(home))
 
 
 def _given(query: Mapping[str, object]) -> dict[str, str]:
     """The parts of a query that have a value."""
     return {name: str(value) for name, value in query.items() if value not in (None, "")}
-
-
-def _own_token(home: Home) -> str:
-    with explained(home), closing(Store.of(home)) as store:
-        return local_token(home, ApiTokens(store.api))
 
 
 def _trusting(home: Home) -> ssl.SSLContext | bool:

@@ -92,7 +92,7 @@ class RoundDriver:
             signals.OpenAttempt: self._open_attempt,
             signals.ResumeAttempt: self._resume_attempt,
             signals.MoveDeadline: self._move_deadline,
-            signals.Invite: self._invite,
+            signals.Invite: lambda command: self.invite(command.client),
             signals.Distil: self._distil,
             signals.FailAttempt: self._fail_attempt,
             signals.Stall: self._stall,
@@ -284,9 +284,6 @@ class RoundDriver:
         self._store.move_deadline(self._id, command.at, command.deadline_at)
         if command.reason:
             self._write("deadline_moved", command.at, reason=command.reason)
-
-    def _invite(self, command: signals.Invite) -> None:
-        self.invite(command.client)
 
     def invite(self, client: str) -> None:
         """Ask a participant of the open attempt (again) for its update."""

@@ -74,6 +74,7 @@ class Service:
         floods: the devices that are silenced for a while.
         conditions: what its devices report of themselves.
         cohorts: the marks of the cohort secrets of devices that have said hello.
+        is_connected: whether the link to the broker stands.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
 
@@ -141,18 +142,13 @@ class Service:
         self._down_since: float | None = None
         self._key_read_at = 0.0
         self._finished_at: float | None = None
-        self._has_link = False
+        self.is_connected = False
         self._store_problem = ""
 
     @property
     def state(self) -> RoundState:
         """The state of the federation."""
         return self.round_driver.state
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the link to the broker stands."""
-        return self._has_link
 
     @property
     def store_problem(self) -> str:
@@ -342,7 +338,7 @@ class Service:
         self._down_since = None if change.up else now
         self._events.write("link", up=change.up, down_s=down_s)
         if not change.up:
-            self._has_link = False
+            self.is_connected = False
             self.round_driver.apply(change)
             return
         self._liveness.pardon(now)
@@ -352,7 +348,7 @@ class Service:
         self._publisher.status(online=True)
         self._members.publish_lists()
         self._members.tell_revoked()
-        self._has_link = True
+        self.is_connected = True
         if not self._store_problem:
             self.round_driver.apply(change)
         self.round_driver.announce()
@@ -388,7 +384,7 @@ class Service:
         before, self._store_problem = self._store_problem, self.store_problem
         if bool(before) != bool(self._store_problem):
             self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
-            up = self._has_link and bool(before)
+            up = self.is_connected and bool(before)
             self.round_driver.apply(LinkChanged(up, "store of artifacts"))
 
     def _is_offer_due(self, now: float) -> bool:

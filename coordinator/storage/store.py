@@ -50,9 +50,7 @@ class SumRecords(schema.Queries):
         """Replace the federation's record."""
         table = schema.sealed_sums
         values = {**_is(federation, at), "content": content}
-        with self._engine.begin() as connection:
-            connection.execute(delete(table).where(table.c.federation == federation))
-            connection.execute(insert(table).values(**values))
+        self._write(delete(table).where(table.c.federation == federation), insert(table).values(**values))
 
     def of(self, federation: str, at: RoundAttempt) -> str | None:
         """The record of that attempt, if it is the last one."""

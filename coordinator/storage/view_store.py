@@ -166,9 +166,7 @@ class Presence(schema.Queries):
         """Replace a device's report of itself."""
         table = schema.conditions
         values = {"federation": federation, "device": device, "at": at, "content": content}
-        with self._engine.begin() as connection:
-            connection.execute(delete(table).where(table.c.federation == federation, table.c.device == device))
-            connection.execute(insert(table).values(**values))
+        self._write(delete(table).filter_by(federation=federation, device=device), insert(table).values(**values))
 
     def conditions(self, federation: str, device: str | None = None) -> list[ConditionRecord]:
         """The last reports of the devices of a federation, or of one, about themselves; sorted by device."""

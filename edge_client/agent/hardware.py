@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 
-from devices.eligibility import Reason, eligibility, no_time
+from devices.eligibility import Reason, no_time, obstacles
 from devices.telemetry import Sensors, Telemetry
 from edge_client.config import AgentConfig
 from edge_client.session.signals import Invited
@@ -105,7 +105,7 @@ class HardwareWatch:
             self.last_read = read = self._read()
             before, load = None if self._last is None else self._last.obstacle, self._load()
             settings = self._config.eligibility
-            self._last = eligibility(read, settings, self._now(), requests_per_s=load, before=before)
+            self._last = next(iter(obstacles(read, settings, self._now(), requests_per_s=load, before=before)), None)
             return read, self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:

@@ -266,16 +266,16 @@ class Agent:
             with self._reporter.recording_errors("control", "a request of the owner"):
                 self._requests.answer_all(self._answer)
             self._heed_owner()
-            if self._transport.is_refused and self._link.has_session:
-                self._link.end_session()
+            if self._transport.is_refused and self._link.handshake.is_open:
+                self._link.handshake.close()
                 self._handle(signals.SessionLost(refused=True))
-            if self._link.older_epoch is not None and self._link.has_session and self._clock() >= self._older_at:
+            if self._link.older_epoch is not None and self._link.handshake.is_open and self._clock() >= self._older_at:
                 self._older_at = self._clock() + OLDER_EVERY_S
-                self._link.end_session()
+                self._link.handshake.close()
                 self._handle(signals.SessionLost())  # the hello that follows names the epoch that this device knows
             self._download(lambda: self._transfer.keep_completed(self._state, self._clock()))
             self._handle(signals.Sending() if self._transfer.carrier.is_sending else signals.Tick())
-            if self._link.has_session:
+            if self._link.handshake.is_open:
                 self._download(lambda: self._transfer.ask(self._clock()))
             self.self_reporter.send_due(
                 self._state, self._link, self._reporter.progress, self._owner.sent, self._clock()
@@ -420,7 +420,7 @@ class Agent:
         return chunk_bytes_for(self._transport.max_payload, self._config.broker.limits.chunk_bytes)
 
     def _link_changed(self, event: signals.LinkChanged) -> None:
-        self._link.end_session()
+        self._link.handshake.close()
         self._reporter.link(up=event.up)
         try:
             if event.up:

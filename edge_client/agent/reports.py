@@ -288,7 +288,7 @@ class SelfReporter:
         Raises:
             OSError: the record of what leaves could not be written; the report stays here.
         """
-        if not link.has_session:
+        if not link.handshake.is_open:
             return
         done = progress if self._has_health else None
         phase = None if done is None else (done.at, done.phase)

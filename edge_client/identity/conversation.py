@@ -82,8 +82,8 @@ def converse(
                 is_up, due = event.up, now
             elif isinstance(event, signals.CoordinatorSeen):
                 is_online = event.online
-                if event.online and event.epoch > epoch and link.has_session:  # it was another one's session
-                    link.end_session()
+                if event.online and event.epoch > epoch and link.handshake.is_open:  # it was another one's session
+                    link.handshake.close()
                     due = now
             elif isinstance(event, signals.Welcomed):
                 epoch, due = event.epoch, now
@@ -92,7 +92,7 @@ def converse(
                 return ahead_s
             if is_up and now >= due:
                 due = now + REPEAT_S
-                if link.has_session:
+                if link.handshake.is_open:
                     link.send(
                         Leave(federation=config.federation, sender=config.device, recipient=COORDINATOR, epoch=epoch)
                     )
@@ -113,7 +113,7 @@ def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: Coordi
     try:
         item = items.get(timeout=TICK_S)
         if isinstance(item, signals.LinkChanged):
-            link.end_session()
+            link.handshake.close()
             return item
         meaning = link.open(item)
     except (queue.Empty, WireError):

@@ -268,11 +268,6 @@ class CoordinatorLink:
             self.transport.subscribe(topic)
 
     @property
-    def has_session(self) -> bool:
-        """Whether a session stands."""
-        return self.handshake.is_open
-
-    @property
     def why_refused(self) -> str:
         """Why this device refuses the coordinator that runs, for people; empty where it does not."""
         if self.older_epoch is None:
@@ -281,10 +276,6 @@ class CoordinatorLink:
             f"the coordinator that runs is at epoch {self.older_epoch}, behind epoch {self._order.highest[0]} that this device knows, and is "
             "refused; ask the operator: `fedcg coordinator status` has the remedy under `devices are ahead`"
         )
-
-    def end_session(self) -> None:
-        """Forget the session: the connection was lost, or the coordinator is another one."""
-        self.handshake.close()
 
     def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from devices.eligibility import EligibilitySettings, Reason, eligibility
+from devices.eligibility import EligibilitySettings, Reason, obstacles
 from devices.files import oom_kills
 from devices.telemetry import Telemetry
 from edge_client.errors import StoreError
@@ -179,7 +179,7 @@ class Pauses:
     def _look(self, before: DeclineReason | None) -> Reason | None:
         self._looked_at = self.clock()
         load = self._load()
-        found = eligibility(self.read(), self.settings, self.now(), requests_per_s=load, before=before)
+        found = next(iter(obstacles(self.read(), self.settings, self.now(), requests_per_s=load, before=before)), None)
         return found if found is not None and found.pauses else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from devices.cli import UNAVAILABLE, describe_gpu, gib
 from devices.detect import detect, runtime_obstacle, runtime_providers
-from devices.eligibility import EligibilitySettings, eligibility, obstacles
+from devices.eligibility import EligibilitySettings, obstacles
 from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import DeviceProfile, NotTrainableError, plan_training
@@ -182,7 +182,7 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
     if plan.device == "cpu" and plan.reason == problem:
         return "warning", f"on the CPU, although there is a GPU ({describe_gpu(box.gpu)})", problem
     settings, place = config.eligibility, existing_place(config.store)
-    reason = eligibility(read_telemetry(place), settings, datetime.now().astimezone())
+    reason = next(iter(obstacles(read_telemetry(place), settings, datetime.now().astimezone())), None)
     if reason is not None:
         return "warning", f"not now: {reason.detail}", "`fedcg doctor --hardware` shows all readings"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""

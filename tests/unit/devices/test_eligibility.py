@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from devices.eligibility import EligibilitySettings, eligibility, is_held, no_time, obstacles
+from devices.eligibility import EligibilitySettings, Reason, is_held, no_time, obstacles
 from devices.power import Supply
 from devices.telemetry import LOW_DISK_BYTES, Causes, Link, Telemetry, Zone, read_telemetry
 from fedcg.wire.messages.schemas import DeclineReason
@@ -17,6 +17,10 @@ TREES = Path(__file__).parents[2] / "golden" / "devices"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
 BATTERY = Supply(on_mains=False, battery_percent=50, is_discharging=True)
 WWAN, LAN = Link("wwan0", "up", None, is_default=True), Link("eth0", "up", 1000, is_default=True)
+
+
+def eligibility(readings: Telemetry, settings: EligibilitySettings, now: datetime, **more: Any) -> Reason | None:
+    return next(iter(obstacles(readings, settings, now, **more)), None)
 
 
 def found(readings: Telemetry, before: DeclineReason | None = None, **settings: Any) -> DeclineReason | None:
