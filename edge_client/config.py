@@ -343,15 +343,12 @@ class AgentConfig(Settings):
             )
         return self
 
-    def resolved(self, base: Path) -> AgentConfig:
-        """The same configuration with every relative path taken relative to `base`."""
-        return _anchored(self, base)
-
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def _anchored(settings: SettingsT, base: Path) -> SettingsT:
+    """The same settings with every relative path taken relative to `base`."""
     changed: dict[str, object] = {}
     for name, value in settings:
         if isinstance(value, Path):
@@ -368,7 +365,7 @@ def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
         ConfigError: lists every problem with its line or variable and a hint.
     """
     config = read_toml(path, AgentConfig, ConfigError, lambda values: _apply_environment(values, environment))
-    return config.resolved(path.resolve().parent)
+    return _anchored(config, path.resolve().parent)
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:

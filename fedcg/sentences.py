@@ -305,6 +305,7 @@ class Texts(Settings):
         audit_figures: what each figure of a device's audit is.
         health: about a device that reports this of its health.
         lost_sums: about a round without a sealed sum, by the phase in which that ended, or `other`.
+        lost_files: what is lost with a damaged file of a device's store, and what to do, by its name.
     """
 
     debug: dict[str, str]
@@ -316,6 +317,7 @@ class Texts(Settings):
     audit_figures: dict[str, str]
     health: dict[str, str]
     lost_sums: dict[str, str]
+    lost_files: dict[str, str]
 
 
 @cache

@@ -18,7 +18,6 @@ from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
 from audit.techniques import gradients
-from audit.techniques import gradients as searches
 from audit.techniques.gradients import Search, Start, search
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
@@ -165,7 +164,7 @@ def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Genera
     wanted = labels.repeat_interleave(_GENERATED)
     noise = torch.randn(len(wanted), view.spec.network.noise_dim, generator=stream)
     with torch.no_grad():
-        return searches.channel_statistics(generator(noise, wanted))
+        return gradients.channel_statistics(generator(noise, wanted))
 
 
 def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGradient:
@@ -179,17 +178,17 @@ def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGrad
 
 def _guess(
     view: View, model: WholeModel, seen: gradients.BatchGradient, setting: Setting, stream: torch.Generator
-) -> searches.Found:
+) -> gradients.Found:
     """The attack itself: from what is observed to pixels."""
     labels = gradients.revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
     if setting.match is Match.FEATURES:
-        objective = searches.feature_distance(model, gradients.revealed_features(model, seen).unsqueeze(0))
+        objective = gradients.feature_distance(model, gradients.revealed_features(model, seen).unsqueeze(0))
     elif setting.match is Match.COSINE:
-        objective = searches.cosine_distance(model, seen)
+        objective = gradients.cosine_distance(model, seen)
     else:
-        objective = searches.gradient_distance(model, seen)
+        objective = gradients.gradient_distance(model, seen)
     if setting.match is Match.STATISTICS:
-        objective = searches.with_statistics(objective, model, _generated_statistics(view, labels, stream))
+        objective = gradients.with_statistics(objective, model, _generated_statistics(view, labels, stream))
     return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amqtt.broker import Broker
-from amqtt.contexts import Action, BaseContext
+from amqtt.contexts import Action
 from amqtt.mqtt.disconnect import DisconnectPacket
 from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
 from amqtt.session import Session
@@ -50,9 +50,6 @@ class CertificatePlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
     @dataclass
     class Config:
         """amqtt requires this class; it has no settings."""
-
-    def __init__(self, context: BaseContext) -> None:
-        super().__init__(context)
 
     async def authenticate(self, *, session: Session) -> bool:
         """Whether the certificate's common name is the connection's identity, and its will is allowed."""

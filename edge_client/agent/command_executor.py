@@ -82,14 +82,14 @@ class CommandExecutor:
         self._sum_key = self.store.sum_key()
         self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
-            signals.SendHello: self._send_hello,
-            signals.Send: self._send,
+            signals.SendHello: lambda command, state: self.link.hello(state.epoch, state.committed),
+            signals.Send: lambda command, state: self.link.send(command.message),
             signals.SendChunks: self._send_chunks,
             signals.Want: self._want,
             signals.LoadUpdate: self._load_update,
             signals.CheckSpec: self._check_spec,
             signals.StartTrainer: self._start_trainer,
-            signals.ReleaseTrainer: self._release_trainer,
+            signals.ReleaseTrainer: lambda command, state: self.trainer.send(command),
             signals.WeighRound: self._start_job,
             signals.AnnounceSum: self._announce_sum,
             signals.AnswerSum: self._answer_sum,
@@ -132,12 +132,6 @@ class CommandExecutor:
         if known != ref:
             self._update = ChunkFile(path, ref)
         return OutboxFound(generation.round_attempt, ref)
-
-    def _send_hello(self, command: signals.SendHello, state: SessionState) -> None:
-        self.link.hello(state.epoch, state.committed)
-
-    def _send(self, command: signals.Send, state: SessionState) -> None:
-        self.link.send(command.message)
 
     def _send_chunks(self, command: signals.SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
@@ -264,9 +258,6 @@ class CommandExecutor:
             return TrainerDied()
         self.events.write("trainer_started", pid=pid)
         return None
-
-    def _release_trainer(self, command: signals.ReleaseTrainer, state: SessionState) -> None:
-        self.trainer.send(command)
 
     def _start_job(
         self, command: signals.WeighRound | signals.TrainRound | signals.ChooseModel, state: SessionState

@@ -20,34 +20,13 @@ from typing import Any
 from edge_client.errors import DamagedFileError, StoreError, unreadable
 from fedcg import files
 from fedcg.files import checked, replace_durably
+from fedcg.sentences import texts
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.inspection import inspect
 
 _CHECK, _NUMBER = "check", "number"
 COUNTER = "counter.json"
-_SUMS_BLOCKED = "rounds are then trained without sealed parts until `fedcg cohort resume-sums ROUND`"
 _RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or enrol this device anew with a new store"
-_LOST = {
-    "delivered.json": "It holds the receipts of updates and nothing else: delete it, and the last update is offered once more",
-    "finalised.json": "It holds the outcome of the federation and nothing else: delete it, and the model is chosen and exported once more",
-    "accepted.json": "It holds which images the next round uses and nothing else: delete it, and the round begins anew",
-    "consent.json": "It holds what this device's owner approved and nothing else: delete it, and specs beyond the policy wait for approval again",
-    "pause.json": "It holds the owner's pause and nothing else: delete it, and pause again where that is wanted",
-    "traffic.json": "It holds the bytes of this day and nothing else: delete it, and they are counted from nothing",
-    "revoked.json": "It holds that the coordinator has revoked this device and nothing else: delete it, and the coordinator is asked again",
-    "memory.json": "It holds how much of a batch fits the memory and nothing else: delete it, and that is found out again",
-    "left_out.json": "It lists images that could not be read and nothing else: delete it; the next round writes it anew",
-    "format.json": "It holds whose store this is: restore it from a backup; the trained state beside it is untouched",
-    "numbers.json": "It tells of this device's numbers in the last sealed sum: delete it, and the round that is open has none",
-    "weights.json": f"It says which sums of weights this device has been in: delete it, and {_SUMS_BLOCKED}",
-    "sum_gate.json": f"It says from which round on this device is in sums: delete it, and {_SUMS_BLOCKED}",
-    "sums.json": f"It says which sums this device has been in: delete it, and {_SUMS_BLOCKED}",
-    "roster.json": "It holds the cohort's roster and nothing else: delete it, and give it again with `fedcg cohort roster`",
-    "seen.json": f"Without it an old broadcast could be played again: {_RESTORE}",
-    "signing.pub": "It holds this device's public keys and nothing else: delete it; models that were signed with an earlier key are then not used",
-    COUNTER: f"It says which copies of other files are the newest ones: {_RESTORE}",
-    "coordinator.json": f"Without it a coordinator's key that was replaced would be trusted: {_RESTORE}",
-}
 
 
 _MADE_ANEW = frozenset({"accepted.json", "left_out.json", "memory.json"})
@@ -58,7 +37,7 @@ _COUNTED = frozenset({"seen.json", "sums.json", "weights.json", "sum_gate.json",
 
 def damaged(path: Path, what: str = "is damaged") -> StoreError:
     """The error for a damaged file: what is lost with it, and what to do."""
-    return DamagedFileError(f"{path} {what}. {_LOST.get(path.name, _RESTORE.capitalize())}")
+    return DamagedFileError(f"{path} {what}. {texts().lost_files.get(path.name, _RESTORE.capitalize())}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     values = _read(path)
     number = _count(values, _NUMBER)
     values.pop(_NUMBER, None)
-    may_be_deleted = _RESTORE not in _LOST.get(path.name, _RESTORE)
+    may_be_deleted = _RESTORE not in texts().lost_files.get(path.name, _RESTORE)
     if number < _count(before, path.name) and not (may_be_deleted and not values):
         raise damaged(path, "is an older copy, put back without the rest of the store" if values else "is missing")
     if number > _count(before, _NUMBER) + 1 and number > _count(_read(counter), _NUMBER) + 1:
