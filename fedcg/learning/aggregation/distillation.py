@@ -14,7 +14,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from pydantic import Field
@@ -283,13 +282,14 @@ def train_student(
 
 
 class TaughtAverage:
-    """The average of updates and the ensemble of their teachers' logits, kept up as updates arrive.
+    """The average of updates and the ensemble of their teachers' logits, kept up as updates arrive, and the student of both.
 
     A sum is FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), exact in any order of clients.
 
     Args:
         parts: what to average.
         teach: an update's logits [rows, C] over the rows that the student will learn from; asked for once, then they are spilled.
+        learn: (the average, the ensemble's logits) -> the weights of the student.
         spill: keeps the logits, and for another average than the mean the weights.
         average: how the weights are put together.
         ensemble: how the logits are.
@@ -299,11 +299,12 @@ class TaughtAverage:
         self,
         parts: frozenset[Part],
         teach: Callable[[Update], torch.Tensor],
+        learn: Callable[[Merged, torch.Tensor], Mapping[Part, Weights]],
         spill: Spill,
         average: Combination = "mean",
         ensemble: Taught = "sum",
     ) -> None:
-        self._spill, self._how = spill, ensemble
+        self._learn, self._spill, self._how = learn, spill, ensemble
         self._spreads: dict[str, float] = {}
         self._average = AverageAggregator(
             parts, spill, average, lambda update: {LOGITS: teach(update)}, self._summed_logits
@@ -331,6 +332,11 @@ class TaughtAverage:
         robust = combined(self._spill, updates, LOGITS, self._how, lambda rows: rows.to(torch.float64).log_softmax(1))
         return merged, robust.to(torch.float32)
 
+    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
+        """The student of the ensemble of exactly these updates."""
+        aggregate = Aggregate(self._learn(*self.settle(updates)))
+        return aggregate, ServerState(aggregate)
+
 
 def _spread(logits: torch.Tensor) -> float:
     """The standard deviation of a teacher's logits about each row's mean; 1 where they are all alike.
@@ -345,57 +351,31 @@ def _spread(logits: torch.Tensor) -> float:
     return spread or 1.0
 
 
-class EnsembleAggregator:
+def ensemble_aggregator(
+    settings: Distillation, ctx: RoundContext, spill: Spill, average: Combination = "mean", ensemble: Taught = "sum"
+) -> TaughtAverage:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
     When all clients reported their label counts, rows of a label that none of them has weigh nothing (`row_weights`).
     Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
     """
+    classes = ctx.spec.class_count
+    bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, uniform(classes))
 
-    def __init__(
-        self,
-        settings: Distillation,
-        ctx: RoundContext,
-        spill: Spill,
-        average: Combination = "mean",
-        ensemble: Taught = "sum",
-    ) -> None:
-        self._settings = settings
-        self._ctx = ctx
-        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill, average, ensemble)
+    def teach(update: Update) -> torch.Tensor:
+        return teacher_logits(load_pair(update.parts, ctx), bank, ctx)
 
-    @cached_property
-    def bank(self) -> Bank:
-        """The round's bank, drawn when first asked for."""
-        spec = self._ctx.spec
-        return draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, uniform(spec.class_count))
-
-    def _teacher_pass(self, update: Update) -> torch.Tensor:
-        return teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
-
-    def add(self, update: Update) -> None:
-        """Teacher pass of one update over the bank; its logits are spilled and counted."""
-        self._taught.add(update)
-
-    def settle(self, updates: Updates) -> Merged:
-        """The average of exactly these updates, which nothing was distilled into."""
-        return self._taught.settle(updates)[0]
-
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """Distil the ensemble of exactly these updates into their average."""
-        (merged, logits), bank = self._taught.settle(updates), self.bank
-        target = logits.log_softmax(1).to(self._ctx.device)
+    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
+        target = logits.log_softmax(1).to(ctx.device)
         counts = [merged.label_counts.get(client) for client in merged.examples]
-        weights = row_weights(counts, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
+        weights = row_weights(counts, classes, bank.labels).to(ctx.device)
 
         def loss_of(
             nets: Nets, features: torch.Tensor, logits: torch.Tensor, taught: torch.Tensor, weight: torch.Tensor
         ) -> torch.Tensor:
             return (weight * kl_rows(taught, logits.log_softmax(1))).mean()
 
-        student = load_pair(merged.parts, self._ctx)
-        parts = train_student(
-            student, bank, self._settings, self._ctx, loss_of, lambda rows: (target[rows], weights[rows])
-        )
-        aggregate = Aggregate(parts)
-        return aggregate, ServerState(aggregate)
+        student = load_pair(merged.parts, ctx)
+        return train_student(student, bank, settings, ctx, loss_of, lambda rows: (target[rows], weights[rows]))
+
+    return TaughtAverage(SHARED, teach, learn, spill, average, ensemble)

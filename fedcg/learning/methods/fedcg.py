@@ -21,7 +21,7 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
-from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, EnsembleAggregator
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
@@ -232,7 +232,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
         return CrossedAggregator(
             settings, Crossing("auto", params.exact_clients, losses.Divergence()), state, ctx, spill
         )
-    return EnsembleAggregator(settings, ctx, spill, params.average, params.ensemble)
+    return ensemble_aggregator(settings, ctx, spill, params.average, params.ensemble)
 
 
 METHOD = Method(

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import Updates
+from fedcg.learning.aggregation.averaging import Merged, Updates
 from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
@@ -76,7 +76,9 @@ class PublicEnsembleAggregator:
         self._settings = Distillation.of(params)
         self._ctx = ctx
         self._public = public_of(ctx)
-        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill, params.average, params.ensemble)
+        self._taught = TaughtAverage(
+            PERSONAL, self._teacher_logits, self._student, spill, params.average, params.ensemble
+        )
 
     @cached_property
     def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,12 +93,10 @@ class PublicEnsembleAggregator:
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
         """Minimise KL(ensemble ‖ student) over the public batches, in order, from the average of exactly these updates."""
-        merged, target = self._taught.settle(updates)
-        aggregate = Aggregate(self._student(merged.parts, target.to(self._ctx.device)))
-        return aggregate, ServerState(aggregate)
+        return self._taught.finish(updates)
 
-    def _student(self, parts: Mapping[Part, Weights], target: torch.Tensor) -> dict[Part, Weights]:
-        student = self._load(parts)
+    def _student(self, merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
+        student, target = self._load(merged.parts), logits.to(self._ctx.device)
         used, position = (rows.to(self._ctx.device) for rows in self._batches)
         images = self._public[used.cpu()].to(self._ctx.device)
 

@@ -15,16 +15,16 @@ temperature 10 (`divergence`, `temperature`), distances as means over dimensions
 The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, Then, Updates
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
-from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, EnsembleAggregator, uniform
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator, uniform
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
@@ -214,11 +214,11 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
     return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
 
 
-def _with_labels(inner: EnsembleAggregator | AverageAggregator) -> Aggregator:
+def _with_labels(inner: Aggregator, settle: Callable[[Updates], Merged]) -> Aggregator:
     """An aggregation that knows no labels (`average`, `kd`), with p(y) published beside its parts."""
 
     def published(found: Aggregate, updates: Updates) -> ServerState:
-        counts = counts_of(inner.settle(updates))
+        counts = counts_of(settle(updates))
         return ServerState(Aggregate(found.parts, tuple(label_distribution(counts).tolist())))
 
     return Then(inner, published)
@@ -232,8 +232,10 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
         crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
         return CrossedAggregator(settings, crossing, state, ctx, spill)
     if params.aggregation == "kd":
-        return _with_labels(EnsembleAggregator(settings, ctx, spill))
-    return _with_labels(AverageAggregator(SHARED, spill))
+        taught = ensemble_aggregator(settings, ctx, spill)
+        return _with_labels(taught, lambda updates: taught.settle(updates)[0])
+    average = AverageAggregator(SHARED, spill)
+    return _with_labels(average, average.settle)
 
 
 METHOD = Method(

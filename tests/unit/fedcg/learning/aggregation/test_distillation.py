@@ -59,7 +59,7 @@ def test_fedcg_student_settles_where_the_divergence_from_the_weighted_ensemble_i
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
     for client, (_, logits) in outputs.items():
         spill.put(client, {"logits": logits})
-    aggregator = distillation.EnsembleAggregator(SETTINGS, context(quick_spec("fedcg")), spill)
+    aggregator = distillation.ensemble_aggregator(SETTINGS, context(quick_spec("fedcg")), spill)
     aggregator.finish({client: partial(update, client, examples) for client, (examples, _) in outputs.items()})
     assert settled(student) == pytest.approx(expected, abs=0.02)
 
@@ -97,9 +97,11 @@ def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_reported
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: pair(student, nn.Identity()))
     spec = quick_spec("fedcg")
     spill = MemorySpill()
-    merge = distillation.EnsembleAggregator(distillation.Distillation(600, 4, 0.02, 0.0), context(spec), spill)
-    merge.bank.labels.copy_(torch.arange(2400) % 3)
-    spill.put("a", {"logits": answers.log()[merge.bank.labels]})
+    labels = torch.arange(2400) % 3
+    bank = distillation.Bank(torch.zeros(2400, spec.network.noise_dim), labels)
+    monkeypatch.setattr(distillation, "draw_bank", lambda *_: bank)
+    merge = distillation.ensemble_aggregator(distillation.Distillation(600, 4, 0.02, 0.0), context(spec), spill)
+    spill.put("a", {"logits": answers.log()[labels]})
     parts = {part: {"w": torch.zeros(1)} for part in (Part.GENERATOR, Part.CLASSIFIER)}
     update = Update("a", parts, 4, (2, 2, 0) if reported else None)
     merge.finish({"a": lambda: update})
