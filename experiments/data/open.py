@@ -24,7 +24,8 @@ from experiments.data.source import (
     sklearn_file,
 )
 from experiments.errors import SourceError
-from fedcg.learning.data.sources import is_array_source
+from fedcg.imaging import is_named_as_image
+from fedcg.learning.data.sources import IMAGE_SUFFIXES, is_array_source
 
 
 def open_source(text: str) -> Source:
@@ -54,7 +55,6 @@ def open_source(text: str) -> Source:
     return folder_source(path)
 
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")  # what an agent reads
 _PART_NAMES = {"train": ("train", "train_images"), "test": ("test", "test_images"), "val": ("val", "val_images")}
 
 
@@ -79,7 +79,7 @@ def folder_source(root: Path) -> Source:
             raise SourceError(f"{tops['train']} and {top} do not hold the same class folders")
         for name in classes:
             if not _files(top / name):
-                raise SourceError(f"{top / name} holds no image ({', '.join(SUFFIXES)})")
+                raise SourceError(f"{top / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
     return _read(root.name, tops, classes)
 
 
@@ -94,7 +94,7 @@ def _domain_source(root: Path, names: list[str]) -> Source:
     domains = [_read(name, parts, classes, prefix=f"{name}-") for name, parts in tops.items()]
     for domain in domains:
         if not any(domain.train):
-            raise SourceError(f"{root / domain.name} holds no image ({', '.join(SUFFIXES)})")
+            raise SourceError(f"{root / domain.name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
     source = by_domain(root.name, domains)
     empty = next((name for name, of_class in zip(classes, source.train, strict=True) if not of_class), None)
     if empty is not None:
@@ -141,8 +141,7 @@ def _hold_folders(root: Path, folders: list[str]) -> bool:
 def _files(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return tuple(folder / name for name in names if name.lower().endswith(SUFFIXES))
+    return tuple(sorted(path for path in folder.iterdir() if is_named_as_image(path, IMAGE_SUFFIXES)))
 
 
 def _folders(root: Path) -> list[str]:

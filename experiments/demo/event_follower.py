@@ -71,29 +71,28 @@ class AgentHistory:
     def take(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
         for event in events:
-            self._take(event)
-
-    def _take(self, event: Event) -> None:
-        name, at = event.get("event"), number(event, "t")
-        if name in _STATES:
-            self.state = _STATES[str(name)]
-        if name in ("accepted", "phase_started", "progress", "committed"):
-            self.round = whole(event, "round")
-        if name == "artifact_stored" and at is not None:
-            self.verified.setdefault(str(event.get("artifact")), at)
-        elif name in ("phase_started", "progress"):
-            self.state, self.step, self.steps = str(event.get("phase")), whole(event, "step"), whole(event, "steps")
-        elif name == "committed" and at is not None:
-            self.committed[self.round] = at
-            self.curve[self.round] = {**event, "generator_spread": event.get("spread")}
-        elif name == "receipt" and at is not None:
-            self.received[whole(event, "round")] = at
-            if event.get("outcome") not in ("accepted", "duplicate"):
-                self.problems.append(f"round {event.get('round')}: {event.get('outcome')} {event.get('reason') or ''}")
-        elif name == "finalised":
-            self.finalised = event
-        elif name in ("round_failed", "declined", "trainer_died", "finalise_failed"):
-            self.problems.append(" ".join(f"{key}={value}" for key, value in event.items() if key != "t"))
+            name, at = event.get("event"), number(event, "t")
+            if name in _STATES:
+                self.state = _STATES[str(name)]
+            if name in ("accepted", "phase_started", "progress", "committed"):
+                self.round = whole(event, "round")
+            if name == "artifact_stored" and at is not None:
+                self.verified.setdefault(str(event.get("artifact")), at)
+            elif name in ("phase_started", "progress"):
+                self.state, self.step, self.steps = str(event.get("phase")), whole(event, "step"), whole(event, "steps")
+            elif name == "committed" and at is not None:
+                self.committed[self.round] = at
+                self.curve[self.round] = {**event, "generator_spread": event.get("spread")}
+            elif name == "receipt" and at is not None:
+                self.received[whole(event, "round")] = at
+                if event.get("outcome") not in ("accepted", "duplicate"):
+                    self.problems.append(
+                        f"round {event.get('round')}: {event.get('outcome')} {event.get('reason') or ''}"
+                    )
+            elif name == "finalised":
+                self.finalised = event
+            elif name in ("round_failed", "declined", "trainer_died", "finalise_failed"):
+                self.problems.append(" ".join(f"{key}={value}" for key, value in event.items() if key != "t"))
 
 
 _STATES = {
@@ -129,22 +128,19 @@ class CoordinatorHistory:
     def take(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
         for event in events:
-            self._take(event)
-
-    def _take(self, event: Event) -> None:
-        name, at = event.get("event"), number(event, "t")
-        if "round" in event:
-            self.round = whole(event, "round")
-        if name == "aggregate_step":
-            self.state = str(event.get("phase"))
-            self.step, self.steps = whole(event, "step"), whole(event, "steps")
-        elif name == "attempt_opened" and at is not None:
-            self.state, self.step, self.steps = "collecting", 0, 0
-            self.opened[self.round] = at, str(event.get("aggregate"))
-        elif name == "aggregate_stored" and at is not None:
-            self.state, self.step, self.steps = "stored", 0, 0
-            self.stored[self.round] = at, str(event.get("artifact"))
-        elif name == "stalled":
-            self.stalled = str(event.get("reason"))
-        elif name in ("distilling", "finished"):
-            self.state = str(name)
+            name, at = event.get("event"), number(event, "t")
+            if "round" in event:
+                self.round = whole(event, "round")
+            if name == "aggregate_step":
+                self.state = str(event.get("phase"))
+                self.step, self.steps = whole(event, "step"), whole(event, "steps")
+            elif name == "attempt_opened" and at is not None:
+                self.state, self.step, self.steps = "collecting", 0, 0
+                self.opened[self.round] = at, str(event.get("aggregate"))
+            elif name == "aggregate_stored" and at is not None:
+                self.state, self.step, self.steps = "stored", 0, 0
+                self.stored[self.round] = at, str(event.get("artifact"))
+            elif name == "stalled":
+                self.stalled = str(event.get("reason"))
+            elif name in ("distilling", "finished"):
+                self.state = str(name)

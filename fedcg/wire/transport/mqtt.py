@@ -57,7 +57,6 @@ class MqttTransport:
     Args:
         config: the broker and this client's identity on it.
         will: the message that the broker publishes when this client vanishes.
-        rng: jitter of the backoff.
         retry_log_level: of the line about a failed connection.
 
     Attributes:
@@ -66,17 +65,11 @@ class MqttTransport:
         is_refused: whether the broker refused the last QoS 1 publish, as it can tell over MQTT 5; the first one in a row is logged.
     """
 
-    def __init__(
-        self,
-        config: MqttConfig,
-        will: Will | None = None,
-        rng: random.Random | None = None,
-        retry_log_level: int = logging.WARNING,
-    ) -> None:
+    def __init__(self, config: MqttConfig, will: Will | None = None, retry_log_level: int = logging.WARNING) -> None:
         self._config = config
         self._retry_log_level = retry_log_level
         self._will = will
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._lock = threading.Lock()
         self._outgoing = OutgoingQueue()
         self._filters: dict[str, int] = {}
