@@ -3,11 +3,14 @@
 A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same numbers, and
 differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
 Sums of rounds whose lists differ give differences away where the others stood still, and of several lists a single device: a device
-signs another list than before only if its own numbers moved. It knows no store: the functions that load and save are given.
+signs another list than before only if its own numbers moved, or if the lists differ by devices alone whose owners consent to that: then all lists
+have the same other devices, and what any combination of their sums shows without all of these is of consenting devices.
+It knows no store: the functions that load and save are given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,12 @@ MOST_LISTS = 64
 SKETCH_NUMBERS = 256
 LEAST_MOVE = 0.5
 """How far numbers must have moved for another list than before, in distances to the last mean."""
+
+
+_CONSENT = (
+    "Numbers of `analytic` never move: there the owners of these devices have to consent to be seen alone (`fedcg cohort card --alone` on each, "
+    "then the new roster on every device), or a new federation begins"
+)
 
 
 class Numbered(BaseModel):
@@ -68,13 +77,14 @@ class Numbered(BaseModel):
 
 
 class _List(BaseModel):
-    """A list that this device signed, and its own numbers in that sum."""
+    """A list that this device signed, its own numbers in that sum, and what they counted for (`weight`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
     sketch: tuple[float, ...]
+    weight: float = 0.0
 
 
 class _Kept(BaseModel):
@@ -120,6 +130,7 @@ class SumKeeper:
         device: its name.
         key: its key for sums.
         roster: the keys for sums of the cohort's devices, from this device's owner.
+        alone: the devices of it whose owners consent that members see the difference of two sums, which is of these devices alone.
         load, save: the record on disk, empty before the first sum; `save` returns once it is durable.
         numbered: what the training process told last of this device's numbers (`Numbered`), empty before the first sum.
         least: the fewest devices of a sum that this device's owner accepts.
@@ -132,6 +143,7 @@ class SumKeeper:
         device: str,
         key: SigningKey,
         roster: Callable[[], Mapping[str, VerifyKey]],
+        alone: Callable[[], Collection[str]],
         load: Callable[[], Mapping[str, Any]],
         save: Callable[[Mapping[str, Any]], None],
         numbered: Callable[[], Mapping[str, Any]],
@@ -139,7 +151,7 @@ class SumKeeper:
         exchange: schemas.SumExchange = "parts",
         secret: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        self._device, self._key, self._roster = device, key, roster
+        self._device, self._key, self._roster, self._alone = device, key, roster, alone
         self._load, self._save, self._numbered, self._least = load, save, numbered, least
         self._exchange, self._secret = exchange, secret
 
@@ -238,17 +250,26 @@ class SumKeeper:
             raise SumError("what this device's numbers of the round are is not known") from error
         if (own.round, own.attempt) != (at.round, at.attempt):
             raise SumError("this device has no numbers of the round")
-        alike = [one for one in kept.lists if one.parts == own.parts]
-        for earlier in alike:
-            unlike = set(earlier.names) ^ set(names)
-            moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
-            if unlike and moved < LEAST_MOVE * own.to_mean:
-                raise SumError(
-                    f"the sum would differ from an earlier one by {' and '.join(sorted(unlike))} alone, and this device's numbers "
-                    "have hardly moved since: it sits out"
-                )
-        new = _List(names=names, parts=own.parts, sketch=own.sketch)
+        new = _List(names=names, parts=own.parts, sketch=own.sketch, weight=_weight(kept))
+        for earlier in kept.lists:
+            moved = (
+                float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch))) if earlier.parts == own.parts else inf
+            )
+            if moved < LEAST_MOVE * own.to_mean and (problem := self._shown(earlier, new)):
+                raise SumError(f"{problem}, and this device's numbers have hardly moved since: it sits out. {_CONSENT}")
         return (*(one for one in kept.lists if (one.names, one.parts) != (names, own.parts)), new)
+
+    def _shown(self, earlier: _List, new: _List) -> str:
+        """What the difference to an earlier sum would show and should not, where this device's numbers stand still."""
+        alone = frozenset(self._alone())
+        unlike, others = set(earlier.names) ^ set(new.names), set(new.names) - alone
+        if unlike - alone:
+            return f"the sum would differ from an earlier one by {' and '.join(sorted(unlike - alone))} alone"
+        if unlike and 0 < len(others) < self._least:
+            return f"sums of several lists would show that of {' and '.join(sorted(others))}, of less than {self._least} devices"
+        if earlier.weight != new.weight and self._device not in alone:
+            return "this device, which has most images, would count for more or less than in an earlier sum"
+        return ""
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
@@ -368,6 +389,12 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         raise StoreError(
             "the record of sealed sums is damaged: this device takes part in none until it is deleted"
         ) from error
+
+
+def _weight(kept: _Kept) -> float:
+    """What this device counts for in the sum: its images, clipped where it has most."""
+    announced = {} if kept.members is None else kept.members.announced
+    return clipped(kept.count, kept.total or sum(announced[name].weight for name in kept.dealt))
 
 
 def _at(kept: _Kept, exchange: schemas.SumExchange) -> SumRound:

@@ -106,7 +106,8 @@ class CommandExecutor:
         return SumKeeper(
             self.config.device,
             self._sum_key,
-            store.roster,
+            lambda: store.roster().keys,
+            lambda: store.roster().alone,
             partial(store.sum_record, exchange),
             partial(store.save_sum_record, exchange),
             store.numbered,
@@ -175,7 +176,7 @@ class CommandExecutor:
         return SpecChecked(command.digest, reason)
 
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
-        if not spec.sealed or self.store.roster().get(self.config.device) == self._sum_key.public:
+        if not spec.sealed or self.store.roster().keys.get(self.config.device) == self._sum_key.public:
             return None
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
         return DeclineReason.SPEC_REFUSED, f"sealed sums need the cohort's roster with this device's card: {way}"

@@ -16,6 +16,7 @@ from fedcg.terminal import Result, ask_secret, confirm, prints
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
+    from edge_client.store.roster import Roster
 
 app = typer.Typer(
     help="Give the devices of a federation their common secret and roster; the coordinator never sees the secret.",
@@ -122,15 +123,23 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     store, federation = _store_of(config, make=False)
     mark, roster = mark_in(store, federation), store.roster()
-    rosters = roster_mark(roster, federation) if roster else None
+    rosters = roster_mark(roster, federation) if roster.keys else None
     last, obstacle = store.sum_gate.last_round, store.sum_gate.obstacle(store.seen()[1] + 1)
-    values = {"mark": mark, "roster": sorted(roster), "roster_mark": rosters, "last_sum_round": last, "sums": obstacle}
+    values = {
+        "mark": mark,
+        "roster": sorted(roster.keys),
+        "alone": sorted(roster.alone),
+        "roster_mark": rosters,
+        "last_sum_round": last,
+        "sums": obstacle,
+    }
     if mark is None:
         following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
     lines = [
         f"mark of the secret {mark}",
-        f"mark of the roster {rosters}, {len(roster)} devices" if rosters else "no roster",
+        f"mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
+        *_consents(roster),
         f"last round with a sum: {'unknown' if last is None else last or 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
         "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
@@ -140,7 +149,17 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
 @app.command("card")
 @prints
-def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
+def card_command(
+    config: ConfigOption = Path("agent.toml"),
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="The owner consents that all members may see the numbers of this device alone, where it comes, leaves or adds images: "
+            "of `analytic` its class counts, class sums and second moments. Not meant for methods that train: it would be weights.",
+        ),
+    ] = False,
+) -> Result:
     """Print this device's line of the cohort's roster: its name and its key for sums, which is made for this alone.
 
     Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
@@ -151,8 +170,8 @@ def card_command(config: ConfigOption = Path("agent.toml")) -> Result:
     from edge_client.store.roster import card_of
 
     settings = read_config(config)
-    card = card_of(settings.device, settings.federation, _store_of(config)[0].sum_key())
-    return {"device": settings.device, "card": card}, card
+    card = card_of(settings.device, settings.federation, _store_of(config)[0].sum_key(), alone=alone)
+    return {"device": settings.device, "card": card, "alone": alone}, card
 
 
 @app.command("roster")
@@ -175,14 +194,18 @@ def roster_command(
     roster = roster_of(text, settings.federation, "the roster" if file == "-" else file)
     store, federation = _store_of(config)
     own = store.sum_key()
-    if roster.get(settings.device) != own.public:
+    if roster.keys.get(settings.device) != own.public:
         raise BadInputError(f"{file} lacks this device's own card: {card_of(settings.device, federation, own)}")
     store.save_roster(roster)
-    mark, names = roster_mark(roster, federation), sorted(roster)
-    return {
-        "devices": names,
-        "mark": mark,
-    }, f"{len(names)} devices: {', '.join(names)}\nmark of the roster {mark}\n{COMPARE}."
+    mark, names = roster_mark(roster, federation), sorted(roster.keys)
+    values = {"devices": names, "alone": sorted(roster.alone), "mark": mark}
+    lines = [
+        f"{len(names)} devices: {', '.join(names)}",
+        *_consents(roster),
+        f"mark of the roster {mark}",
+        f"{COMPARE}.",
+    ]
+    return values, "\n".join(lines)
 
 
 @app.command("resume-sums")
@@ -213,6 +236,12 @@ def resume_sums_command(
         {"was_blocked": known is None, "first_round": first},
         f"{text}This device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",
     )
+
+
+def _consents(roster: Roster) -> list[str]:
+    """The line of the devices whose owners consent to be seen alone, if there are any."""
+    names = ", ".join(sorted(roster.alone))
+    return [f"Members may see alone the numbers of: {names}"] if names else []
 
 
 @contextmanager

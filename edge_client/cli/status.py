@@ -71,7 +71,7 @@ def read_status(config: AgentConfig) -> Status:
         lambda: _pause(root),
         lambda: _consent(root),
         lambda: _traffic(root),
-        lambda: {"sums": store.sum_gate.obstacle(store.seen()[1] + 1) or None} if store.roster() else {},
+        lambda: {"sums": store.sum_gate.obstacle(store.seen()[1] + 1) or None} if store.roster().keys else {},
         lambda: _live(root),
         lambda: _model(root),
     ):

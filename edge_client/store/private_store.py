@@ -55,6 +55,7 @@ from edge_client.store.checked_files import (
     write_json,
     writing_alone,
 )
+from edge_client.store.roster import Roster
 from edge_client.store.sum_gate import GATE_FILE, RECORDS, SumGate
 from fedcg.errors import NOT_FOUND
 from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
@@ -462,20 +463,20 @@ class PrivateStore:
         self.sum_gate.note(int(record["round"]))
         write_json(self.root / RECORDS[exchange], record)
 
-    def roster(self) -> dict[str, VerifyKey]:
+    def roster(self) -> Roster:
         """Keys for sums of the cohort's devices, as this device's owner gave them; empty before that."""
         path = self.root / "roster.json"
         try:
-            return {
-                str(device): VerifyKey.from_hex(str(key))
-                for device, key in dict(read_json(path).get("keys", {})).items()
-            }
+            kept = read_json(path)
+            keys = {str(device): VerifyKey.from_hex(str(key)) for device, key in dict(kept.get("keys", {})).items()}
+            return Roster(keys, frozenset(map(str, kept.get("alone", ()))))
         except (WireError, TypeError, ValueError) as error:
             raise damaged(path) from error
 
-    def save_roster(self, roster: Mapping[str, VerifyKey]) -> None:
-        """Store the keys for sums of the cohort's devices."""
-        write_json(self.root / "roster.json", {"keys": {name: key.hex for name, key in roster.items()}})
+    def save_roster(self, roster: Roster) -> None:
+        """Store the keys for sums of the cohort's devices, and whose owners consent to what."""
+        keys = {name: key.hex for name, key in roster.keys.items()}
+        write_json(self.root / "roster.json", {"keys": keys, "alone": sorted(roster.alone)})
 
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""

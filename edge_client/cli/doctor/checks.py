@@ -382,7 +382,7 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
 def _sums(config: AgentConfig, now: datetime) -> Result:
     store = PrivateStore(config.store)
     try:
-        has_roster, first = store.is_made and bool(store.roster()), store.sum_gate.first_round
+        has_roster, first = store.is_made and bool(store.roster().keys), store.sum_gate.first_round
     except EdgeError as error:
         return "failed", str(error), "the next step is in that line"
     if not has_roster:

@@ -41,6 +41,7 @@ class Cohort:
     Attributes:
         weights: images of each; `votes` likewise.
         numbered: what the training process of each told of its numbers.
+        alone: the devices whose owners consent that their numbers are seen alone.
     """
 
     def __init__(self, count: int) -> None:
@@ -53,6 +54,7 @@ class Cohort:
         self.weights = dict.fromkeys(self.names, 5)
         self.votes = dict.fromkeys(self.names, 0)
         self.numbered = dict[str, Numbered]()
+        self.alone = set[str]()
 
     def later(self) -> float:
         """A time at which all that was waited for is late."""
@@ -85,7 +87,7 @@ class Cohort:
 
     def keeper(self, name: str, exchange: schemas.SumExchange = "parts") -> SumKeeper:
         told = self.numbered[name].model_dump() if name in self.numbered else {}
-        disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster)
+        disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster, lambda: self.alone)
         return SumKeeper(*signs, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES, exchange, lambda: SECRET)
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:

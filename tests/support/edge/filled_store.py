@@ -11,6 +11,7 @@ from edge_client.errors import StoreError
 from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, append_line
 from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.store.roster import Roster
 from edge_client.training.box_limits import MemoryShare
 from export.model.manifest import note_signer
 from fedcg.event_log import EventLog
@@ -43,7 +44,7 @@ def fill(store: PrivateStore) -> None:
     store.save_sum_record("weights", {"round": 1})
     store.save_sum_record("parts", {"round": 1})
     store.save_numbered({"round": 1})
-    store.save_roster({"a": ENROLLED})
+    store.save_roster(Roster({"a": ENROLLED}))
     Consent(store.root).approve(SPEC.digest, 1e9)
     PauseFile(store.root).write(Pause(since=1e9, until=1e9))
     TrafficCounter(store.root, time.time).sent(100)

@@ -1,7 +1,7 @@
 """Sealed sums against real keepers of devices: exact whoever is lost, off where too few are left; a device that lies is left out."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
@@ -295,12 +295,7 @@ def test_a_list_that_differs_from_an_earlier_one_is_signed_by_those_alone_whose_
     rounds = ((AT, first, before, "extractor"), (later, second, now, parts))
     for at, (start, end), numbers, of in rounds:
         own = Numbered.of(at, (of,), numbers, numbers + far / np.linalg.norm(far), seed=7)
-        board = SumBoard(at, cohort.names)
-        for name, dealt in cohort.answer(board, cohort.announce(board, set(), at), set(), at):
-            cohort.reply(name, dealt, at)
-        cohort.numbered = dict.fromkeys(cohort.names, own)
-        asked = board.close(cohort.names[start:end], cohort.now)
-        answers = {name: answered(partial(cohort.reply, name, survivors, at)) for name, survivors in asked}
+        answers = asked_to_sign(cohort, cohort.names[start:end], own, at)
     earlier = set(cohort.names[slice(*first)])
     unlike = " and ".join(sorted(earlier ^ set(last)))
     for name in last:
@@ -308,6 +303,64 @@ def test_a_list_that_differs_from_an_earlier_one_is_signed_by_those_alone_whose_
             assert isinstance(answers[name], SumSigned)
         else:
             assert f"by {unlike} alone, and this device's numbers have hardly moved since" in str(answers[name])
+
+
+@pytest.mark.parametrize(
+    ("alone", "lists", "sits_out"),
+    [
+        ((7,), (range(8), range(7), range(8)), ""),  # it leaves, and comes back
+        ((6, 7), (range(8), range(7), (*range(6), 7), range(6), range(8)), ""),
+        ((7,), (range(8), range(1, 8)), "by box-00 alone"),
+        ((7,), (range(8), range(7), range(6)), "by box-06 alone"),
+        ((7,), (range(8), range(1, 7)), "by box-00 alone"),
+        # 3 others: of the lists without each of the rest alone, and with all, their own sum would be an outcome.
+        (
+            (3, 4, 5, 6, 7),
+            (range(8), range(7)),
+            "would show that of box-00 and box-01 and box-02, of less than 4 devices",
+        ),
+        (range(8), (range(8), range(7), range(2, 8)), ""),
+    ],
+)
+def test_of_devices_that_stand_still_lists_may_differ_by_those_alone_whose_owners_consent(
+    alone: Iterable[int], lists: Sequence[Iterable[int]], sits_out: str
+) -> None:
+    """So lists agree in all others: a combination of their sums is either of all the others together, or of consenting devices alone."""
+    cohort = Cohort(8)
+    cohort.alone = {cohort.names[number] for number in alone}
+    for round_number, members in enumerate(lists, 1):
+        at, names = replace(AT, round=round_number), [cohort.names[number] for number in members]
+        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0)
+        answers = asked_to_sign(cohort, names, own, at)
+        for name in names:
+            if sits_out and round_number == len(lists):
+                assert sits_out in str(answers[name])
+                assert "`fedcg cohort card --alone`" in str(answers[name])
+            else:
+                assert isinstance(answers[name], SumSigned)
+
+
+def test_a_device_that_stands_still_sits_out_where_it_would_count_for_more_or_less_unless_its_owner_consents() -> None:
+    """A device with most images is clipped by the others': what they add would show its numbers in the difference of two sums."""
+    cohort = Cohort(6)
+    cohort.alone = {"box-05"}
+    for round_number, images in ((1, (20, 20, 20, 20, 100, 5)), (2, (20, 20, 20, 20, 100, 6))):
+        at = replace(AT, round=round_number)
+        cohort.weights = dict(zip(cohort.names, images, strict=True))
+        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0)
+        answers = asked_to_sign(cohort, cohort.names, own, at)
+    assert "this device, which has most images, would count for more or less" in str(answers.pop("box-04"))
+    assert all(isinstance(answer, SumSigned) for answer in answers.values())
+
+
+def asked_to_sign(cohort: Cohort, names: Sequence[str], own: Numbered, at: SumRound) -> dict[str, object]:
+    """What these devices answer to a list of them, each with these numbers of its own."""
+    board = SumBoard(at, cohort.names)
+    for name, dealt in cohort.answer(board, cohort.announce(board, set(), at), set(), at):
+        cohort.reply(name, dealt, at)
+    cohort.numbered = dict.fromkeys(cohort.names, own)
+    asked = board.close(names, cohort.now)
+    return {name: answered(partial(cohort.reply, name, survivors, at)) for name, survivors in asked}
 
 
 def test_every_member_sees_the_same_votes_and_a_weight_that_dominates_is_clipped_to_two_fifths() -> None:

@@ -18,7 +18,7 @@ from edge_client.config import load_config
 from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
 from edge_client.store.private_store import PrivateStore
-from edge_client.store.roster import card_of, roster_mark, roster_of
+from edge_client.store.roster import Roster, card_of, roster_mark, roster_of
 from edge_client.sum_keeper import SumKeeper
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
@@ -141,7 +141,7 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: 
     joined = run_fedcg(*join)
     assert joined.exit_code == 0
     assert f"Joined; mark {made['mark']}\nNext: fedcg cohort card --config {second}\n" in joined.stdout
-    nothing: dict[str, object] = {"roster": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
+    nothing: dict[str, object] = {"roster": [], "alone": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
     status = run_fedcg("cohort", "status", "--config", second, "--json")
     assert data_of(status.stdout) == {"mark": made["mark"], **nothing}
     assert "has a cohort secret already" in fails(EXISTS, "cohort", "create", "--config", first)
@@ -167,7 +167,9 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
     keys = [SigningKey.generate() for _ in range(2)]
     lines = [card_of(f"line-{number}", FEDERATION, key) for number, key in enumerate(keys, 1)]
     known = {"line-1": keys[0].public, "line-2": keys[1].public}
-    assert roster_of("\n".join(["", *lines, ""]), FEDERATION, "roster.txt") == known
+    consenting = "\n".join([lines[0], card_of("line-2", FEDERATION, keys[1], alone=True)])
+    assert roster_of(consenting, FEDERATION, "roster.txt") == Roster(known, frozenset({"line-2"}))
+    assert roster_of("\n".join(["", *lines, ""]), FEDERATION, "roster.txt") == Roster(known)
     device, federation, key, signature = lines[0].split()
     other = SigningKey.generate().public.hex
     for bad, problem in (
@@ -180,6 +182,11 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
         (f"Line-3 {federation} {key} {signature}", "is not a whole card of `fedcg cohort card`"),
         (f"{lines[0][:-1]}", "is not a whole card"),
         (f"line-3 {key}", "is not a whole card"),
+        (f"line-1 {federation} {key} alone {signature}", "the card of line-1 is not signed by its own key"),
+        (
+            card_of("line-3", FEDERATION, SigningKey.generate(), alone=True).replace(" alone", ""),
+            "of line-3 is not signed",
+        ),
     ):
         with pytest.raises(CohortError, match=f"roster.txt, line 3.*{problem}"):
             roster_of("\n".join([*lines, bad]), FEDERATION, "roster.txt")
@@ -189,16 +196,21 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
 
 def test_the_mark_of_a_roster_changes_with_every_name_key_and_line_and_not_with_their_order() -> None:
     keys = {f"line-{number}": SigningKey.generate().public for number in range(3)}
-    mark = roster_mark(keys, FEDERATION)
+    mark = roster_mark(Roster(keys), FEDERATION)
     assert re.fullmatch(r"[0-9a-f]{32}", mark)
-    assert roster_mark(dict(reversed(keys.items())), FEDERATION) == mark
+    assert roster_mark(Roster(dict(reversed(keys.items()))), FEDERATION) == mark
+    consents = {roster_mark(Roster(keys, frozenset(some)), FEDERATION) for some in (["line-1"], ["line-2"], keys)}
+    assert len({mark, *consents}) == 4, "and with every consent"
     others = (
         {name: key for name, key in keys.items() if name != "line-2"},
         {**keys, "line-2": SigningKey.generate().public},
         {**keys, "line-3": SigningKey.generate().public},
         {**keys, "line-1": keys["line-2"], "line-2": keys["line-1"]},
     )
-    assert len({mark, roster_mark(keys, "herbs"), *(roster_mark(other, FEDERATION) for other in others)}) == 6
+    assert (
+        len({mark, roster_mark(Roster(keys), "herbs"), *(roster_mark(Roster(other), FEDERATION) for other in others)})
+        == 6
+    )
 
 
 def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: Path) -> None:
@@ -225,6 +237,22 @@ def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: P
     )
     roster.write_text("x" * ((1 << 20) + 1))
     assert "has more than 1048576 characters" in fails(BAD_INPUT, "cohort", "roster", roster, "--config", configs[1])
+
+
+def test_an_owner_consents_in_the_card_that_members_see_this_device_alone(tmp_path: Path) -> None:
+    config = write_device(tmp_path / "first", "first")
+    assert run_fedcg("cohort", "create", "--config", config).exit_code == 0
+    roster = tmp_path / "roster.txt"
+    marks = []
+    for words, line in (((), ""), (("--alone",), "Members may see alone the numbers of: first")):
+        roster.write_text(run_fedcg("cohort", "card", "--config", config, *words).stdout)
+        marks.append(data_of(run_fedcg("cohort", "roster", roster, "--config", config, "--json").stdout)["mark"])
+        for command in (("roster", roster), ("status",)):
+            shown = run_fedcg("cohort", *command, "--config", config).stdout
+            assert ("Members may see alone" in shown) == bool(line)
+            assert line in shown
+    assert marks[0] != marks[1]
+    assert PrivateStore(config.parent / "store").roster().alone == {"first"}
 
 
 def test_two_processes_that_come_to_a_boxs_key_at_once_get_the_same_one(tmp_path: Path) -> None:
@@ -350,9 +378,13 @@ def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_re
     world.connect()
     store, at = PrivateStore(world.config.store), SumRound(FEDERATION, 1, 1, "parts")
     keys = {DEVICE: store.sum_key(), **{f"other-{number}": SigningKey.generate() for number in range(3)}}
-    store.save_roster({name: key.public for name, key in keys.items()})
+    store.save_roster(Roster({name: key.public for name, key in keys.items()}))
     load, save = partial(store.sum_record, "parts"), partial(store.save_sum_record, "parts")
-    own = present(SumKeeper(DEVICE, keys[DEVICE], store.roster, load, save, store.numbered, 4).announce(at, 5))
+    own = present(
+        SumKeeper(DEVICE, keys[DEVICE], lambda: store.roster().keys, frozenset, load, save, store.numbered, 4).announce(
+            at, 5
+        )
+    )
     announced = {name: SumSecrets.draw(name).announce(at, 5, key) for name, key in keys.items()}
     members = SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
     asked = SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)
