@@ -133,6 +133,8 @@ def _check_budget(spent: Spent, settings: DpSgdSettings) -> None:
 BEST_SLOTS = ("best", "best_shadow")
 SHADOWED = "shadow.round"
 """The round in which the shadow was trained last, among the scores."""
+SUMMED = "statistics.images"
+"""Of how many images the kept statistics of an exact method are, among the scores."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,14 @@ def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round, progress)
     stored = work.store.generations.load()
+    images = (0 if stored is None else _kept_images(work, spec, stored)) or len(data.train)
     if method.vote is None or stored is None:
-        return len(data.train), 0
+        return images, 0
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     seen, _ = work.seen(spec, data)
     ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
     personal = ClientState(to_weights(stored.slots["personal"]), to_weights(stored.extras))
-    return len(data.train), method.vote(personal, as_aggregate(work, spec, base, has_state=True), seen.train, ctx)
+    return images, method.vote(personal, as_aggregate(work, spec, base, has_state=True), seen.train, ctx)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -248,6 +251,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     seen, common = work.seen(spec, data)
+    if spec.is_exact:
+        start = _exact(work, spec, start, stored, data, attempt)
     at_pace = paced(spec, method, command.share, len(data.train))
     masks = _masks(work, spec, attempt)
     ctx = work.context(at_pace, attempt.round, attempt.attempt, progress)
@@ -336,6 +341,33 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
     best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
     personal = ClientState(slots["personal"], to_weights(stored.extras))
     return _Start(personal, shadow, best, stored.generation.scores)
+
+
+def _kept_images(work: Workplace, spec: FederationSpec, stored: StoredState) -> int:
+    """Of how many images the statistics are that this device sends again; 0 where it makes them anew in each round.
+
+    Where the others stand still, the difference of two sums is what changed on one device: its images of that time. So it is its owner who consents.
+    """
+    is_kept = spec.is_exact and work.config.device not in work.store.roster().alone
+    return int(stored.generation.scores.get(SUMMED, 0)) if is_kept else 0
+
+
+def _exact(
+    work: Workplace, spec: FederationSpec, start: _Start, stored: StoredState | None, data: RoundData, at: RoundAttempt
+) -> _Start:
+    """The start of a round of an exact method: with the statistics of before, or without any where they are to be made anew."""
+    if stored is None or not _kept_images(work, spec, stored):
+        parts = dict(start.personal.parts)
+        parts.pop(Part.STATISTICS, None)
+        scores = {**start.scores, SUMMED: float(len(data.train))}
+        return replace(start, personal=replace(start.personal, parts=parts), scores=scores)
+    if data.snapshot.digest != stored.generation.snapshot:
+        detail = (
+            "images that came or went since this device's first sum do not count: the difference of two sums would show them. If its owner "
+            "consents to that: `fedcg cohort card --alone`, then the new roster on every device"
+        )
+        work.events.write("method_warning", round=at.round, attempt=at.attempt, detail=detail)
+    return start
 
 
 def _train_shadow(

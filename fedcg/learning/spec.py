@@ -252,6 +252,11 @@ class FederationSpec(_Frozen):
         """Whether devices tell how many images they have: what is averaged in the clear is weighted by it."""
         return bool(frozenset(self.upload) - {parts.Part.SEALED})
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that is learnt follows from sums over images, so that a device's can be taken out: sealed statistics alone leave devices."""
+        return self.sealed == (parts.Part.STATISTICS,) and not self.has_public_counts
+
     def trains_in(self, number: int) -> bool:
         """Whether clients train in a round: not where it exchanges statistics of what the round before brought."""
         return not self.alternates or number % 2 == 1

@@ -14,7 +14,14 @@ from pydantic import Field
 from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.heads.linear_head import chosen_head, linear_layer
-from fedcg.learning.heads.moments import ClassGaussians, MomentParams, class_gaussians, feature_moments, moments_layout
+from fedcg.learning.heads.moments import (
+    COUNTS,
+    ClassGaussians,
+    MomentParams,
+    class_gaussians,
+    feature_moments,
+    moments_layout,
+)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import log_prior
 from fedcg.learning.method import (
@@ -67,9 +74,16 @@ def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Clien
 
 
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
-    """The moments of the own features, and the head that they alone give; nothing is trained."""
+    """The moments of the own features, and the head that they alone give; nothing is trained.
+
+    Moments that the client has stay as they are: new ones beside sums of the old ones would show what changed. The client's state lacks them
+    where its owner consents to that.
+    """
     usable_rows(len(data), 2)
-    moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device), data, ctx)
+    moments = dict(state.parts.get(Part.STATISTICS, {}))
+    if not moments or not moments[COUNTS].any():
+        extractor = load_part(ctx.spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)
+        moments = feature_moments(extractor, data, ctx)
     own = class_gaussians(moments)
     assert own is not None  # there are images
     head = _head(own, state.parts, log_prior(data.label_counts()), ctx)

@@ -5,6 +5,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from coordinator.aggregation.server_state import before_first_sum
 from edge_client.cli.doctor.checks import Finding, examine
 from edge_client.config import DataSection, KeysSection
 from edge_client.session.signals import ChooseModel, RoundCommitted, RoundFailed, TrainRound
@@ -68,7 +69,10 @@ class Site:
         (root / "store" / "secrets" / "device.key").write_bytes(checked_secret(DEVICE_KEY))
         self.store = PrivateStore.open(root / "store", FEDERATION, DEVICE)
         self.store.save_spec(spec.canonical())
-        first = get_method(spec.method).init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate
+        method = get_method(spec.method)
+        known = (method.payload.up | method.payload.down) - frozenset(spec.sealed)
+        first = method.init_server(spec, initial_parts(spec, spec_root(spec.seed), known)).aggregate
+        first = before_first_sum(spec, first) if spec.sealed else first
         self.aggregate = self.store.artifacts.put(aggregate_of(to_arrays(first.parts), spec, 0))
         self.events_path = root / "store" / "events.jsonl"
 

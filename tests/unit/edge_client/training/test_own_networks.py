@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from edge_client.agent.owner import OwnerControl
@@ -18,7 +19,8 @@ from edge_client.cli.status import read_status
 from edge_client.config import ExportSection, PolicySection, TrainingSection
 from edge_client.errors import ConfigError, EdgeError
 from edge_client.firewall import check_spec
-from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted
+from edge_client.session.signals import ChooseModel, Chosen, RoundCommitted, Weighed, WeighRound
+from edge_client.store.roster import Roster
 from edge_client.training import local_round
 from export.model.versions import ModelVersions
 from fedcg.event_log import EventLog
@@ -36,7 +38,7 @@ from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part
 from tests.support.edge.training_site import Site, real_plan, real_spec
-from tests.support.edge.world import CLASSES, FEDERATION, FORM
+from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, draw_images
 from tests.support.learning.networks import TIMM, tiny_plan, write_tiny_weights
 
 
@@ -72,6 +74,38 @@ def test_a_spec_that_seals_what_its_method_does_more_with_than_average_is_declin
     monkeypatch.undo()
     refusal = site.declined(DeclineReason.SPEC_REFUSED)
     assert refusal.startswith("method fedavg needs the cohort secret: `fedcg cohort create` on the first device")
+
+
+@pytest.mark.parametrize("consents", [False, True])
+def test_the_difference_of_two_sums_of_analytic_is_new_images_of_a_device_alone_and_needs_its_owners_consent(
+    tmp_path: Path, *, consents: bool
+) -> None:
+    site = allowing(Site(tmp_path, real_spec("analytic")))
+    site.share_cohort_secret()
+    consent = Roster({DEVICE: site.store.sum_key().public}, frozenset({DEVICE}))
+    site.store.save_roster(consent if consents else replace(consent, alone=frozenset()))
+
+    def summed(number: int) -> NDArray[np.float64]:
+        """Class counts and class sums that this device adds to the sum of a round: its moments, times the images that it announces."""
+        at, trainer = site.round(number), site.trainer()
+        weighed = trainer.do(WeighRound(at.round_attempt, at.spec, at.aggregate))
+        assert isinstance(weighed, Weighed)
+        assert isinstance(trainer.do(at), RoundCommitted)
+        moments = site.state().slots["personal"][Part.STATISTICS]
+        return weighed.images * np.column_stack([moments["counts"], moments["sums"]]).astype(np.float64)
+
+    first, training = summed(1), site.data(1).train.label_counts()
+    draw_images(site.root / "data" / "train", 3, seed=9)
+    shown = [summed(2) - first, summed(3) - first]
+    added = np.subtract(site.data(3).train.label_counts(), training)
+    assert added.sum() > 0
+    warned = site.events("method_warning")
+    if consents:
+        assert np.allclose(shown[0][:, 0], added, atol=1e-3)
+        assert not warned
+    else:
+        assert not np.any(shown), "else every member could read the features of the new images"
+        assert [(event["round"], "`fedcg cohort card --alone`" in event["detail"]) for event in warned] == [(2, True)]
 
 
 @pytest.mark.parametrize(
