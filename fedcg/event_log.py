@@ -38,7 +38,7 @@ Coordinator:
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
   update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
   api_refused {refused, address, identity, route} (now and then; changes are in the audit log)
-  federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
+  federation_created   steered {status, reason}   policy_changed {changed}   barred / forgotten {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}
   distilling {clients}   merging {clients} (those that the screening left)   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """

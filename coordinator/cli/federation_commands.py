@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli.shared_options import Named, Reason, Somewhere, Url, asks
-from fedcg.terminal import Result, print_data, prints
+from fedcg.terminal import Result, confirm, print_data, prints
 from fedcg.text_output import moment, table
 
 if TYPE_CHECKING:
@@ -177,6 +177,33 @@ def federation_extend(
     Example: fedcg federation extend --rounds 10
     """
     return _steered(client, federation, "extend", {"rounds": rounds})
+
+
+_FORGOTTEN = (
+    "the next round's sum is without them if the other devices sign it. They do where the owners of the forgotten ones consent in their cards "
+    "(`fedcg cohort card --alone`); `fedcg cohort status` on any device lists who does. Else they sit out, and their logs say so.\n"
+    "Models that were exported stay as they are. A forgotten device keeps the cohort's secret: `fedcg cohort renew` on another one.\n"
+    "To see the round: fedcg federation watch {}"
+)
+
+
+@federation_app.command("forget")
+@asks
+def federation_forget(
+    client: Client,
+    federation: Annotated[str, typer.Argument(help="Its id.")],
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Who takes no further part, for good.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> Result:
+    """Take devices out of a federation and of what it has learnt; only for methods that learn from exact sums, such as analytic.
+
+    It gets one more round where it is over or in its last one.
+
+    Example: fedcg federation forget casting line-4
+    """
+    if not yes:
+        confirm(f"This takes {', '.join(devices)} out of {federation} for good.\nGo on?")
+    return _steered(client, federation, "forget", {"devices": devices}, _FORGOTTEN)
 
 
 @federation_app.command("set")

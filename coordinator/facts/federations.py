@@ -27,6 +27,7 @@ class FederationFacts:
         online, participants: of the running service; empty where none runs.
         unapproved: participants that take part as soon as their owners approve the spec.
         sealed: what leaves devices within the part `sealed` alone.
+        forgotten: devices that take no further part, for good.
     """
 
     federation: str
@@ -46,6 +47,7 @@ class FederationFacts:
     policy: RoundPolicy
     reason: str
     continued_from: str | None
+    forgotten: list[str]
     created_at: float
     connected: bool
     epoch: int | None
@@ -123,6 +125,7 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
         policy=policy,
         reason=record.reason(state),
         continued_from=record.continued_from,
+        forgotten=record.forgotten.split(),
         created_at=record.created_at,
         connected=service is not None and service.is_connected,
         epoch=None if service is None else service.epoch,

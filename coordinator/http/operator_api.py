@@ -292,6 +292,12 @@ class MoreRounds(_Content):
     rounds: Annotated[int, Field(ge=1, le=100_000, examples=[10])]
 
 
+class Forgotten(_Content):
+    """Which devices to forget."""
+
+    devices: Annotated[list[Annotated[str, Field(max_length=63)]], Field(min_length=1, max_length=1000)]
+
+
 class NewToken(_Content):
     """An enrolment token to make; the fields are the options of `fedcg token create`."""
 
@@ -381,6 +387,12 @@ def stop(federation: str, doing: Doing, request: Request, why: Reason = NO_REASO
 def extend(federation: str, more: MoreRounds, doing: Doing, request: Request) -> FederationFacts:
     """Add rounds, also to a federation that is over or was stopped."""
     return _federation(request, doing.extend(federation, more.rounds))
+
+
+@steering.post("/federations/{federation}/forget")
+def forget(federation: str, who: Forgotten, doing: Doing, request: Request) -> FederationFacts:
+    """Invite devices no more, for good, and learn anew without them, where the method is exact. It can't be undone."""
+    return _federation(request, doing.forget(federation, who.devices))
 
 
 @steering.post("/federations/{federation}/archive")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -213,6 +213,28 @@ class Operations:
         return self._change(record, FederationStatus.RUNNING)
 
     @_one_at_a_time
+    def forget(self, federation: str, devices: Collection[str]) -> FederationRecord:
+        """Invite devices no more, for good, and learn anew without them: one round more where it is over, or in its last one.
+
+        Raises:
+            SteeringError: what it learns from a device can't be taken out again, or (NotFoundError) there is no such device.
+        """
+        record = federation_of(self.store, federation)
+        if not self._spec(record).is_exact:
+            raise SteeringError(
+                f"{federation} trains weights ({record.method}), and what they have learnt from a device's images can't be taken out again. "
+                "`fedcg device disable` or `revoke` keeps the device out of rounds; `fedcg federation create PLAN` begins anew without it"
+            )
+        before = set(record.forgotten.split())
+        if new := {device_of(self.store, device).id for device in devices} - before:
+            self.store.forget(federation, before | new)
+            self.events.write("forgotten", federation=federation, clients=sorted(new))
+            begun = self._last_begun(federation)
+            if begun and (record.status.is_ended or begun >= record.policy.rounds):
+                return self.extend(federation, 1)
+        return self._followed(federation)
+
+    @_one_at_a_time
     def disable(self, device: str, reason: str = "") -> DeviceRecord:
         """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes nothing.
 
@@ -333,8 +355,7 @@ class Operations:
             policy = record.policy.model_copy(update=right)
         if "min_clients" in changes and (problem := too_few_for_sums(self._spec(record), policy.min_clients)):
             problems.append(f"min_clients: {problem}")
-        state = self.store.round_state(record.id)
-        least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
+        least = self._last_begun(record.id)
         if policy.rounds < least:
             problems.append(
                 f"rounds = {policy.rounds}: {record.id} is in round {least} already; stop it to end it earlier"
@@ -342,6 +363,11 @@ class Operations:
         if problems:
             raise SteeringError(listed(f"policy of {record.id}", problems))
         return policy
+
+    def _last_begun(self, federation: str) -> int:
+        """The last round that is open or closed, 0 before the first."""
+        state = self.store.round_state(federation)
+        return state.round - (state.phase not in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED))
 
     def _require_life(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.CREATED:

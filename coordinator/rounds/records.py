@@ -142,6 +142,7 @@ class FederationRecord:
         first_attempt: the attempt that `max_attempts` is counted from.
         status: what the operator wants of it, and `status_reason` why.
         continued_from: the federation whose last aggregate it started from.
+        forgotten: devices that take no further part, their ids between blanks.
     """
 
     id: str
@@ -153,6 +154,7 @@ class FederationRecord:
     status: FederationStatus = FederationStatus.RUNNING
     status_reason: str = ""
     continued_from: str | None = None
+    forgotten: str = ""
 
     def reason(self, state: RoundState) -> str:
         """Why it stands still, or will when the open round is over, in this state of the round engine; "" where it does not."""

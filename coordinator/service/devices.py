@@ -323,6 +323,8 @@ class MemberRefresh:
             for member in members
             if member.disabled_at is not None
         }
+        forgotten = self.context.store.federation(self.context.federation.id).forgotten.split()
+        barred |= {member.id: "forgotten in this federation" for member in members if member.id in forgotten}
         if self.round_driver.requires_cohort_secret:
             barred |= self.cohorts.outsiders()
         if barred != self.round_driver.state.barred:

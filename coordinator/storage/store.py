@@ -222,6 +222,10 @@ class Store(schema.Queries):
         """Store how the rounds of a federation go."""
         self._write(_change_federation(federation, policy=policy.model_dump_json()))
 
+    def forget(self, federation: str, devices: Collection[str]) -> None:
+        """Store which devices take no further part in a federation."""
+        self._write(_change_federation(federation, forgotten=" ".join(sorted(devices))))
+
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
         table = schema.key_links

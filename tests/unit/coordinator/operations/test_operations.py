@@ -1,5 +1,6 @@
 """What operators change: what is refused, in which words, what repeating it does, and devices that stop being members while the service runs."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.schemas import Invite, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.coordinator.engine import policy_of
@@ -118,6 +120,42 @@ def test_a_federation_that_is_finished_is_changed_by_more_rounds_alone(home: Hom
         with pytest.raises(SteeringError, match=r"over is finished: .*`fedcg federation extend over --rounds N`"):
             change("over")
     assert doing.extend("over", 2).policy.rounds == 3
+
+
+def test_devices_are_forgotten_where_sums_are_exact_and_with_one_more_round_where_none_would_follow(
+    home: Home, doing: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_federation(home, "exact", policy=policy_of(2, 2))
+    for device in "abc":
+        doing.store.add_device(device, 2 * device * 32, 1.0)
+    with pytest.raises(
+        SteeringError, match=r"trains weights \(fedcg\), .* can't be taken out again.*`fedcg device disable`"
+    ):
+        doing.forget("exact", ["a"])
+    monkeypatch.setattr(FederationSpec, "is_exact", True)
+    with pytest.raises(NotFoundError, match="no device 'nobody'"):
+        doing.forget("exact", ["a", "nobody"])
+    first = doing.store.aggregates("exact")[0]
+
+    def close(number: int) -> None:
+        at = RoundAttempt(number, number)
+        doing.store.open_attempt("exact", at, first.artifact, frozenset({"a"}), 1.0, 2.0)
+        doing.store.close_attempt(replace(first, round=at.round, attempt=at.attempt))
+
+    def forgotten(*devices: str) -> tuple[str, int]:
+        record = doing.forget("exact", devices)
+        assert record.status is FederationStatus.RUNNING
+        return record.forgotten, record.policy.rounds
+
+    close(1)
+    assert forgotten("b") == ("b", 2), "another round follows anyway"
+    close(2)
+    assert forgotten("a", "b") == ("a b", 3), "it was over"
+    assert forgotten("a") == ("a b", 3), "repeated"
+    doing.stop("exact")
+    assert forgotten("c") == ("a b c", 3), "it was stopped"
+    events = [json.loads(line) for line in home.events_file.read_text().splitlines()]
+    assert [event["clients"] for event in events if event["event"] == "forgotten"] == [["b"], ["a"], ["c"]]
 
 
 def test_a_device_that_is_no_member_or_never_was_is_neither_disabled_nor_enabled(doing: Operations) -> None:

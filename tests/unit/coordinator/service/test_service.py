@@ -10,6 +10,7 @@ from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
 from coordinator.storage.view_store import Presence
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import seal
 from tests.support.coordinator.fake_device import FakeDevice
@@ -248,6 +249,20 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_n
         assert made.coordinator.services["tiny"].epoch > epoch
         offers = [(offer.round, offer.attempt) for offer in devices[0].of(schemas.Offer)]
         assert offers == sorted(offers)
+
+
+def test_a_forgotten_device_is_invited_no_more(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FederationSpec, "is_exact", True)
+    with made.running():
+        start(made, "tiny")
+        until_over(made, "tiny")
+        over = made.operations.forget("tiny", ["c"]).policy.rounds
+        until_over(made, "tiny")
+        wait_until(lambda: made.world.store.aggregates("tiny")[-1].round == over, "one more round")
+        assert made.coordinator.services["tiny"].state.barred == {"c": "forgotten in this federation"}
+    last = made.world.store.last_attempt("tiny")
+    assert last is not None
+    assert [each.client for each in made.world.store.participants("tiny", last.at)] == ["a", "b"]
 
 
 def test_a_disabled_device_is_not_invited_and_an_enabled_one_is_again(made: Federations) -> None:
