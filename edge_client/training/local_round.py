@@ -355,10 +355,10 @@ def _kept_images(work: Workplace, spec: FederationSpec, stored: StoredState) -> 
 def _exact(
     work: Workplace, spec: FederationSpec, start: _Start, stored: StoredState | None, data: RoundData, at: RoundAttempt
 ) -> _Start:
-    """The start of a round of an exact method: with the statistics of before, or without any where they are to be made anew."""
+    """The start of a round of an exact method: with the statistics of before, or with zeros where they are to be made anew."""
     if stored is None or not _kept_images(work, spec, stored):
-        parts = dict(start.personal.parts)
-        parts.pop(Part.STATISTICS, None)
+        none = {name: torch.zeros_like(one) for name, one in start.personal.parts[Part.STATISTICS].items()}
+        parts = {**start.personal.parts, Part.STATISTICS: none}
         scores = {**start.scores, SUMMED: float(len(data.train))}
         return replace(start, personal=replace(start.personal, parts=parts), scores=scores)
     if data.snapshot.digest != stored.generation.snapshot:

@@ -9,12 +9,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import checked_secret
+from fedcg.learning.heads.linear_head import USUAL_TEMPERATURE, lda_head
+from fedcg.learning.heads.moments import class_gaussians
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, unpack
 from fedcg.wire.artifacts.payload import Array
@@ -23,6 +28,7 @@ from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import Numbers, from_numbers
 from fedcg.wire.sums import opened
+from tests.support.learning.networks import SPLIT, write_tiny_weights
 from tests.support.stack import Stack, wait_for, write_images
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -61,7 +67,7 @@ class Seen:
     mean: Mapping[str, Array]
 
 
-def of_round(stack: Stack, number: int, secret: bytes = SECRET) -> Seen:
+def of_round(stack: Stack, number: int, secret: bytes = SECRET, part: Part = Part.EXTRACTOR) -> Seen:
     artifacts = ArtifactStore(Home(stack.home).artifacts)
     with contextlib.closing(Store.of(Home(stack.home))) as store:
         spec = FederationSpec.parse(artifacts.get(store.federation("shapes").spec))
@@ -77,10 +83,10 @@ def of_round(stack: Stack, number: int, secret: bytes = SECRET) -> Seen:
     assert (one.round, one.parts) == (number, spec.sealed)
     numbers = cast("dict[str, Numbers]", merged.parts[Part.SEALED])
     assert spec.sealed_range is not None
-    found = opened(numbers, [one], "shapes", secret)[Part.EXTRACTOR]
-    mean = from_numbers(found, spec.layouts[Part.EXTRACTOR], spec.sealed_range)
-    crossed = {name: cast("Numbers", each.parts[Part.SEALED]["extractor"]) for name, each in told.items()}
-    return Seen(numbers["extractor"], crossed, images_of(stack, told), mean)
+    found = opened(numbers, [one], "shapes", secret)[part]
+    mean = from_numbers(found, spec.layouts[part], spec.sealed_range)
+    crossed = {name: cast("Numbers", each.parts[Part.SEALED][part.value]) for name, each in told.items()}
+    return Seen(numbers[part.value], crossed, images_of(stack, told), mean)
 
 
 def images_of(stack: Stack, devices: Iterable[str]) -> dict[str, int]:
@@ -89,16 +95,16 @@ def images_of(stack: Stack, devices: Iterable[str]) -> dict[str, int]:
     return {name: int(event["train_images"]) for name, event in last.items()}
 
 
-def own_extractor(stack: Stack, device: str) -> dict[str, Array]:
-    """A device's extractor of its last round, as it never leaves it."""
+def own_part(stack: Stack, device: str, part: Part = Part.EXTRACTOR) -> dict[str, Array]:
+    """A device's part of its last round, as it never leaves it."""
     stored = PrivateStore.open(stack.store(device), "shapes", device).generations.load()
     assert stored is not None
-    return dict(stored.slots["personal"][Part.EXTRACTOR])
+    return dict(stored.slots["personal"][part])
 
 
 def check_mean(stack: Stack, seen: Seen, devices: tuple[str, ...]) -> None:
     """That the opened mean is that of the private extractors of these devices, by their images."""
-    private = [own_extractor(stack, device) for device in devices]
+    private = [own_part(stack, device) for device in devices]
     images = [seen.images[device] for device in devices]
     for name, mean in seen.mean.items():
         wanted = np.average(np.stack([one[name] for one in private]), axis=0, weights=images)
@@ -198,6 +204,70 @@ def test_devices_that_stand_still_sit_out_where_the_list_differs_by_one_of_them(
         assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
         for device in DEVICES[:4]:
             assert any("by site-5 alone" in text and "hardly moved" in text for text in refusals(stack, device))
+
+
+def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_consents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists of rounds 1 and 3 differ by site-5, whose owner consented in between; in round 2 nobody signs."""
+    weights = write_tiny_weights(tmp_path / "weights")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(weights.parent))
+    frozen = {"split": SPLIT, "weights": weights_digest(weights)}
+    stack = made(tmp_path, method="analytic", params={}, sealed=(), rounds=1, **frozen)
+    rest, home = DEVICES[:4], ("--dir", str(stack.home))
+
+    def await_end(rounds: int) -> None:
+        def is_over() -> bool:
+            return sum(event["event"] == "finished" for event in stack.events("coordinator")) == rounds
+
+        wait_for(is_over, f"round {rounds} is over: {stack.tail('coordinator')}")
+
+    with stack.up():
+        for device in DEVICES:
+            stack.start(device, "agent", "run", "--config", str(stack.config(device)))
+        await_end(1)
+        first, images = of_round(stack, 1, part=Part.STATISTICS), images_of(stack, DEVICES)
+        own = {device: own_part(stack, device, Part.STATISTICS) for device in DEVICES}
+        check_moments(first.mean, own, images)
+        write_images(tmp_path / "more", per_class=3, seed=77)
+        for image in (tmp_path / "more").rglob("*.png"):
+            image.rename(tmp_path / "data" / "site-1" / "train" / image.parent.name / f"more-{image.name}")
+        stack.command("federation", "set", "shapes", "min_clients=4", *home)
+        told = stack.command("federation", "forget", "shapes", "site-5", "--yes", *home)
+        assert "round 2 of 2" in told
+        assert "`fedcg cohort card --alone`" in told
+        await_end(2)
+        assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
+        for device in rest:
+            assert any("by site-5 alone" in why and "card --alone" in why for why in refusals(stack, device))
+
+        card = stack.command("cohort", "card", "--alone", "--config", str(stack.config("site-5")))
+        lines = [line for line in (tmp_path / "roster.txt").read_text().splitlines() if not line.startswith("site-5 ")]
+        (tmp_path / "roster.txt").write_text("\n".join([*lines, card]))
+        for device in rest:
+            stack.command("cohort", "roster", str(tmp_path / "roster.txt"), "--config", str(stack.config(device)))
+        stack.command("federation", "extend", "shapes", "--rounds", "1", *home)
+        await_end(3)
+    assert ended(stack)[2:] == [("sum_opened", 3)]
+    (grown,) = [event["detail"] for event in stack.events("site-1") if event["event"] == "method_warning"]
+    assert "do not count" in grown
+    seen = of_round(stack, 3, part=Part.STATISTICS)
+    assert sorted(seen.told) == list(rest)
+    check_moments(seen.mean, {device: own[device] for device in rest}, images)
+
+
+def check_moments(mean: Mapping[str, Array], own: Mapping[str, Mapping[str, Array]], images: Mapping[str, int]) -> None:
+    """That an opened mean is that of the pooled images of these devices, and so is the head that it gives."""
+    weights = [images[device] for device in own]
+    pooled = {name: np.average([one[name] for one in own.values()], axis=0, weights=weights) for name in mean}
+    for name, numbers in mean.items():
+        assert np.abs(numbers - pooled[name]).max() < 1e-5
+    found, wanted = (class_gaussians(to_weights({Part.STATISTICS: one})[Part.STATISTICS]) for one in (mean, pooled))
+    assert found is not None
+    assert wanted is not None
+    heads = [lda_head(one, torch.zeros(3), 0.5, USUAL_TEMPERATURE, "") for one in (found, wanted)]
+    for name, weight in heads[0].items():
+        assert torch.allclose(weight, heads[1][name], rtol=1e-3, atol=1e-3 * float(weight.abs().max()))
 
 
 def test_a_device_declines_a_sealed_round_of_next_to_no_training(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Stack:
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     sealed: tuple[str, ...] = ()  # parts that the plan seals
+    weights: str = ""  # digest of those of a frozen backbone, which take grey images normalised as they were trained
     attack: str = ""  # of the coordinator, by `hostile_coordinator`
     liar: str = ""  # a device whose sealed numbers are not its own (`lying_device`)
     min_clients: int | None = None  # all devices when None
@@ -143,13 +144,15 @@ class Stack:
         return out
 
     def plan(self) -> str:
+        side, mean, std = (64, 0.449, 0.226) if self.weights else (32, 0.5, 0.5)
+        frozen = f'weights = "{self.weights}"\nfreeze = "all"\n' if self.weights else ""
         params = "\n".join(f"{name} = {json.dumps(value)}" for name, value in self.params.items())
         return (
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
             f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
             f"{f'deadline_s = {self.deadline_s}' if self.deadline_s else ''}\nsealed = {json.dumps(list(self.sealed))}\n"
-            '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
-            f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
+            f'[image]\nmode = "L"\nheight = {side}\nwidth = {side}\nmean = [{mean}]\nstd = [{std}]\n'
+            f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n{frozen}'
             f"[params]\n{params}\n"
         )
 

@@ -76,12 +76,12 @@ def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Clien
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
     """The moments of the own features, and the head that they alone give; nothing is trained.
 
-    Moments that the client has stay as they are: new ones beside sums of the old ones would show what changed. The client's state lacks them
+    Moments that the client has stay as they are: the sums of old and new ones would show what changed. They are 0 before the first round, and
     where its owner consents to that.
     """
     usable_rows(len(data), 2)
-    moments = dict(state.parts.get(Part.STATISTICS, {}))
-    if not moments or not moments[COUNTS].any():
+    moments = dict(state.parts[Part.STATISTICS])
+    if not moments[COUNTS].any():
         extractor = load_part(ctx.spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)
         moments = feature_moments(extractor, data, ctx)
     own = class_gaussians(moments)
