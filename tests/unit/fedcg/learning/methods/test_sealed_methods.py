@@ -19,7 +19,7 @@ from fedcg.learning.methods.fedseal import CALIBRATED, OTHER_KIND, TRAINED_FROM,
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
-from fedcg.learning.registry import get_method
+from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
@@ -220,6 +220,11 @@ def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_
     head = downloaded_parts({E: extractor.state_dict()}, Aggregate({S: other}), data.train, ctx)[C]
     wanted = lda_head(pooled, log_prior((24, 0, 0)), 0.5, USUAL_TEMPERATURE, "1.")
     assert near(head, wanted, 5e-3 * float(wanted["1.weight"].abs().max()))  # sums have 27 bits
+
+
+def test_of_all_methods_analytic_alone_is_exact_on_what_is_summed() -> None:
+    specs = {name: complete_spec(cases.usual_plan(name)) for name in method_names()}
+    assert [name for name, spec in specs.items() if spec.is_exact] == ["analytic"]
 
 
 def test_analytic_passes_the_pooled_features_of_a_backbone_on() -> None:

@@ -3,23 +3,26 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from audit.recording.capture import worst_bit
+from fedcg.learning.heads.linear_head import lda_head
+from fedcg.learning.heads.moments import class_gaussians, moments_of
 from fedcg.wire import sums
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
 from fedcg.wire.parts import TensorLayout
-from fedcg.wire.sealed_numbers import Numbers, added, from_numbers, to_numbers
+from fedcg.wire.sealed_numbers import Numbers, added, clipped, from_numbers, to_numbers
 from fedcg.wire.sums import (
     Members,
     SumRound,
@@ -123,6 +126,46 @@ def test_the_sum_of_those_who_sent_is_exact_whoever_is_lost_at_whichever_step(da
     signed = world.signed(peers, survivors)
     assert not np.array_equal(world.total(peers, survivors), world.plain(survivors))
     assert np.array_equal(world.opened(signed, world.revealed(signed, answered)), world.plain(survivors))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 1 << 32), st.booleans(), st.integers(5, 6))
+def test_heads_of_sealed_moments_are_those_of_pooled_images_however_dealt_and_whoever_comes_leaves_or_adds_some(
+    seed: int, is_sorted: bool, count: int
+) -> None:
+    stream, rows = np.random.default_rng(seed), 60 * count
+    labels = torch.from_numpy(stream.integers(0, 3, rows))
+    labels = labels.sort().values if is_sorted else labels
+    features = (torch.from_numpy(stream.random((rows, 6))) + 0.2 * labels[:, None]).clamp(0, 1).float()
+    # A device that has over two fifths is clipped: then the mean is not that of pooled images.
+    shares = 0.5 / count + 0.5 * stream.dirichlet(np.full(count, 5.0)).clip(max=0.3)
+    ends = np.rint(rows * np.cumsum(shares) / shares.sum()).astype(int).tolist()
+    dealt = [range(*one) for one in pairwise([0, *ends])]
+    grown = [range(dealt[0].start, (dealt[0].start + dealt[0].stop) // 2), *dealt[1:]]
+    for now in (dealt, dealt[1:], dealt[:-1], grown):  # of all; one came or left; before one had its last images
+        world, total = world_of(len(now)), sum(map(len, now))
+        for name, own in zip(world.names, now, strict=True):
+            moments = {key: one.numpy() for key, one in moments_of(features[own], labels[own], 3).items()}
+            world.numbers[name] = to_numbers(moments, MOMENTS, 1.0, clipped(len(own), total) / total)
+        signed = world.signed(world.names, world.names)
+        mean = from_numbers(world.opened(signed, world.revealed(signed, world.names)), MOMENTS, 1.0)
+        together = [row for own in now for row in own]
+        found = head_of({name: torch.from_numpy(one) for name, one in mean.items()})
+        wanted = head_of(moments_of(features[together], labels[together], 3))
+        for name, weight in wanted.items():
+            assert float((found[name] - weight).abs().max()) < 1e-5 * max(1.0, float(weight.abs().max()))
+
+
+MOMENTS = tuple(
+    TensorLayout(name=name, dtype="float32", shape=shape, low=0.0, high=1.0)
+    for name, shape in (("counts", (3,)), ("sums", (3, 6)), ("moment", (21,)))
+)
+
+
+def head_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    classes = class_gaussians(moments)
+    assert classes is not None
+    return lda_head(classes, torch.zeros(3), 0.5, 1.0, "")
 
 
 def test_too_few_shares_open_nothing() -> None:
