@@ -19,6 +19,7 @@ from coordinator.operations.create_federation import example_plan
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
@@ -91,6 +92,19 @@ def test_commands_steer_a_running_coordinator_which_audits_them(coordinator: Hom
     assert "POST /api/v1/federations/{federation}/pause" in {line["route"] for line in lines}
     events = [json.loads(line) for line in coordinator.events_file.read_text().splitlines()]
     assert "paused" in {event.get("status") for event in events if event["event"] == "steered"}
+
+
+def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_exact(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("federation", "forget", "tiny", "a", "b", "--dir", home.root)
+    assert "nothing was changed" in failure(*words)[1]["message"]
+    assert "can't be taken out again" in failure(*words, "--yes")[1]["message"]
+    monkeypatch.setattr(FederationSpec, "is_exact", True)
+    shown = run_fedcg(*words, "--yes").stdout
+    assert "`fedcg cohort status` on any device lists who does" in shown
+    assert shown.endswith("fedcg federation watch tiny\n")
+    assert ask(home, "federation", "show", "tiny")["forgotten"] == ["a", "b"]
 
 
 def test_the_same_commands_do_the_same_where_no_coordinator_runs(home: Home) -> None:
