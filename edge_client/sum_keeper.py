@@ -10,7 +10,6 @@ It knows no store: the functions that load and save are given.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class _List(BaseModel):
     names: tuple[str, ...]
     parts: tuple[str, ...]
     sketch: tuple[float, ...]
-    weight: float = 0.0
+    weight: float
 
 
 class _Kept(BaseModel):
@@ -251,10 +250,8 @@ class SumKeeper:
         if (own.round, own.attempt) != (at.round, at.attempt):
             raise SumError("this device has no numbers of the round")
         new = _List(names=names, parts=own.parts, sketch=own.sketch, weight=_weight(kept))
-        for earlier in kept.lists:
-            moved = (
-                float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch))) if earlier.parts == own.parts else inf
-            )
+        for earlier in (one for one in kept.lists if one.parts == own.parts):
+            moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
             if moved < LEAST_MOVE * own.to_mean and (problem := self._shown(earlier, new)):
                 raise SumError(f"{problem}, and this device's numbers have hardly moved since: it sits out. {_CONSENT}")
         return (*(one for one in kept.lists if (one.names, one.parts) != (names, own.parts)), new)

@@ -125,21 +125,14 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     mark, roster = mark_in(store, federation), store.roster()
     rosters = roster_mark(roster, federation) if roster.keys else None
     last, obstacle = store.sum_gate.last_round, store.sum_gate.obstacle(store.seen()[1] + 1)
-    values = {
-        "mark": mark,
-        "roster": sorted(roster.keys),
-        "alone": sorted(roster.alone),
-        "roster_mark": rosters,
-        "last_sum_round": last,
-        "sums": obstacle,
-    }
+    values: dict[str, object] = {"mark": mark, "last_sum_round": last, "sums": obstacle}
+    values |= {"roster": sorted(roster.keys), "alone": sorted(roster.alone), "roster_mark": rosters}
     if mark is None:
         following = f"Next: on the first device fedcg cohort create --config {config}, on others fedcg cohort join --config {config}"
         return values, f"No cohort secret.\n{following}", NOT_FOUND
     lines = [
         f"mark of the secret {mark}",
-        f"mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
-        *_consents(roster),
+        f"{_consents(roster)}mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
         f"last round with a sum: {'unknown' if last is None else last or 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
         "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
@@ -198,14 +191,8 @@ def roster_command(
         raise BadInputError(f"{file} lacks this device's own card: {card_of(settings.device, federation, own)}")
     store.save_roster(roster)
     mark, names = roster_mark(roster, federation), sorted(roster.keys)
-    values = {"devices": names, "alone": sorted(roster.alone), "mark": mark}
-    lines = [
-        f"{len(names)} devices: {', '.join(names)}",
-        *_consents(roster),
-        f"mark of the roster {mark}",
-        f"{COMPARE}.",
-    ]
-    return values, "\n".join(lines)
+    text = f"{len(names)} devices: {', '.join(names)}\n{_consents(roster)}mark of the roster {mark}\n{COMPARE}."
+    return {"devices": names, "alone": sorted(roster.alone), "mark": mark}, text
 
 
 @app.command("resume-sums")
@@ -238,10 +225,9 @@ def resume_sums_command(
     )
 
 
-def _consents(roster: Roster) -> list[str]:
+def _consents(roster: Roster) -> str:
     """The line of the devices whose owners consent to be seen alone, if there are any."""
-    names = ", ".join(sorted(roster.alone))
-    return [f"Members may see alone the numbers of: {names}"] if names else []
+    return f"Members may see alone the numbers of: {', '.join(sorted(roster.alone))}\n" if roster.alone else ""
 
 
 @contextmanager

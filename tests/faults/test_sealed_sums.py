@@ -212,13 +212,13 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
     """The lists of rounds 1 and 3 differ by site-5, whose owner consented in between; in round 2 nobody signs."""
     weights = write_tiny_weights(tmp_path / "weights")
     monkeypatch.setenv(WEIGHTS_VARIABLE, str(weights.parent))
-    frozen = {"split": SPLIT, "weights": weights_digest(weights)}
+    frozen: dict[str, Any] = {"split": SPLIT, "weights": weights_digest(weights)}
     stack = made(tmp_path, method="analytic", params={}, sealed=(), rounds=1, **frozen)
     rest, home = DEVICES[:4], ("--dir", str(stack.home))
 
     def await_end(rounds: int) -> None:
         def is_over() -> bool:
-            return sum(event["event"] == "finished" for event in stack.events("coordinator")) == rounds
+            return len([event for event in stack.events("coordinator") if event["event"] == "finished"]) == rounds
 
         wait_for(is_over, f"round {rounds} is over: {stack.tail('coordinator')}")
 
