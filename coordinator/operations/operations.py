@@ -186,11 +186,17 @@ class Operations:
         """Change fields of the policy, when `check` lets the present one pass; the open attempt goes on by the new one.
 
         Raises:
-            SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take.
+            SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take. Other rounds of one that
+                is over.
         """
         record = federation_of(self.store, federation)
         check(record.policy)
         policy = self._changed(record, changes)
+        if policy.rounds != record.policy.rounds and (record.status.is_ended or self._is_finished(federation)):
+            raise SteeringError(f"{federation} is over; `fedcg federation extend {federation} --rounds N` adds rounds")
+        return self._set_policy(federation, policy, changes)
+
+    def _set_policy(self, federation: str, policy: RoundPolicy, changes: Collection[str]) -> FederationRecord:
         self.store.set_policy(federation, policy)
         self.events.write("policy_changed", federation=federation, changed=sorted(changes))
         return self._followed(federation)
@@ -206,11 +212,13 @@ class Operations:
         if rounds < 1:
             raise SteeringError(f"rounds = {rounds}: add at least 1")
         if not record.status.is_ended:
-            return self.change_policy(federation, {"rounds": record.policy.rounds + rounds})
+            more = {"rounds": record.policy.rounds + rounds}
+            return self._set_policy(federation, self._changed(record, more), more)
         closed = self.store.aggregates(federation)[-1].round
         policy = self._changed(record, {"rounds": closed + rounds})
         self.store.set_policy(federation, policy)
-        return self._change(record, FederationStatus.RUNNING)
+        self.store.resume(federation)  # it may have stalled before
+        return self._change(record, FederationStatus.RUNNING, resume=True)
 
     @_one_at_a_time
     def forget(self, federation: str, devices: Collection[str]) -> FederationRecord:

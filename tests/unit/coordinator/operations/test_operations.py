@@ -103,6 +103,10 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
     assert [doing.archive("casting").status for _ in range(2)] == [FederationStatus.ARCHIVED] * 2
     with pytest.raises(SteeringError, match=r"casting was archived \(second\); `fedcg"):
         doing.resume("casting")
+    with pytest.raises(
+        SteeringError, match="casting is over; `fedcg federation extend casting --rounds N` adds rounds"
+    ):
+        doing.change_policy("casting", {"rounds": 80})
     assert doing.extend("casting", 1).status is FederationStatus.RUNNING
     for refused in (doing.disable, doing.pause, doing.stop):
         with pytest.raises(SteeringError, match="the reason has 5000 characters; write at most 300"):
@@ -119,7 +123,15 @@ def test_a_federation_that_is_finished_is_changed_by_more_rounds_alone(home: Hom
     for change in refused:
         with pytest.raises(SteeringError, match=r"over is finished: .*`fedcg federation extend over --rounds N`"):
             change("over")
+    with pytest.raises(SteeringError, match="over is over; `fedcg federation extend over --rounds N` adds rounds"):
+        doing.change_policy("over", {"rounds": 9})
+    assert doing.change_policy("over", {"rounds": 1, "deadline_s": 90}).policy.rounds == 1
     assert doing.extend("over", 2).policy.rounds == 3
+    doing.stop("over")
+    doing.store.open_attempt("over", RoundAttempt(2, 2), first.artifact, frozenset({"a"}), 1.0, 2.0)
+    doing.store.fail_attempt("over", RoundAttempt(2, 2), "too few", 3.0)
+    assert doing.extend("over", 2).policy.rounds == 3
+    assert doing.store.federation("over").first_attempt == 3, "its failed attempts count anew: it doesn't stall at once"
 
 
 def test_devices_are_forgotten_where_sums_are_exact_and_with_one_more_round_where_none_would_follow(

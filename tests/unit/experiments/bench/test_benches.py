@@ -81,8 +81,7 @@ def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
 
 @pytest.mark.slow
 def test_a_server_is_measured_beside_eager_torch() -> None:
-    record = data_of(run_fedcg("bench", "infer", "--quick", "--callers", "4", "--json").stdout)
-    found = record["lenet5"]
+    found = data_of(run_fedcg("bench", "infer", "--quick", "--callers", "4", "--json").stdout)["lenet5"]
     assert found["speedup_vs_eager"] == pytest.approx(found["eager_ms"] / found["onnxruntime_ms"], rel=0.01)
     # A request is more than its inference, and four callers at once wait for each other.
     assert found["onnxruntime_ms"] < found["one_caller_p50_ms"] <= found["one_caller_p99_ms"]
