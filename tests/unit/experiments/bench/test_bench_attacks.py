@@ -136,15 +136,13 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
 
 
 def test_an_attack_on_sealed_parts_leaves_what_the_coordinator_reads_as_it_is() -> None:
-    parts = {part: {"weight": torch.arange(1.0, 5.0)} for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
-    base = {part: {"weight": torch.zeros(4)} for part in parts}
-    sent = ATTACKS["sealed-sign-flipped-x10"](Update("box", parts, 7), base, torch.Generator()).parts
+    honest = Update("box", dict.fromkeys((Part.EXTRACTOR, Part.CLASSIFIER), {"weight": torch.arange(1.0, 5.0)}), 7)
+    base = dict.fromkeys(honest.parts, {"weight": torch.zeros(4)})
+    sent = ATTACKS["sealed-sign-flipped-x10"](honest, base, torch.Generator()).parts
     assert torch.equal(sent[Part.EXTRACTOR]["weight"], -10 * torch.arange(1.0, 5.0))
-    assert torch.equal(sent[Part.CLASSIFIER]["weight"], torch.arange(1.0, 5.0))
-    mixed = ATTACKS["sealed-permuted"](Update("box", parts, 7), base, torch.Generator().manual_seed(0)).parts[
-        Part.EXTRACTOR
-    ]["weight"]
-    assert sorted(mixed.tolist()) == [1.0, 2.0, 3.0, 4.0] != mixed.tolist()
+    assert sent[Part.CLASSIFIER] == honest.parts[Part.CLASSIFIER]
+    mixed = ATTACKS["sealed-permuted"](honest, base, torch.Generator().manual_seed(0)).parts
+    assert sorted(found := mixed[Part.EXTRACTOR]["weight"].tolist()) == [1.0, 2.0, 3.0, 4.0] != found
 
 
 def test_the_classifier_is_attacked_in_rounds_that_send_it_and_others_pass() -> None:
@@ -153,10 +151,7 @@ def test_the_classifier_is_attacked_in_rounds_that_send_it_and_others_pass() -> 
     for name in ("label-shuffled", "constant-class"):
         assert ATTACKS[name](moments, {}, torch.Generator()).parts == moments.parts
     sent = ATTACKS["constant-class"](classifier, {}, torch.Generator()).parts[Part.CLASSIFIER]
-    assert {name: one.flatten().tolist() for name, one in sent.items()} == {
-        "0.weight": 6 * [0.0],
-        "0.bias": [50.0, 0.0, 0.0],
-    }
+    assert [one.flatten().tolist() for one in sent.values()] == [6 * [0.0], [50.0, 0.0, 0.0]]
 
 
 def test_the_table_has_the_mean_and_every_seed() -> None:
