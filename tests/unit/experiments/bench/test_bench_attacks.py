@@ -136,8 +136,8 @@ def test_an_update_of_a_hundred_steps_is_merged_without_the_defence_and_not_with
 
 
 def test_an_attack_on_sealed_parts_leaves_what_the_coordinator_reads_as_it_is() -> None:
-    honest = Update("box", dict.fromkeys((Part.EXTRACTOR, Part.CLASSIFIER), {"weight": torch.arange(1.0, 5.0)}), 7)
-    base = dict.fromkeys(honest.parts, {"weight": torch.zeros(4)})
+    honest = Update("box", {part: {"weight": torch.arange(1.0, 5.0)} for part in (Part.EXTRACTOR, Part.CLASSIFIER)}, 7)
+    base = {part: {"weight": torch.zeros(4)} for part in honest.parts}
     sent = ATTACKS["sealed-sign-flipped-x10"](honest, base, torch.Generator()).parts
     assert torch.equal(sent[Part.EXTRACTOR]["weight"], -10 * torch.arange(1.0, 5.0))
     assert sent[Part.CLASSIFIER] == honest.parts[Part.CLASSIFIER]
