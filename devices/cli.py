@@ -13,6 +13,7 @@ from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import GIB, DeviceProfile, Gpu, NotTrainableError, TrainingPlan, plan_training
 from devices.telemetry import Telemetry, read_telemetry
+from fedcg.errors import NOT_FOUND, BadInputError
 from fedcg.terminal import print_data
 
 UNAVAILABLE = "unavailable"
@@ -21,10 +22,7 @@ UNAVAILABLE = "unavailable"
 def profile_command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; null means unavailable.")] = False,
-    root: Annotated[
-        Path,
-        typer.Option("--root", exists=True, file_okay=False, help="Read a recorded file tree instead of this box."),
-    ] = LIVE_ROOT,
+    root: Annotated[Path, typer.Option("--root", help="Read a recorded file tree instead of this box.")] = LIVE_ROOT,
     known: Annotated[
         bool, typer.Option("--known", help="Show the table of known boxes instead: detected, infers, trains.")
     ] = False,
@@ -36,6 +34,8 @@ def profile_command(
     if known:
         _print_known(as_json=as_json)
         return
+    if not root.is_dir():
+        raise BadInputError(f"{root}: there is no such folder", exit_code=NOT_FOUND)
     profile = detect(root)
     plan = _plan(profile, torch_obstacle() if root == LIVE_ROOT else "")
     live = read_telemetry(Path.cwd(), root, asks_services=True)

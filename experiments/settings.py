@@ -425,7 +425,7 @@ def check(setting: Setting) -> None:
         SourceError: not a partition.
     """
     if setting.method not in method_names():
-        raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}")
+        raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}", exit_code=NOT_FOUND)
     let_in(setting)
     split_names.check_name(setting.network)
     setting.deal()

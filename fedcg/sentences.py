@@ -236,7 +236,10 @@ def _artifact_store(event: Event) -> Line:
 
 def _api_refused(event: Event) -> Line:
     who = "{identity}" if event.get("identity") else "somebody without a token"
-    return WARNING, f"{{refused}} requests to change something were refused, the last of {{address}}: {who}, {{route}}"
+    return (
+        WARNING,
+        f"{{refused}} requests were refused since the last such line, the last of {{address}}: {who}, {{route}}",
+    )
 
 
 def _policy_changed(event: Event) -> Line:

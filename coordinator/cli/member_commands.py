@@ -125,13 +125,14 @@ def device_list(
     client: Client,
     search: Annotated[str, typer.Option(help="Only those with this in their id.")] = "",
     state: Annotated[
-        Literal["enrolled", "revoked", "left"] | None, typer.Option(help="Only those in this state.")
+        Literal["enrolled", "online", "offline", "disabled", "revoked", "left"] | None,
+        typer.Option(help="Only those in this state; enrolled are all but those that were revoked or left."),
     ] = None,
     sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="In this order.")] = "id",
 ) -> Result:
     """List all devices, also those that were revoked or left.
 
-    Example: fedcg device list --state enrolled --sort last_seen_at
+    Example: fedcg device list --state offline --sort last_seen_at
     """
     found = client.all("/devices", search=search, state=state, sort=sort)
     return found, _devices(found)
@@ -148,6 +149,7 @@ def device_show(client: Client, device: Device) -> Result:
     lines = [_devices([values]), "", f"enrolled     {moment(values['enrolled_at'])}"]
     lines.append(f"message key  {values['public_key']}")
     lines += [f"odd update   {federation}, {what}" for federation, what in values["odd"].items()]
+    lines += [f"{one['state']:<12} {one['what']}. {one['remedy']}" for one in values["findings"] or ()]
     for known in values["certificates"]:
         ended = f", revoked {moment(known['revoked_at'])}" if known["revoked_at"] else ""
         lines.append(f"certificate  {known['serial']}, until {moment(known['expires_at'])}{ended}")
@@ -206,9 +208,9 @@ def _device_row(values: dict[str, Any]) -> tuple[object, ...]:
             remarks.append(f"{word}{moment(values[f'{name}_at'])} {values[f'{name}_because']}".strip())
     return (
         values["id"],
-        values["state"],
+        values["standing"],
         ", ".join(values["online"]),
-        "never" if seen is None else "" if values["online"] else moment(seen),
+        "now" if values["online"] else "never" if seen is None else moment(seen),
         moment(expiry) if values["state"] == "enrolled" and expiry is not None else "",
         "; ".join(remarks),
     )

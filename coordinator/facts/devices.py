@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from coordinator.broker.access_lists import silenced_in
 from coordinator.facts.known import Known
@@ -37,22 +37,28 @@ class Finding:
     federations: tuple[str, ...]
 
 
-def doctor_findings(known: Known, device: str) -> list[Finding] | None:
-    """What a device's own doctor found, as its agents reported it, what failed first; None where it reports none."""
-    found: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
-    is_reported = False
+def doctor_findings(known: Known, device: str | None = None) -> dict[str, list[Finding]]:
+    """What the doctors of devices, or of one, found, as their agents reported it, what failed first; without those that report none."""
+    found: dict[str, dict[tuple[str, str, str], list[tuple[float, str]]]] = {}
     for federation in known.store.federations():
         for record in known.store.presence.conditions(federation.id, device):
             condition = DeviceCondition.model_validate_json(record.content)
-            is_reported |= condition.findings is not None or condition.paused is not None
+            if condition.findings is None and condition.paused is None:
+                continue
+            of_device = found.setdefault(record.device, defaultdict(list))
             if condition.paused:
-                found[("warning", *PAUSED)].append((record.at, federation.id))
+                of_device[("warning", *PAUSED)].append((record.at, federation.id))
             for one in condition.findings or ():
                 fallback = (f"its check of {one.check}: {one.state}", "")
                 what, remedy = texts().findings.get(one.check, {}).get(one.state, fallback)
-                found[one.state, what, remedy or LOOK].append((record.at, federation.id))
-    merged = [Finding(*one, max(told)[0], tuple(sorted(name for _, name in told))) for one, told in found.items()]
-    return sorted(merged, key=lambda one: one.state) if is_reported else None
+                of_device[one.state, what, remedy or LOOK].append((record.at, federation.id))
+    return {
+        name: sorted(
+            (Finding(*one, max(told)[0], tuple(sorted(where for _, where in told))) for one, told in of_device.items()),
+            key=lambda one: one.state,
+        )
+        for name, of_device in found.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ def _in_words(spent: Mapping[str, Any] | None) -> str:
 
 
 DAY_S = 86_400.0
+Standing = Literal["online", "offline", "disabled", "revoked", "left"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,6 @@ class DeviceFacts(DeviceRecord):
     Attributes:
         last_seen_at: unix time; of a device that is online, when it came.
         seen_at: the same, but the present for a device that is online.
-        standing: online | offline | disabled | revoked | left.
         online: the federations in which it has a session.
         participates: the federations whose open attempt it was invited to.
         left_out: by federation, why it is not invited while enough others are there, or at all.
@@ -114,12 +120,13 @@ class DeviceFacts(DeviceRecord):
         progress: by federation, how far its training is.
         certificates: all of them, oldest first; `certificate_expires_at` is of the last that is not revoked, `certificate_days` the
             days until then, None for a device that is no member.
+        findings: of its own doctor; None where it reports none.
         health, accuracy: from its last update, only while it is online; `last_round` is that update's round.
         remarks: why it is not invited, and other things to look at.
     """
 
     seen_at: float | None
-    standing: str
+    standing: Standing
     online: list[str]
     participates: list[str]
     left_out: dict[str, str]
@@ -130,6 +137,7 @@ class DeviceFacts(DeviceRecord):
     certificate_expires_at: float | None
     certificate_days: float | None
     certificates: list[CertificateFacts]
+    findings: list[Finding] | None
     health: str | None
     accuracy: float | None
     last_round: int | None
@@ -163,7 +171,6 @@ class DeviceHistory:
         presence: by federation, from the oldest on; a gap before the first stretch was not observed.
         classes: by federation, the accuracies by class in its last update, where it reports them.
         privacy: by federation, what its last update reports of its own audit and privacy budget, where it reports that.
-        findings: of its own doctor; None where it reports none.
         readings: of its sensors, and when they came, unix time; None where it reports none to this process of the coordinator.
     """
 
@@ -174,7 +181,6 @@ class DeviceHistory:
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
     privacy: dict[str, ReportedPrivacy] = field(default_factory=dict)
-    findings: list[Finding] | None = None
     readings: tuple[float, Readings] | None = None
 
 
@@ -197,7 +203,7 @@ def one_device(known: Known, device: str) -> DeviceFacts:
     """
     record = device_of(known.store, device)
     certificates, last = known.store.register.certificates(device), _last_deliveries(known, device).get(device)
-    return _facts(known, record, certificates, last, _Live.of(known))
+    return _facts(known, record, certificates, last, _Live.of(known, device))
 
 
 def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = False) -> list[DeviceFacts]:
@@ -227,7 +233,6 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
         {each: there for each in federations if (there := stretches(changes, each, since, known.now))},
         {each: by_class(known, each, {device: found[-1]}) for each, found in deliveries.items()},
         {each: seen for each, found in deliveries.items() if (seen := reported_privacy(found[-1])) is not None},
-        doctor_findings(known, device),
         max(told, key=lambda one: one[0], default=None),
     )
 
@@ -250,15 +255,16 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
 
 @dataclass(frozen=True)
 class _Live:
-    """What is computed once for all devices: who is silenced for all federations, and how far training is in each one."""
+    """What is computed once for all devices: who is silenced for all federations, how far training is in each one, what doctors found."""
 
     silenced: frozenset[str]
     progress: dict[str, dict[str, DeviceProgress]]
+    findings: dict[str, list[Finding]]
 
     @staticmethod
-    def of(known: Known) -> _Live:
+    def of(known: Known, device: str | None = None) -> _Live:
         progress = {federation: service.progress for federation, service in known.services.items()}
-        return _Live(frozenset(silenced_in(Home(known.home))), progress)
+        return _Live(frozenset(silenced_in(Home(known.home))), progress, doctor_findings(known, device))
 
 
 def _last_deliveries(known: Known, device: str | None = None) -> dict[str, Delivery]:
@@ -278,7 +284,8 @@ def _facts(
     states = {federation: service.state for federation, service in services.items()}
     online = [federation for federation, state in states.items() if device.id in state.online]
     is_member = device.state is DeviceState.ENROLLED
-    ended = "disabled" if device.disabled_at else "" if is_member else device.state.value
+    present: Standing = "disabled" if device.disabled_at else "online" if online else "offline"
+    ended: dict[DeviceState, Standing] = {DeviceState.REVOKED: "revoked", DeviceState.LEFT: "left"}
     expires_at = max((each.expires_at for each in certificates if each.revoked_at is None), default=None)
     report = last.report if last is not None and online else {}
     left_out = {
@@ -289,7 +296,7 @@ def _facts(
     return DeviceFacts(
         **asdict(device),
         seen_at=known.now if online else device.last_seen_at,
-        standing=ended or ("online" if online else "offline"),
+        standing=ended.get(device.state, present),
         online=online,
         participates=[federation for federation, state in states.items() if device.id in state.participants],
         left_out=left_out,
@@ -311,6 +318,7 @@ def _facts(
         certificates=[
             CertificateFacts(each.serial, each.issued_at, each.expires_at, each.revoked_at) for each in certificates
         ],
+        findings=live.findings.get(device.id),
         health=report.get("health"),
         accuracy=report.get("accuracy"),
         last_round=None if last is None else last.round,

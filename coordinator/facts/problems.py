@@ -11,11 +11,11 @@ from functools import cache
 
 from coordinator.facts.known import Known
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState
-from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantState
+from coordinator.rounds.records import FederationRecord, FederationStatus, ParticipantRecord, ParticipantState
 from coordinator.service.service import Service
 from coordinator.updates.robustness import is_tolerated
 from fedcg.sentences import COHORT_ADVICE, texts
-from fedcg.wire.messages.schemas import DeclineReason, Outcome
+from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 """The coordinator's disk is nearly full below both."""
@@ -182,7 +182,7 @@ def _of_clients(
     if last is not None:
         rejected = {each.client for each in known.store.updates(record.id, last.at) if each.outcome is Outcome.REJECTED}
         for person in known.store.participants(record.id, last.at):
-            if person.state is ParticipantState.DECLINED:
+            if person.state is ParticipantState.DECLINED and not _goes_on(known, record.id, person):
                 kind, remedy = remedies().get(person.reason, REJECTED if person.client in rejected else DROPPED)
                 verb = "declined" if person.reason in remedies() else f"{kind} in"
                 what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
@@ -191,6 +191,15 @@ def _of_clients(
     if service is None:
         return
     yield from _of_sessions(known, record, state, service)
+
+
+def _goes_on(known: Known, federation: str, person: ParticipantRecord) -> bool:
+    """Whether a device that declined because its owner had paused it reports that it is not paused any more."""
+    if person.reason != DeclineReason.PAUSED.value:
+        return False
+    reports = known.store.presence.conditions(federation, person.client)
+    latest = [DeviceCondition.model_validate_json(report.content) for report in reports]
+    return any(one.findings is not None and not one.paused for one in latest)
 
 
 def _of_sessions(known: Known, record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:

@@ -238,12 +238,15 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
     async def identified(request: Request, _: Annotated[Any, Depends(BEARER)]) -> Identity:
         known: Identity | None = getattr(request.state, "identity", None)
         identity = known or await access_of(request).identify(request)
+        request.state.identity = identity
+        is_enough = identity is not None and identity.role.includes(role)
+        if not is_enough and request.method in READING:  # a change that is refused is counted where it ends
+            request.app.state.changes.count_refused(request)
         if identity is None:
             raise unauthorised()
-        request.state.identity = identity
-        if not identity.role.includes(role):
+        if not is_enough:
             raise ProblemError(
-                403, f"this needs the role {role.value}; the token {identity.name!r} is a {identity.role.value}"
+                403, f"this needs the role {role.value}; the token {identity.name!r} has the role {identity.role.value}"
             )
         if request.method not in READING:
             await request.state.intend(identity)

@@ -163,9 +163,7 @@ class Changes:
     async def _end(self, request: Request, intended: Mapping[str, EventValue], status: int) -> None:
         """Write the outcome of a change that was permitted; count a request that was refused."""
         if not intended and status >= 400:
-            identity = getattr(request.state, "identity", None)
-            name = None if identity is None else identity.name
-            self._refused.count(address=address_of(request), identity=name, route=_route(request))
+            self.count_refused(request)
         elif intended:
             if status < 400:
                 self._failing.give_back(str(intended["token"]))
@@ -173,6 +171,12 @@ class Changes:
                 await run_in_threadpool(self.audit.write, {"event": "outcome", **intended, "outcome": status})
             except OSError as error:
                 log.error("the outcome of a change is not in the audit log, its intent is: %s", error)  # noqa: TRY400
+
+    def count_refused(self, request: Request) -> None:
+        """Count a request that lacks a valid token or the role."""
+        identity = getattr(request.state, "identity", None)
+        name = None if identity is None else identity.name
+        self._refused.count(address=address_of(request), identity=name, route=_route(request))
 
     async def _use_key(self, request: Request, identity: Identity) -> str:
         """Use up the key of a request, if it has one: a change is made once for it. One that is refused frees it again."""

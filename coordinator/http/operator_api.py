@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import NotFoundError
-from coordinator.facts.devices import DeviceFacts, device_facts, in_order, one_device
+from coordinator.facts.devices import DeviceFacts, Standing, device_facts, in_order, one_device
 from coordinator.facts.federations import (
     CurrentRound,
     FederationFacts,
@@ -36,7 +36,7 @@ from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS, TokenFac
 from coordinator.members.membership import Revoked
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MAX_REASON, Operations
-from coordinator.rounds.records import DeviceState, FederationRecord
+from coordinator.rounds.records import FederationRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
@@ -172,7 +172,7 @@ def devices(
     response: Response,
     limit: Limit = MAX_ITEMS,
     search: Name = "",
-    state: DeviceState | None = None,
+    state: Standing | Literal["enrolled"] | None = None,
     online: bool | None = None,
     sort: Literal["id", "enrolled_at", "last_seen_at"] = "id",
     descending: bool = False,
@@ -181,7 +181,9 @@ def devices(
     wanted = [
         device
         for device in device_facts(known)
-        if search in device.id and state in (None, device.state) and online in (None, bool(device.online))
+        if search in device.id
+        and state in (None, device.state.value, device.standing)
+        and online in (None, bool(device.online))
     ]
     return _bounded(response, in_order(wanted, sort, descending=descending), limit)
 

@@ -5,13 +5,13 @@ import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
-from coordinator.facts.devices import DeviceFacts, device_facts, device_history, in_order
+from coordinator.facts.devices import DeviceFacts, Standing, device_facts, device_history, in_order
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions, served_models, worth
@@ -38,7 +38,7 @@ PRESENCE_DAYS = (1, 7, 90)
 SORTS = {"device": "id", "state": "standing", "seen": "seen_at", "certificate": "certificate_days"}
 SORTS |= {name: name for name in ("health", "agent", "accuracy")}
 """Fields of a device by the names of the columns that the page sorts."""
-STATES = ("online", "offline", "disabled", "revoked", "left")
+STATES = get_args(Standing)
 COLUMNS = {"device": "id", "state": "standing"}
 COLUMNS |= {name: name for name in ("online", "enrolled_at", "seen_at", "agent", "health", "certificate_days")}
 COLUMNS |= {name: name for name in ("accuracy", "last_round", "remarks")}

@@ -383,7 +383,6 @@ def doctor_command(
     from edge_client.store.private_store import is_locked
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
-    code = FAILED
     try:
         settings = None if hardware and not config.exists() else load_config(config, os.environ)
         if hardware or settings is None:
@@ -393,8 +392,9 @@ def doctor_command(
         if samples is not None and settings is not None:
             findings += (_samples(settings, samples),)
     except ConfigError as error:
+        if error.exit_code == NOT_FOUND:
+            raise
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
-        code = NOT_FOUND if error.exit_code == NOT_FOUND else FAILED
     is_sound = all(finding.state != "failed" for finding in findings)
     if as_json:
         print_data({"sound": is_sound, "findings": [asdict(finding) for finding in findings]})
@@ -410,7 +410,7 @@ def doctor_command(
                 else "fedcg agent run"
             )
             _print(f"Next: {following} --config {config}")
-    raise typer.Exit(0 if is_sound else code)
+    raise typer.Exit(0 if is_sound else FAILED)
 
 
 def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:

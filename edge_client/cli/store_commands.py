@@ -199,9 +199,15 @@ def sent_command(config: ConfigOption = Path("agent.toml"), since: SinceOption =
     return values, "\n".join((*lines, *filter(None, [problem]), f"Not listed: {UNLISTED}"))
 
 
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    return f"({', '.join(map(_plain, value))})" if isinstance(value, list) else str(value)
+
+
 def _sent_line(item: dict[str, Any]) -> str:
     at = moment(item["t"])
-    report = ", ".join(f"{name} {value}" for name, value in item.get("report", {}).items()) or "nothing"
+    report = ", ".join(f"{name} {_plain(value)}" for name, value in item.get("report", {}).items()) or "nothing"
     messages = ", ".join(f"{kind} {size} bytes" for kind, size in item.get("messages", {}).items())
     before = f"{at}  control messages until then: {messages}\n" if messages else ""
     if item["kind"] != "update":

@@ -18,7 +18,6 @@ import typer
 from experiments.record import bench_record, write_record
 from fedcg.cli import LazyGroup
 from fedcg.errors import BadInputError
-from fedcg.learning.errors import LearningError
 from fedcg.learning.spec import NetworkChoice
 from fedcg.terminal import Result, print_data, prints
 
@@ -58,7 +57,9 @@ def round_command(
     measured_epochs: Annotated[int, typer.Option(min=1, help="Epochs that are run; the rest is extrapolated.")] = 1,
     measured_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student that are run.")] = 200,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="A fiftieth of an epoch, once: does it run at all?")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="64 images, 5 student steps, once: does it run at all?")
+    ] = False,
 ) -> Result:
     """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run.
 
@@ -121,9 +122,6 @@ def train_command(
     """One line about this box: steps and images a second, memory and energy of one whole local round on random images.
 
     Example: fedcg bench train --quick
-
-    Raises:
-        BadInputError: there is no such device or method, or the networks refuse the setting.
     """
     import torch
 
@@ -136,7 +134,7 @@ def train_command(
     plan = BoxRound(device, method, network, image_size, rows, batch, rounds, threads)
     try:
         found = measure(plan, _announce)
-    except (LearningError, ValueError) as error:
+    except ValueError as error:
         raise BadInputError(str(error)) from error
     setting = {**vars(plan), "network": network.model_dump(mode="json")}
     return {**bench_record("bench train"), "setting": setting, **found}, line_of(plan, found)

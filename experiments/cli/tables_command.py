@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import CRITERION, Comparison, compare
 from experiments.papers.plan import missing_runs
@@ -26,12 +27,12 @@ from experiments.papers.sheets import (
 from fedcg.terminal import print_data
 
 _WIDTH = 160
+_RUNS = Path(__file__).parents[2] / "docs/benchmarks/runs"
+"""The records that lie beside these sources."""
 
 
 def tables_command(
-    runs: Annotated[Path, typer.Option(help="folder with the records of runs, one JSON each")] = Path(
-        "docs/benchmarks/runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="folder with the records of runs, one JSON each")] = _RUNS,
     paper: Annotated[
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
@@ -49,6 +50,8 @@ def tables_command(
 
     Example: fedcg tables --paper fedcg:table1:cifar10-4
     """
+    if as_json and as_markdown:
+        raise OptionError("--json and --markdown: choose one")
     wanted = None if paper is None else find_presets(paper)
     chosen = None if paper is None else find_presets(paper.partition("@")[0], with_stand_ins=True)
     folder = read_folder(runs)

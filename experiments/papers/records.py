@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from experiments.errors import OptionError
+from fedcg.errors import NOT_FOUND
 from fedcg.learning.spec import ParameterValue
 from fedcg.text_output import wrong_value
 
@@ -141,7 +142,7 @@ def read_folder(folder: Path) -> Folder:
         OptionError: not a folder, or more files than can be runs.
     """
     if not folder.is_dir():
-        raise OptionError(f"{folder} is not a folder of runs: name one with --runs")
+        raise OptionError(f"{folder} is not a folder of runs: name one with --runs", exit_code=NOT_FOUND)
     paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
     if len(paths) > MAX_RECORDS:
         raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: name the folder of the runs")

@@ -65,7 +65,7 @@ class TrainingParams(Settings):
     batch_size: int = Field(default=16, ge=2, description="local batch size")
     optimiser: str = Field(default="adam", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
     lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")
-    weight_decay: float = Field(default=1e-4, ge=0)
+    weight_decay: float = Field(default=1e-4, ge=0, description="of the optimiser of extractor and classifier")
     ema: float = Field(
         default=0.0,
         ge=0,
@@ -426,6 +426,20 @@ class Method:
     private_stages: int = 0
     example: Example = Example()
     vote: Callable[[ClientState, Aggregate, ImageSet, RoundContext], int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that what the method names fits together.
+
+        Raises:
+            ValueError: names the field.
+        """
+        if not (isinstance(self.params_type, type) and issubclass(self.params_type, TrainingParams)):
+            raise ValueError("params_type has to be a class that extends TrainingParams")  # noqa: TRY004 - a value of a method, as the one below
+        if missing := sorted(part.value for part in self.personal.parts - self.payload.parts):
+            raise ValueError(
+                f"a client's model needs {', '.join(missing)}: share it in payload.up or payload.down, keep it in payload.private, or "
+                "name the parts of the model in personal.parts"
+            )
 
     def init_client(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
         """The state of a new client."""

@@ -9,7 +9,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Mapping
-from importlib import import_module, resources
+from importlib import resources
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ def get_method(name: str) -> Method:
         raise UnknownMethodError(f"no method {name!r}; there are {', '.join(names)}.{hint}")
     own = _own_names()
     entry = None if name in own else registered(ENTRY_POINT_GROUP, own)[name]
-    method: Method = import_module(f"{_PACKAGE}.{name}").METHOD if entry is None else imported(entry)
-    if method.name != name:
-        raise ExtensionError(f"method {name}: the METHOD that {entry or f'{name}.py'} holds is named {method.name!r}")
+    method: Method = imported(entry or f"{_PACKAGE}.{name}:METHOD")
+    if (found := getattr(method, "name", type(method).__name__)) != name:
+        raise ExtensionError(f"method {name}: the METHOD that {entry or f'{name}.py'} holds is named {found!r}")
     return method

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedcg.learning.errors import ExtensionError
 from fedcg.learning.registry import method_names
 from fedcg.terminal import Result, prints
 from fedcg.text_output import table
@@ -51,9 +52,18 @@ def list_methods() -> Result:
     Example: fedcg method list
     """
     others = [name for name in method_names() if name not in WHEN]
-    found = {**WHEN, **dict.fromkeys(others, "")}
+    found = {**WHEN, **{name: _title(name) for name in others}}
     text = table(("method", "take it when"), found.items(), "")
     return found, f"{text}\nFigures: docs/comparison.md\nNext: fedcg method show NAME"
+
+
+def _title(name: str) -> str:
+    from fedcg.learning.registry import get_method
+
+    try:
+        return get_method(name).title
+    except ExtensionError as error:
+        return f"can't be used: {error}"
 
 
 @method_app.command("show")

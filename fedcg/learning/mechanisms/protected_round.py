@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fedcg.learning.errors import PrivacyError
+from fedcg.learning.errors import ExtensionError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext, SharedResult, Weights
@@ -149,18 +149,44 @@ def protected_round(
 
     Raises:
         PrivacyError: a mechanism that this method or its networks can't have.
+        ExtensionError: the method returns other parts or tensors than its payload names.
         DivergedError, DataError: as of `local_round`.
     """
     privacy = ctx.privacy
     start = None if aggregate is None else replace(aggregate, parts=downloaded_parts(state.parts, aggregate, data, ctx))
     if not privacy.is_on:
-        return method.local_round(state, data, start, ctx)
+        return _as_promised(method.local_round(state, data, start, ctx), method, ctx)
     check_mechanisms(ctx.spec, method, privacy)
     if privacy.dp_sgd is not None or privacy.gradient_noise:
         ctx = replace(ctx, machine=replace(ctx.machine, precision="f32", graphs=False))
-    result = method.local_round(state, data, start, ctx)
+    result = _as_promised(method.local_round(state, data, start, ctx), method, ctx)
     base = {**state.parts, **({} if aggregate is None else aggregate.parts)}
     return _protected(result, {part: base[part] for part in result.shared.parts}, data, ctx)
+
+
+def _as_promised(result: LocalResult, method: Method, ctx: RoundContext) -> LocalResult:
+    """What a method returned, where it holds what its payload names; nobody downstream finds out more than that something is amiss."""
+    wanted, shared = ctx.spec.shared_in(ctx.round), result.shared.parts
+    faults = [f"lacks {part.value}" for part in sorted(wanted - shared.keys())]
+    faults += [
+        f"has {part.value}, which payload.up lacks or this round does not exchange"
+        for part in sorted(shared.keys() - wanted)
+    ]
+    faults += [
+        f"lacks {part.value} in its private half" for part in sorted(method.payload.parts - result.private.parts.keys())
+    ]
+    for part in sorted(shared.keys() & wanted):
+        stated = {(one.name, one.shape) for one in ctx.spec.layouts[part]}
+        found = {(name, tuple(tensor.shape)) for name, tensor in shared[part].items()}
+        if found != stated:
+            others, due = (
+                ", ".join(f"{name} {[*shape]}" for name, shape in sorted(ones)[:3])
+                for ones in (found - stated, stated - found)
+            )
+            faults.append(f"has in {part.value} {others or 'nothing'} in the place of {due or 'nothing'}")
+    if faults:
+        raise ExtensionError(f"method {method.name}: the result of local_round {'; '.join(faults)}")
+    return result
 
 
 def _with_bias(parts: Parts, bias: str, numbers: torch.Tensor) -> Parts:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
 from fedcg.wire.parts import MAX_SUM_DEVICES, Part, Share, is_absent
 
-DoctorCheck = Literal["clock", "disk", "keys", "certificate", "data", "cohort secret", "training"]
+DoctorCheck = Literal["clock", "disk", "encrypted disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
 FormName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
 Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]

@@ -3,9 +3,11 @@
 import itertools
 import logging
 import random
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,15 +44,10 @@ Run = Callable[..., Federation]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr("coordinator.service.service.REMIND_S", 0.5)
     monkeypatch.setattr("coordinator.service.service.OFFER_EVERY_S", 0.4)
-    made: list[Federation] = []
-
-    def start(behaviour: Behaviour = honest, **options: object) -> Federation:
-        made.append(Federation(tmp_path / str(len(made)), behaviour, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield start
-    for federation in made:
-        federation.close()
+    with ExitStack() as stack:
+        yield lambda behaviour=honest, **options: stack.enter_context(
+            closing(Federation(tmp_path / secrets.token_hex(4), behaviour, **options))
+        )
 
 
 @pytest.fixture(scope="module")

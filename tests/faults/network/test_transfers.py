@@ -19,7 +19,7 @@ from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSecti
 from fedcg.wire.messages.schemas import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
-from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client
+from tests.support.broker.brokers import HOST, Pki, RunningMosquitto, acl_for, mqtt_client
 from tests.support.broker.throttle import Throttle, Weather
 from tests.support.waiting import free_port, wait_until
 from tests.support.wire.transfer_parties import (
@@ -286,14 +286,6 @@ def made_at(when: datetime, folder: Path, mosquitto: StartMosquitto) -> RunningM
     return mosquitto(acl_for(FEDERATION), authority=authority)
 
 
-@pytest.fixture
-def clients() -> Iterator[list[Client]]:
-    made: list[Client] = []
-    yield made
-    for client in made:
-        client.transport.close()
-
-
 def diagnosed(broker: RunningMosquitto, folder: Path, now: datetime) -> dict[str, Finding]:
     tls = broker.pki.tls("a")
     config = AgentConfig(
@@ -313,13 +305,14 @@ def diagnosed(broker: RunningMosquitto, folder: Path, now: datetime) -> dict[str
     ids=["ten years behind", "ten years ahead"],
 )
 def test_a_clock_that_is_ten_years_off_is_refused_and_agent_and_doctor_name_it_and_the_fix(
-    tmp_path: Path, mosquitto: StartMosquitto, clients: list[Client], ahead: timedelta, said: str
+    tmp_path: Path, mosquitto: StartMosquitto, ahead: timedelta, said: str
 ) -> None:
     now = datetime.now(timezone.utc)
     broker = made_at(now - ahead, tmp_path, mosquitto)
-    clients.append(mqtt_client(broker.config("a")).start())
-    wait_until(lambda: getattr(clients[0].transport, "last_error", None) is not None, "the connection fails")
-    error = getattr(clients[0].transport, "last_error", "")
+    client = mqtt_client(broker.config("a")).start()
+    wait_until(lambda: getattr(client.transport, "last_error", None) is not None, "the connection fails")
+    client.transport.close()
+    error = getattr(client.transport, "last_error", "")
     found = diagnosed(broker, tmp_path, now)
     for message in (error, found["broker"].detail):
         assert said in message
@@ -329,7 +322,7 @@ def test_a_clock_that_is_ten_years_off_is_refused_and_agent_and_doctor_name_it_a
         assert found[check].state == "failed", found[check]
     assert "timedatectl set-ntp true" in found["clock"].advice
     assert f"{now:%Y-%m-%d}" in found["clock"].detail
-    assert clients[0].links == []
+    assert client.links == []
 
 
 @pytest.mark.slow

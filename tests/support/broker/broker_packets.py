@@ -4,6 +4,8 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+import pytest
+
 from fedcg.wire.transport.mqtt_config import MqttConfig, Protocol
 from tests.support.broker.brokers import DEADLINE_S, HOST
 
@@ -145,3 +147,9 @@ def scripted_broker(receive_bytes: int = 0) -> Iterator[ScriptedBroker]:
         yield broker
     finally:
         broker.close()
+
+
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with scripted_broker(receive_bytes=16_384) as made:
+        yield made

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import pytest
+
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig, EnrolmentSettings
 from coordinator.http.device_api import create_enrolment_app, listening, serving
@@ -107,6 +109,19 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS) -> Iterator[Des
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
         store.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A coordinator's directory with a federation and a port for enrolments."""
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def desk(home: Home) -> Iterator[Desk]:
+    """Its running enrolment listener."""
+    with running_desk(home) as running:
+        yield running
 
 
 @final

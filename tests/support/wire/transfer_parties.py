@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -350,7 +350,7 @@ def chunks_of(came: dict[str, Any]) -> int:
 @contextmanager
 def worlds(root: Path, mosquitto: StartMosquitto, carrier: Carrier = Carrier.MQTT) -> Iterator[MakeWorld]:
     """`make(weather, extra, **plan)`: a world whose broker has further lines of configuration."""
-    made: list[World] = []
+    stack = ExitStack()
 
     def make(weather: Weather = SLOW, extra: tuple[str, ...] = (), **plan: Any) -> World:
         folder = root / "broker"
@@ -358,12 +358,10 @@ def worlds(root: Path, mosquitto: StartMosquitto, carrier: Carrier = Carrier.MQT
         if extra:
             extra = (*extra, f"persistence_location {folder}/")
         broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")), folder=folder, extra=extra)
-        made.append(World(root, broker, weather, carrier, **plan))
-        return made[-1]
+        return stack.enter_context(closing(World(root, broker, weather, carrier, **plan)))
 
-    yield make
-    for world in made:
-        world.close()
+    with stack:
+        yield make
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Worlds and enrolment listeners that end with the test: a box's agent, a coordinator's service with two devices."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
-from coordinator.paths import Home
-from tests.support.coordinator.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import desk as desk
+from tests.support.coordinator.enrolments import home as home
 from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World as ServiceWorld
 from tests.support.edge.world import MakeWorld, World
@@ -14,15 +15,8 @@ from tests.support.edge.world import MakeWorld, World
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(**changes: object) -> World:
-        worlds.append(World(tmp_path, **changes))  # type: ignore[arg-type]
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+    with ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(closing(World(tmp_path, **changes)))
 
 
 @pytest.fixture
@@ -33,16 +27,3 @@ def service_world(tmp_path: Path) -> Iterator[ServiceWorld]:
     world.devices["b"].silent = True
     yield world
     world.close()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    """A coordinator's directory with a federation and a port for enrolments."""
-    return open_home(tmp_path / "home")
-
-
-@pytest.fixture
-def desk(home: Home) -> Iterator[Desk]:
-    """Its running enrolment listener."""
-    with running_desk(home) as running:
-        yield running

@@ -15,7 +15,7 @@ from coordinator.facts.problems import open_problems, remedies
 from coordinator.facts.sent import sent
 from coordinator.rounds.records import DeviceState, FederationStatus, ParticipantState, UpdateRecord
 from fedcg.sentences import texts
-from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
+from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, RoundAttempt
 from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, RunningService
@@ -79,6 +79,12 @@ def test_a_rejected_update_and_a_declined_round_are_problems_with_remedies_of_th
     assert (found["a"].kind, found["a"].what) == ("update rejected", "update rejected in round 1 of tiny: it holds NaN")
     assert "`fedcg device revoke`" in found["a"].remedy
     assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")
+    store.answer("tiny", RoundAttempt(1, 1), "b", ParticipantState.DECLINED, "paused")
+    for paused in (True, None):
+        condition = DeviceCondition(findings=(), paused=paused)
+        store.presence.keep_condition("tiny", "b", 3.0 + (not paused), condition.model_dump_json())
+        is_open = any(each.kind == "paused by its owner" for each in open_problems(known_of(world)))
+        assert is_open is bool(paused)
 
 
 DOCS = Path(__file__).parents[4] / "docs" / "operations.md"

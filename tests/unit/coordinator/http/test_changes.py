@@ -221,6 +221,8 @@ def test_devices_are_searched_and_sorted_and_those_left_out_are_counted(api: Api
     assert found("sort=last_seen_at") == (["a", "c", "b", "d", "e"], None)  # those that were never seen come last
     assert found("sort=last_seen_at&limit=2") == (["a", "c"], "3")
     assert found("search=d") == (["d"], None)
+    api.store.disable("b", 60.0, "on loan")
+    assert [found(f"state={state}")[0] for state in ("disabled", "offline")] == [["b"], ["a", "c", "d", "e"]]
     assert found("descending=true&limit=1") == (["e"], "4")
     assert operator.get("/api/v1/devices?limit=1001").status_code == 422
 
@@ -367,6 +369,7 @@ def test_requests_that_are_refused_are_counted_as_an_event_and_not_audited(api: 
     with api.as_(Role.OPERATOR) as operator, api.as_(Role.VIEWER) as viewer, api.as_(None) as nobody:
         assert operator.post(PAUSE).status_code == 200
         before = api.home.audit_file.read_bytes()
+        assert viewer.get("/api/v1/audit").status_code == 403
         for number in range(30):
             long = f"/api/v1/federations/{'a' * 12_000}/pause"
             assert viewer.post(long, content=b"x" * 9000).status_code == 403, number
@@ -375,7 +378,7 @@ def test_requests_that_are_refused_are_counted_as_an_event_and_not_audited(api: 
     assert api.home.audit_file.read_bytes() == before
     refused = [event for event in read_events(api.home.events_file) if event["event"] == "api_refused"]
     assert [(event["identity"], event["route"], event["refused"]) for event in refused] == [
-        ("viewer", "POST /api/v1/federations/{federation}/pause", 1)
+        ("viewer", "GET /api/v1/audit", 1)
     ]
 
 

@@ -92,17 +92,21 @@ def test_a_bucket_that_does_not_exist_is_named(moto: Moto, tmp_path: Path) -> No
         ArtifactStore(tmp_path, remote).put(b"x")
 
 
+def its_store_goes_away(world: World, running: RunningService, moto: Moto) -> None:
+    world.start_devices()
+    world.wait_event("update_stored")
+    moto.kill()
+    world.devices["b"].silent = False
+    world.devices["b"].act()
+    wait_until(lambda: running.service.store_problem != "", "the problem is seen")
+
+
 @pytest.mark.slow
 def test_a_round_waits_for_its_store_of_artifacts_loses_nothing_and_goes_on(moto: Moto, make_world: MakeWorld) -> None:
     world = make_world(deadline_s=4.0, remote=ObjectStore(moto.url))
     world.devices["b"].silent = True
     with RunningService(world) as running:
-        world.start_devices()
-        world.wait_event("update_stored")
-        moto.kill()
-        world.devices["b"].silent = False
-        world.devices["b"].act()
-        wait_until(lambda: running.service.store_problem != "", "the problem is seen")
+        its_store_goes_away(world, running, moto)
         world.wait_event("artifact_store")
         answer = Response()
         health = asyncio.run(readyz(known_of(hosting(running.service), world.root), answer))
@@ -121,12 +125,7 @@ def test_a_coordinator_stopped_while_its_store_is_away_rejects_no_update(moto: M
     world = make_world(rounds=1, remote=ObjectStore(moto.url))
     world.devices["b"].silent = True
     with RunningService(world) as running:
-        world.start_devices()
-        world.wait_event("update_stored")
-        moto.kill()
-        world.devices["b"].silent = False
-        world.devices["b"].act()
-        wait_until(lambda: running.service.store_problem != "", "the problem is seen")
+        its_store_goes_away(world, running, moto)
     moto.start()
     world.artifacts = ArtifactStore(world.artifacts.root, ObjectStore(moto.url))
     with RunningService(world) as running:

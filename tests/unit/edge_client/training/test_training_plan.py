@@ -237,7 +237,7 @@ def configure(site: Site, **training: object) -> None:
     site.configure(training=TrainingSection.model_validate({"threads": 1, **training}))
 
 
-def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_and_the_doctor_warns(
+def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_or_declines_where_cuda_is_asked_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, ORIN, NO_CUDA)
@@ -248,13 +248,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_and_the_doct
     found = site.finding("training")
     assert (found.state, found.advice) == ("warning", NO_CUDA)
     assert "on the CPU, although there is a GPU (Orin" in found.detail
-
-
-def test_cuda_that_the_owner_asked_for_and_torch_lacks_is_declined_and_fails_the_doctor(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on(monkeypatch, ORIN, NO_CUDA)
-    configure(site, device="cuda")
+    configure(site, device="cuda")  # its owner asks for it
     detail, found = site.declined(DeclineReason.NOT_ELIGIBLE), site.finding("training")
     assert detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
     assert (found.state, found.detail) == ("failed", detail)

@@ -14,6 +14,7 @@ from edge_client.firewall import check_spec
 from fedcg.learning import methods, registry
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.errors import DataError, ExtensionError, UnknownMethodError
+from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Aggregate, Callbacks, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.networks.plans import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
@@ -189,11 +190,9 @@ def test_progress_reports_every_phase_of_a_round() -> None:
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
 
 
-PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
-
-
-def code() -> str:
-    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def code(page: str = "adding-a-method.md") -> str:
+    text = (Path(__file__).parents[5] / "docs" / page).read_text()
+    (found,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return str(found)
 
 
@@ -227,6 +226,30 @@ def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> Non
     install(folder, "our_prototypes", "theirs")
     with pytest.raises(ExtensionError, match="our_package:METHOD holds is named 'theirs'"):
         get_method("our_prototypes")
+
+
+def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_told(folder: Path) -> None:
+    (folder / "our_package.py").write_text(code("adding-a-stage.md"))
+    register(folder, "ours", "fedcg.methods", "smoothed", "our_package:METHOD")
+    assert simulate(cases.party_of("smoothed", ("a", "b")), Schedule(rounds=1)).aggregate.parts.keys() == {
+        Part.CLASSIFIER
+    }
+    method, spec, right = get_method("smoothed"), cases.quick_spec("smoothed"), one_round("smoothed")
+    state, shared = method.init_client(spec, initial_parts(spec, b"cohort")), right.shared
+    for wrong, problem in (
+        (replace(right, shared=replace(shared, parts=right.private.parts)), "has extractor, which payload.up lacks"),
+        (replace(right, shared=replace(shared, parts={})), "lacks classifier"),
+        (replace(right, private=replace(right.private, parts=shared.parts)), "lacks extractor in its private half"),
+        (
+            replace(right, shared=replace(shared, parts={Part.CLASSIFIER: {}})),
+            r"nothing in the place of 1\.bias \[120\]",
+        ),
+    ):
+        told = replace(method, local_round=lambda *_, wrong=wrong: wrong)
+        with pytest.raises(ExtensionError, match=problem):
+            protected_round(told, state, cases.bright_images(9, 0), None, cases.context(spec))
+    with pytest.raises(ValueError, match="a client's model needs extractor: share it"):
+        replace(method, payload=replace(method.payload, private=frozenset()))
 
 
 def test_a_method_that_seals_what_it_does_not_average_or_alternates_without_statistics_is_refused() -> None:

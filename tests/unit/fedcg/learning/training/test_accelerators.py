@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,17 @@ from tests.support.learning.learning_cases import GREY, context, plan_of, round_
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MANY = 1000
+
+
+def step_of(net: nn.Module, optimiser: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = net(inputs).square().mean()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return loss
+
+    return step
 
 
 def network() -> nn.Sequential:
@@ -50,16 +62,7 @@ def test_a_step_that_cant_be_captured_runs_without_a_graph_from_where_it_began(
     for wrapped in (False, True):
         net = network()
         optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-        def step(
-            inputs: torch.Tensor, net: nn.Module = net, optimiser: torch.optim.Optimizer = optimiser
-        ) -> torch.Tensor:
-            loss: torch.Tensor = net(inputs).square().mean()
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            optimiser.step()
-            return loss
-
+        step = step_of(net, optimiser)
         for _ in range(steps_before):
             step(inputs)
         with caplog.at_level(logging.WARNING):
@@ -81,14 +84,7 @@ def test_a_few_steps_are_not_worth_a_graph() -> None:
 def test_the_step_really_runs_under_a_graph_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network().to("cuda")
     optimiser = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
-
-    def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = net(inputs).square().mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        return loss
-
+    step = step_of(net, optimiser)
     made: list[cuda_graph.GraphedStep] = []
 
     class Noted(cuda_graph.GraphedStep):

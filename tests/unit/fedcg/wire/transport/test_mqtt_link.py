@@ -18,15 +18,10 @@ from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, p
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_link import MAX_SENDS, MqttLink, Outgoing, OutgoingQueue
 from tests.support.broker import broker_packets as packets
-from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
+from tests.support.broker.broker_packets import Peer, ScriptedBroker
+from tests.support.broker.broker_packets import broker as broker
 from tests.support.broker.brokers import DEADLINE_S, HOST, Pki
 from tests.support.waiting import free_port
-
-
-@pytest.fixture
-def broker() -> Iterator[ScriptedBroker]:
-    with scripted_broker(receive_bytes=16_384) as made:
-        yield made
 
 
 @pytest.fixture

@@ -14,17 +14,12 @@ from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
 from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
 from fedcg.wire.transport.transport import Delivery, Will
 from tests.support.broker import broker_packets as packets
-from tests.support.broker.broker_packets import Peer, ScriptedBroker, scripted_broker
+from tests.support.broker.broker_packets import Peer, ScriptedBroker
+from tests.support.broker.broker_packets import broker as broker
 from tests.support.broker.brokers import DEADLINE_S, Client
 from tests.support.waiting import wait_until
 
 Connect = Callable[..., Client]
-
-
-@pytest.fixture
-def broker() -> Iterator[ScriptedBroker]:
-    with scripted_broker(receive_bytes=16_384) as made:
-        yield made
 
 
 @pytest.fixture
