@@ -29,12 +29,11 @@ from edge_client.config import load_config
 from edge_client.store.private_store import open_store
 from edge_client.store.roster import card_of, roster_of
 from experiments.data.deal import client_names
-from experiments.data.partition_folders import image_counts, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
 from experiments.demo.report import Progress, curves, process_began, seconds, summarise
-from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, write_secrets
+from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, image_counts, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
 from experiments.settings import FEDERATION, root_secret

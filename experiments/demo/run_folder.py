@@ -1,24 +1,30 @@
 """The folder of a demo: where everything lies, its choices and ports, which steps are done, the secrets of its processes.
 
-DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder
+DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder, an ordinary data source
 DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
 DIR/observer/      what crossed the broker                               DIR/logs/       output of every process
 DIR/summary.json, DIR/accuracy.png
 """
 
 import json
+import os
+import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments.errors import OptionError
+from experiments.data.deal import Deal, DealOptions, deal_out
+from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
+from experiments.errors import OptionError, SourceError
 from experiments.settings import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.errors import EXISTS
 from fedcg.files import checked_secret, replace_durably
 from fedcg.find_mosquitto import find_mosquitto
 
 LOOPBACK = "127.0.0.1"
+PARTITION_FILE = "partition.json"
 MOSQUITTO, EMBEDDED = "mosquitto", "amqtt"
 
 
@@ -131,3 +137,72 @@ def write_secrets(folder: Path, seed: int, client: str) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, purpose in (("device.key", f"device {client}"), ("cohort.key", "cohort")):
         replace_durably(folder / name, checked_secret(root_secret(seed, purpose)))
+
+
+def _place(pictures: Sequence[Picture], folder: Path, name: str | None = None) -> None:
+    """Hard-link image files into a folder, or copy them where the file system can't link; write what is no file.
+
+    A name other than its own is for a single picture.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        target = folder / (name or picture.name)
+        try:
+            if isinstance(picture, RowPicture):
+                target.write_bytes(picture.content())
+            else:
+                os.link(picture.path, target)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if isinstance(picture, RowPicture):
+                raise SourceError(f"{target} can't be written: {error.strerror or error}") from error
+            shutil.copyfile(picture.path, target)
+
+
+def prepare(source: Source, out: Path, options: DealOptions) -> Deal:
+    """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*`, `out/public/*` and `out/partition.json`.
+
+    Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
+    source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test.
+    The file names of public images do not show their classes. `partition.json` has the numbers of each client's images.
+
+    Args:
+        source: the images.
+        out: folder to write to; made if it is not there.
+        options: what decides who gets what.
+
+    Raises:
+        SourceError: too few images for so many clients, or a folder that can't be written.
+    """
+    deal = deal_out(source, options)
+    counts = {}
+    for name, dealt in deal.clients.items():
+        parts = {"train": dealt.train, "val": dealt.val, "test": dealt.test}
+        for part, pictures in parts.items():
+            for label, of_class in enumerate(pictures or ()):
+                _place(of_class, out / name / part / deal.classes[label])
+        counts[name] = {"train_images": _count(dealt.train), "test_images": _count(dealt.test)}
+    for label, of_class in enumerate(deal.common):
+        _place(of_class, out / "common" / deal.classes[label])
+    for number, picture in enumerate(deal.public):
+        _place([picture], out / "public", f"{number:06d}{Path(picture.name).suffix}")
+    (out / PARTITION_FILE).write_text(json.dumps(counts, indent=1))
+    return deal
+
+
+def _count(pictures: PicturesPerClass) -> int:
+    return sum(map(len, pictures))
+
+
+def image_counts(out: Path) -> dict[str, dict[str, int]]:
+    """By client the numbers of its images that `prepare` wrote: `train_images`, `test_images`.
+
+    Raises:
+        SourceError: nothing (complete) was written there.
+    """
+    try:
+        counts: dict[str, dict[str, int]] = json.loads((out / PARTITION_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{out / PARTITION_FILE} is no partition record: {error}") from error
+    return counts

@@ -13,6 +13,7 @@ import tomllib
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from experiments.errors import OptionError
+from fedcg.errors import NOT_FOUND
 from fedcg.learning.spec import ParameterValue
 
 _FILES = ("fedcg.toml", "fedmd_cg.toml", "ppidsg.toml", "antigan.toml", "own.toml", "sealed.toml")
@@ -270,7 +271,7 @@ def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ..
         found = [preset for preset in found if preset.stand_in is None] or found
     if not found:
         near = [key for key in known if key.startswith(base.partition(":")[0] + ":")] or list(known)
-        raise OptionError(f"no table {base!r}; there are {', '.join(near)}")
+        raise OptionError(f"no table {base!r}; there are {', '.join(near)}", exit_code=NOT_FOUND)
     return tuple(_with_budget(preset, budget) if at else preset for preset in found)
 
 

@@ -15,7 +15,7 @@ from coordinator.paths import Home
 from coordinator.storage.store import Store
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import checked_secret
-from fedcg.learning.heads.linear_head import USUAL_TEMPERATURE, lda_head
+from fedcg.learning.heads.classifiers import USUAL_TEMPERATURE, lda_head
 from fedcg.learning.heads.moments import class_gaussians
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
 from fedcg.learning.data.image_folder import usable_rows
-from fedcg.learning.heads.linear_head import chosen_head, linear_layer
+from fedcg.learning.heads.classifiers import chosen_head, linear_layer
 from fedcg.learning.heads.moments import (
     COUNTS,
     ClassGaussians,

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import PrivacyError
-from fedcg.learning.heads.calibration import calibrated
+from fedcg.learning.heads.classifiers import calibrated
 from fedcg.learning.heads.moments import MomentParams, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts

@@ -9,8 +9,8 @@ import torch
 from experiments.data.client_datasets import Cohort, build_cohort
 from experiments.data.deal import Deal, DealOptions, Partition, TestDeal, Validation, cut, deal_out, limit
 from experiments.data.open import folder_source, open_source
-from experiments.data.partition_folders import image_counts, prepare
 from experiments.data.source import PicturesPerClass, Source
+from experiments.demo.run_folder import image_counts, prepare
 from experiments.errors import SourceError
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of

@@ -14,8 +14,8 @@ from PIL import Image
 from experiments.data.client_datasets import Cohort, build_cohort
 from experiments.data.deal import DealOptions, Partition, Validation
 from experiments.data.open import open_source
-from experiments.data.partition_folders import prepare
 from experiments.data.source import RowPicture, Source, read_digits
+from experiments.demo.run_folder import prepare
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
 from tests.support.simulations import image_tree

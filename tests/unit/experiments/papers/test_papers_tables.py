@@ -363,10 +363,10 @@ def test_a_group_shows_its_stand_ins_that_have_runs_and_misses_none_of_theirs(tm
         assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", folder, "--paper", group).stdout
 
 
-def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
+def test_an_unknown_table_or_folder_is_named(tmp_path: Path) -> None:
     for arguments in (("--runs", tmp_path / "none"), ("--runs", tmp_path, "--paper", "fedcg:table7")):
         done = run_fedcg("tables", *arguments)
-        assert (done.exit_code, done.stdout) == (2, "")
+        assert (done.exit_code, done.stdout) == (7, "")
         assert done.stderr.startswith("Error: ")
 
 

@@ -11,7 +11,7 @@ import torch
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData
 from experiments.data.client_datasets import build_cohort
-from experiments.data.partition_folders import prepare
+from experiments.demo.run_folder import prepare
 from experiments.settings import discriminator_for
 from experiments.simulation.party_builder import WireCoding, coding_of, roots_of
 from experiments.simulation.simulation_record import FIGURES, client_record

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.heads.calibration import calibrated
-from fedcg.learning.heads.linear_head import chosen_head, lda_head, linear_layer
+from fedcg.learning.heads.classifiers import calibrated, chosen_head, lda_head, linear_layer
 from fedcg.learning.heads.moments import (
     COUNTS,
     MOMENT,

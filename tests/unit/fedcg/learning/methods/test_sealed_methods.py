@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.heads.calibration import calibrated
-from fedcg.learning.heads.linear_head import USUAL_TEMPERATURE, lda_head
+from fedcg.learning.heads.classifiers import USUAL_TEMPERATURE, calibrated, lda_head
 from fedcg.learning.heads.moments import class_gaussians, feature_moments, moments_of
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from audit.recording.capture import worst_bit
-from fedcg.learning.heads.linear_head import lda_head
+from fedcg.learning.heads.classifiers import lda_head
 from fedcg.learning.heads.moments import class_gaussians, moments_of
 from fedcg.wire import sums
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
