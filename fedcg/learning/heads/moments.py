@@ -5,13 +5,14 @@ Their mean over clients, weighted by images, is that of the cohort's pooled imag
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from torch import nn
 
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import DivergedError, RoundContext, TrainingParams, Weights
+from fedcg.learning.method import DivergedError, RoundContext, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
 from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
@@ -25,17 +26,15 @@ _LEAST_SHARE = 1e-6
 """A smaller share of a class is rounding."""
 
 
-class MomentParams(TrainingParams):
-    """Parameters of methods that send moments of features."""
-
-    clip: float = Field(default=32.0, gt=0, le=1024, description="highest feature that counts in moments")
+CLIP = 32.0
+Clip = Annotated[float, Field(gt=0, le=1024, description="highest feature that counts in moments")]
 
 
 def highest_feature(spec: NetworkSpec) -> float:
     """What features are cut at: 1 where the split ends in a sigmoid, otherwise the method's `clip`."""
     if split_of(spec).feature_range is FeatureRange.UNIT:
         return 1.0
-    return MomentParams(clip=float(spec.params.get("clip") or MomentParams().clip)).clip
+    return TypeAdapter[float](Clip).validate_python(spec.params.get("clip") or CLIP)
 
 
 def moments_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:

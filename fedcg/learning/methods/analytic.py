@@ -15,9 +15,10 @@ from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.heads.classifiers import chosen_head, linear_layer
 from fedcg.learning.heads.moments import (
+    CLIP,
     COUNTS,
     ClassGaussians,
-    MomentParams,
+    Clip,
     class_gaussians,
     feature_moments,
     moments_layout,
@@ -39,6 +40,7 @@ from fedcg.learning.method import (
     ServerState,
     SharedResult,
     Spill,
+    TrainingParams,
     Weights,
 )
 from fedcg.learning.networks import load_part
@@ -53,9 +55,10 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 _PROJECTION, _BIAS = "project.weight", "project.bias"
 
 
-class AnalyticParams(MomentParams):
+class AnalyticParams(TrainingParams):
     """Parameters of the moments, and of the heads; those of training are of the local models beside them."""
 
+    clip: Clip = CLIP
     shrinkage: float = Field(
         default=0.5, ge=0, le=1, description="of the covariance, towards a multiple of the identity"
     )

@@ -21,12 +21,13 @@ from pydantic import Field
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.heads.classifiers import calibrated
-from fedcg.learning.heads.moments import MomentParams, class_gaussians, feature_moments, moments_layout
+from fedcg.learning.heads.moments import CLIP, Clip, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
+    Average,
     ClientState,
     DivergedError,
     LabelCounts,
@@ -39,6 +40,7 @@ from fedcg.learning.method import (
     ServerState,
     SharedResult,
     Spill,
+    TrainingParams,
     Weights,
 )
 from fedcg.learning.methods._averaging import PERSONAL, LocalHalf, MomentumParams, average_of, unpenalised
@@ -52,9 +54,11 @@ TRAINED_FROM = "trained-from/"
 """Before a part's name, in `ClientState.extras`: what the last round that trained went on from."""
 
 
-class FedsealParams(MomentumParams, MomentParams):
+class FedsealParams(TrainingParams):
     """Training as in FedAvg, with the help that averages like, and the votes' thresholds."""
 
+    average: Average = "mean"
+    clip: Clip = CLIP
     aux: float = Field(default=1.0, ge=0, description=MomentumParams.model_fields["aux"].description)
     ema: float = Field(default=0.998, ge=0, lt=1, description=MomentumParams.model_fields["ema"].description)
     server_momentum: float = Field(

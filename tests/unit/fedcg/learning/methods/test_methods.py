@@ -59,6 +59,7 @@ def test_a_local_round_repeats_bit_for_bit_whatever_the_global_random_state(name
 def test_shared_and_private_results_hold_what_the_method_says_in_storage_of_their_own(name: str) -> None:
     method, result = get_method(name), one_round(name)
     assert frozenset(result.shared.parts) == cases.quick_spec(name).shared_in(3)
+    assert len(method.params_type.__bases__) == 1, "no diamond of parameters"
     assert frozenset(result.private.parts) == method.payload.parts
     places = [tensor.data_ptr() for tensor in all_tensors(result).values() if tensor.numel()]
     assert len(set(places)) == len(places)
