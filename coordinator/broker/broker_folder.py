@@ -75,6 +75,10 @@ class Applied(_Message):
     problem: Annotated[str, Field(max_length=500)] = ""
 
 
+class OlderListsError(BrokerError):
+    """Lists that are older than those in use."""
+
+
 def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
     """Lists from the broker, checked.
 
@@ -84,7 +88,8 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
         applied: PEM of the revocation list that is in use.
 
     Raises:
-        BrokerError: not such a message, of another authority, or older than what is in use.
+        BrokerError: not such a message, or of another authority.
+        OlderListsError: older than what is in use.
     """
     if len(payload) > MAX_BYTES:
         raise BrokerError(f"the lists have {len(payload)} bytes; at most {MAX_BYTES} are taken")
@@ -102,7 +107,7 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
             "the revocation list is not signed by this broker's authority; run `fedcg deploy mosquitto` again"
         )
     if revocations.last_update_utc < x509.load_pem_x509_crl(applied).last_update_utc:
-        raise BrokerError(
+        raise OlderListsError(
             "the lists are older than those in use. If this is in the log again and again, run `fedcg deploy mosquitto` again"
         )
     return lists

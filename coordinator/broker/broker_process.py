@@ -61,7 +61,9 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
             reload()
         except (BrokerError, OSError, ValueError) as error:
             problem = str(error)[:500]
-            log.error("the lists of devices were not applied: %s", problem)  # noqa: TRY400 - the reason is enough
+            # the broker's copy is that of before, where this folder was brought up to date since
+            is_copy = delivery.retained and isinstance(error, broker_folder.OlderListsError)
+            log.log(logging.DEBUG if is_copy else logging.ERROR, "the lists of devices were not applied: %s", problem)
         answer = broker_folder.Applied(lists=hashlib.sha256(delivery.payload).hexdigest(), problem=problem)
         try:
             transport.publish(LISTS_APPLIED, answer.model_dump_json().encode())
@@ -190,4 +192,11 @@ def _begin_child(parent: int) -> None:
 
 def _accepts(port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:  # a connection without a handshake would be in the broker's log as an error
+            probe.bind(("127.0.0.1", port))
+        except PermissionError:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+        except OSError:
+            return True
+    return False
