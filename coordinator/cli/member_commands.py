@@ -134,7 +134,8 @@ def device_list(
 
     Example: fedcg device list --state offline --sort last_seen_at
     """
-    found = client.all("/devices", search=search, state=state, sort=sort)
+    chosen = {"state" if state == "enrolled" else "standing": state}
+    found = client.all("/devices", search=search, sort=sort, **chosen)
     return found, _devices(found)
 
 

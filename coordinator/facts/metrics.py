@@ -1,24 +1,25 @@
 """The metrics at `/metrics`, in the text format of Prometheus; docs/operations.md lists them, and a test compares both."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator.facts.devices import Standing, device_facts
 from coordinator.facts.federations import current_round
 from coordinator.facts.known import Known
 from coordinator.facts.models import worth
 from coordinator.facts.problems import open_problems
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase
-from coordinator.rounds.records import DeviceState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Iterator[tuple[str, tuple[str, ...], float | None]]
 """Name of a metric, values of its labels, value; None where there is none now."""
 
 METRICS: dict[str, tuple[str, list[str]]] = {
-    "fedcg_devices": ("Devices in the register", ["state"]),
+    "fedcg_devices": ("Devices in the register", ["standing"]),
     "fedcg_problems_open": ("Open problems", ["kind"]),
     "fedcg_round": ("Number of the round that is open, or opens next", ["federation"]),
     "fedcg_rounds_planned": ("Rounds until the federation is over", ["federation"]),
@@ -62,9 +63,9 @@ class _Collector(Collector):
 
 
 def _samples(known: Known) -> Samples:
-    devices, kinds = known.store.devices(), [problem.kind for problem in open_problems(known)]
-    for device_state in DeviceState:
-        yield "fedcg_devices", (device_state.value,), sum(device.state is device_state for device in devices)
+    devices, kinds = device_facts(known), [problem.kind for problem in open_problems(known)]
+    for standing in get_args(Standing):
+        yield "fedcg_devices", (standing,), sum(device.standing == standing for device in devices)
     for kind in sorted(set(kinds)):
         yield "fedcg_problems_open", (kind,), kinds.count(kind)
     for record in known.store.shown_federations():

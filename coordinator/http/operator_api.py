@@ -36,7 +36,7 @@ from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS, TokenFac
 from coordinator.members.membership import Revoked
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MAX_REASON, Operations
-from coordinator.rounds.records import FederationRecord
+from coordinator.rounds.records import DeviceState, FederationRecord
 from coordinator.storage.event_store import EventFilter
 from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
@@ -172,7 +172,8 @@ def devices(
     response: Response,
     limit: Limit = MAX_ITEMS,
     search: Name = "",
-    state: Standing | Literal["enrolled"] | None = None,
+    state: DeviceState | None = None,
+    standing: Standing | None = None,
     online: bool | None = None,
     sort: Literal["id", "enrolled_at", "last_seen_at"] = "id",
     descending: bool = False,
@@ -182,7 +183,8 @@ def devices(
         device
         for device in device_facts(known)
         if search in device.id
-        and state in (None, device.state.value, device.standing)
+        and state in (None, device.state)
+        and standing in (None, device.standing)
         and online in (None, bool(device.online))
     ]
     return _bounded(response, in_order(wanted, sort, descending=descending), limit)

@@ -189,13 +189,13 @@ def create_token(
         HomeError: the message key can't be loaded.
     """
     replaces, hours = wanted.replaces, wanted.hours
+    _check_device(store, wanted.device, replaces)
     url = wanted.url or _listener_url(home.config())
     if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
         raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT, with a port of 1 to 65535")
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, wanted.federation)
-    _check_device(store, wanted.device, replaces)
     authority = enrolment_messages.load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     token = enrolment_messages.Token(
         id=secrets.token_hex(8),

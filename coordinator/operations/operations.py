@@ -244,7 +244,7 @@ class Operations:
 
     @_one_at_a_time
     def disable(self, device: str, reason: str = "") -> DeviceRecord:
-        """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes nothing.
+        """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes the reason alone, where one is given.
 
         Raises:
             SteeringError: it is no member any more, or (NotFoundError) never was.
@@ -407,8 +407,8 @@ class Operations:
         known, reason = device_of(self.store, device), bounded_reason(reason)
         if known.state is not DeviceState.ENROLLED:
             raise SteeringError(f"{device} is not enrolled; it is {known.state.value}")
-        if (known.disabled_at is None) != (at is None):
-            self.store.disable(device, at, reason)
+        if (known.disabled_at is None) != (at is None) or (reason and reason != known.disabled_because):
+            self.store.disable(device, known.disabled_at if at and known.disabled_at else at, reason)
             name = "device_enabled" if at is None else "device_disabled"
             self.events.write(name, client=device, reason=reason)
             for record in self.store.federations():

@@ -102,6 +102,11 @@ def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None
     errors = Console(stderr=True, highlight=False)
     if not any(sheet.rows for sheet in sheets):
         errors.print("No runs here that these tables could show.", markup=False)
-    errors.print(f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used.", markup=False)
+    errors.print(
+        f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used. Tables show runs of "
+        "`fedcg simulate --paper NAME` by the paper's own methods; `runs.csv` in a folder of runs has them all.",
+        markup=False,
+        soft_wrap=True,
+    )
     for file, reason in folder.damaged:
         errors.print(f"Damaged: {file}: {reason}", markup=False, soft_wrap=True)

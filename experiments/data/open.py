@@ -24,6 +24,7 @@ from experiments.data.source import (
     sklearn_file,
 )
 from experiments.errors import SourceError
+from fedcg.errors import NOT_FOUND
 from fedcg.imaging import is_named_as_image
 from fedcg.learning.data.sources import IMAGE_SUFFIXES, is_array_source
 
@@ -65,7 +66,7 @@ def folder_source(root: Path) -> Source:
         SourceError: no such folder, fewer than two classes, different classes in the parts, or an empty class.
     """
     if not root.is_dir():
-        raise SourceError(f"{root} is not a folder")
+        raise SourceError(f"{root} is not a folder", exit_code=None if root.exists() else NOT_FOUND)
     folders = _folders(root)
     if not _parts(root) and _hold_folders(root, folders):
         return _domain_source(root, folders)

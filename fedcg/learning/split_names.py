@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcg.errors import NOT_FOUND
 from fedcg.learning import registry
 from fedcg.learning.errors import NetworkError
 
@@ -357,7 +358,8 @@ def own_target(name: str) -> str:
     known = ", ".join([*BUILT_IN, *CUTS, *sorted(installed)])
     raise NetworkError(
         f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), one with a projection "
-        "(efficientnet_lite0+project:256), and module:function"
+        "(efficientnet_lite0+project:256), and module:function",
+        exit_code=NOT_FOUND,
     )
 
 

@@ -131,7 +131,9 @@ def show_network(
         sizes = sizes_of(FederationPlan.model_validate(_plan(network, image_size, channels, classes)))
     except ValidationError as error:
         raise typer.BadParameter("; ".join(problems_of(FederationPlan, error))) from error
-    except (LearningError, ValueError) as error:
+    except LearningError:
+        raise
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     return {**network, **asdict(sizes)}, _as_text(name, sizes)
 

@@ -108,7 +108,7 @@ def test_every_metric_is_in_the_docs_with_its_labels_and_its_figure_is_that_of_t
     assert listed == found
     assert 'state="collecting"' not in text, "the third round is open, and its attempt is counted when it is over"
     for line in (
-        'fedcg_devices{state="enrolled"} 20.0',
+        'fedcg_devices{standing="offline"} 20.0',
         'fedcg_problems_open{kind="no data"} 2.0',
         'fedcg_round{federation="tiny"} 3.0',
         'fedcg_round_seconds{federation="tiny"} 480.0',

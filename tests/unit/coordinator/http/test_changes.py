@@ -222,7 +222,10 @@ def test_devices_are_searched_and_sorted_and_those_left_out_are_counted(api: Api
     assert found("sort=last_seen_at&limit=2") == (["a", "c"], "3")
     assert found("search=d") == (["d"], None)
     api.store.disable("b", 60.0, "on loan")
-    assert [found(f"state={state}")[0] for state in ("disabled", "offline")] == [["b"], ["a", "c", "d", "e"]]
+    assert [found(f"standing={one}")[0] for one in ("disabled", "offline")] == [["b"], ["a", "c", "d", "e"]]
+    assert [len(found(f"state={one}")[0]) for one in ("enrolled", "left")] == [5, 0]
+    (problem,) = operator.get("/api/v1/devices?standing=bogus").json()["problems"]
+    assert problem.startswith("query.standing: ")
     assert found("descending=true&limit=1") == (["e"], "4")
     assert operator.get("/api/v1/devices?limit=1001").status_code == 422
 

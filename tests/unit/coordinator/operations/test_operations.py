@@ -100,6 +100,10 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
     for change in changes:
         reasons = [change("casting", reason).status_reason for reason in ("first", "", "second")]
         assert reasons == ["first", "first", "second"]
+    doing.store.add_device("a", "aa" * 32, 1.0)
+    disabled = [doing.disable("a", reason) for reason in ("first", "", "second")]
+    assert [each.disabled_because for each in disabled] == ["first", "first", "second"]
+    assert len({each.disabled_at for each in disabled}) == 1
     assert [doing.archive("casting").status for _ in range(2)] == [FederationStatus.ARCHIVED] * 2
     with pytest.raises(SteeringError, match=r"casting was archived \(second\); `fedcg"):
         doing.resume("casting")
