@@ -11,6 +11,8 @@ FedcgError              1: failed while running
 """
 
 import re
+import traceback
+from pathlib import Path
 
 FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND = 1, 2, 3, 4, 5, 6, 7
 NEXT_STEPS = {
@@ -33,6 +35,21 @@ _NO_TEXT = re.compile(r"'[\w-]+' codec can't .*")
 def in_words(cause: object) -> str:
     """What the system, OpenSSL, a database or Python wrote of an error, without its numbers, statements and places in code."""
     return _NO_TEXT.sub("it is not plain text", _IN_CODE.sub("", _OF_DATABASE.sub("", str(cause))))
+
+
+def is_of_code(error: BaseException) -> bool:
+    """Whether an error is of the kinds that code raises which is wrong: it says nothing without its type and place."""
+    return type(error).__module__ == "builtins" and not isinstance(error, OSError | MemoryError)
+
+
+def told(error: BaseException) -> str:
+    """An error's text; of one in code, also its type, and the place outside torch that it comes from."""
+    text = str(error) or type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    if not is_of_code(error) or not frames:
+        return text
+    where = frames[-1]
+    return f"{type(error).__name__}: {text} ({Path(where.filename).name}, line {where.lineno}, in {where.name})"
 
 
 class FedcgError(Exception):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from coordinator.aggregation import jobs
 from coordinator.updates import robustness
 from coordinator.updates.validation import base_in, unpack_update
+from fedcg.errors import told
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.parts import Part, Report
@@ -127,7 +128,7 @@ class JobRunner:
         """The error's text for the operator; after an error that leaves the accelerator unusable this process ends."""
         from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 
-        reason = f"{type(error).__name__}: {error}"[:280]
+        reason = told(error)[:280]
         if is_sticky(error):
             self._send(jobs.WorkerBroke(reason))
             os._exit(BROKEN_EXIT)

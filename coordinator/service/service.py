@@ -31,18 +31,6 @@ from coordinator.updates.update_checks import UpdateChecks
 from fedcg.errors import in_words
 from fedcg.wire.errors import CapacityError, Refusals, VersionError
 from fedcg.wire.messages import schemas
-from fedcg.wire.messages.schemas import (
-    Accept,
-    Decline,
-    DeviceStatus,
-    Heartbeat,
-    Hello,
-    Leave,
-    Manifest,
-    Need,
-    SelfReport,
-    SumUp,
-)
 from fedcg.wire.messages.topics import ANY_DEVICE, TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
 from fedcg.worker_process import Exited
@@ -277,12 +265,12 @@ class Service:
     def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
         self._liveness.mark_seen(device, time.monotonic())
-        if isinstance(message, DeviceStatus):
+        if isinstance(message, schemas.DeviceStatus):
             if not message.online:
                 self._liveness.mark_offline(device, "it ended its session, or the broker lost it", time.monotonic())
-        elif isinstance(message, Hello):
+        elif isinstance(message, schemas.Hello):
             self._hello(device, message)
-        elif isinstance(message, Leave):
+        elif isinstance(message, schemas.Leave):
             self._members.leaves(device)
         else:
             if not self._liveness.is_online(device):
@@ -290,23 +278,31 @@ class Service:
             self._in_session(device, message)
 
     def _in_session(
-        self, device: str, message: Heartbeat | SelfReport | Accept | Decline | Manifest | Need | SumUp
+        self,
+        device: str,
+        message: schemas.Heartbeat
+        | schemas.SelfReport
+        | schemas.Accept
+        | schemas.Decline
+        | schemas.Manifest
+        | schemas.Need
+        | schemas.SumUp,
     ) -> None:
-        if isinstance(message, Accept | Decline):
+        if isinstance(message, schemas.Accept | schemas.Decline):
             self.invitations.answered(device, message)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, schemas.Heartbeat):
             if message.phase is None or (self.state.is_open(message.at) and device in self.state.outstanding):
                 self._board.note(device, message, self.context.clock())
-        elif isinstance(message, SelfReport):
+        elif isinstance(message, schemas.SelfReport):
             self.conditions.note(device, message, self.context.clock(), is_delayed=self.receiver.is_busy(device))
-        elif isinstance(message, Manifest):
+        elif isinstance(message, schemas.Manifest):
             self.receiver.announce(device, message)
-        elif isinstance(message, Need):
+        elif isinstance(message, schemas.Need):
             self._requests.serve(device, message)
         else:
             self.sums.receive(device, message)
 
-    def _hello(self, device: str, hello: Hello) -> None:
+    def _hello(self, device: str, hello: schemas.Hello) -> None:
         version = schemas.agree(hello.versions)
         if version is None:
             reason = schemas.explain_versions(hello.versions, schemas.SPOKEN)

@@ -12,15 +12,6 @@ from edge_client.config import AgentConfig
 from edge_client.link.artifact_transfer import ArtifactTransfer
 from edge_client.link.coordinator_link import CoordinatorLink
 from edge_client.session import signals
-from edge_client.session.signals import (
-    ArtifactLost,
-    Event,
-    OutboxFound,
-    RoundFailed,
-    SpecChecked,
-    SumReady,
-    TrainerDied,
-)
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.sum_keeper import SumKeeper
@@ -81,7 +72,7 @@ class CommandExecutor:
     def __post_init__(self) -> None:
         self._sum_key = self.store.sum_key()
         self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
-        self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
+        self._handlers: dict[type[Any], Callable[[Any, SessionState], signals.Event | None]] = {
             signals.SendHello: lambda command, state: self.link.hello(state.epoch, state.committed),
             signals.Send: lambda command, state: self.link.send(command.message),
             signals.SendChunks: self._send_chunks,
@@ -116,11 +107,11 @@ class CommandExecutor:
             store.cohort_secret,
         )
 
-    def carry_out(self, command: signals.Command, state: SessionState) -> Event | None:
+    def carry_out(self, command: signals.Command, state: SessionState) -> signals.Event | None:
         """Carry out a command; returns an event that follows at once."""
         return self._handlers[type(command)](command, state)
 
-    def _load_update(self, command: signals.LoadUpdate, state: SessionState) -> Event:
+    def _load_update(self, command: signals.LoadUpdate, state: SessionState) -> signals.Event:
         """The outbox of the newest generation, cut into chunks for the link; its digest is that of the commit."""
         generation = self.store.generations.newest()
         assert generation is not None
@@ -132,7 +123,7 @@ class CommandExecutor:
             ref = known  # an announced chunk size is kept while the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return OutboxFound(generation.round_attempt, ref)
+        return signals.OutboxFound(generation.round_attempt, ref)
 
     def _send_chunks(self, command: signals.SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
@@ -151,7 +142,7 @@ class CommandExecutor:
         if self.owner.sent.update(data):  # what is left of one that an earlier process began is counted already
             self.owner.traffic.sent(len(data))
 
-    def _want(self, command: signals.Want, state: SessionState) -> Event | None:
+    def _want(self, command: signals.Want, state: SessionState) -> signals.Event | None:
         try:
             self.transfer.downloads.want(command.downloads, self.clock())
         except WireError as error:
@@ -159,21 +150,21 @@ class CommandExecutor:
             self.why[DeclineReason.SPEC_REFUSED] = str(error)
             if state.offer is not None:
                 # stays refused until the agent starts again: a coordinator that asks for this is not sound
-                return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
+                return signals.SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 
-    def _check_spec(self, command: signals.CheckSpec, state: SessionState) -> Event:
+    def _check_spec(self, command: signals.CheckSpec, state: SessionState) -> signals.Event:
         spec = self.store.spec(command.digest)
         refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
         if spec is not None and spec.federation == self.config.federation:
             refusal = self.owner.check(spec) or self._without_roster(spec)
         if spec is not None and refusal is None:
-            return SpecChecked(command.digest, None, is_sealed=bool(spec.sealed))
+            return signals.SpecChecked(command.digest, None, is_sealed=bool(spec.sealed))
         assert refusal is not None
         reason, detail = refusal
         self.events.write("refused", what="spec", reason=reason.value, detail=detail)
         self.why[reason] = detail
-        return SpecChecked(command.digest, reason)
+        return signals.SpecChecked(command.digest, reason)
 
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
         if not spec.sealed or self.store.roster().keys.get(self.config.device) == self._sum_key.public:
@@ -181,7 +172,7 @@ class CommandExecutor:
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
         return DeclineReason.SPEC_REFUSED, f"sealed sums need the cohort's roster with this device's card: {way}"
 
-    def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> Event | None:
+    def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> signals.Event | None:
         """Announce keys for the next sum of the round: of the weights first, where nobody may know them."""
         at, spec = command.round_attempt, self.store.spec("" if state.offer is None else state.offer.spec.id)
         if spec is None or spec.has_public_counts:
@@ -191,7 +182,9 @@ class CommandExecutor:
             return self._announce("weights", at, state, command.images, command.vote)
         return self._announce_parts(at, state, found)
 
-    def _announce_parts(self, at: RoundAttempt, state: SessionState, found: tuple[int, int, int]) -> Event | None:
+    def _announce_parts(
+        self, at: RoundAttempt, state: SessionState, found: tuple[int, int, int]
+    ) -> signals.Event | None:
         count, total, vote = found
         return self._announce("parts", at, state, count, vote, total)
 
@@ -203,21 +196,21 @@ class CommandExecutor:
         count: int,
         vote: int,
         total: int | None = None,
-    ) -> Event | None:
+    ) -> signals.Event | None:
         obstacle = self.store.sum_gate.obstacle(at.round)
         keys = None if obstacle else self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
         where = {"round": at.round, "attempt": at.attempt}
         if keys is None:
             known = "this device's numbers of the round, or of a later one, are in a sum"
             self.events.write("sum_off", **where, reason=obstacle or known)
-            return SumReady(at)
+            return signals.SumReady(at)
         if self._announced != (at, exchange):
             self._announced = at, exchange
             self.events.write("sum_keys", **where, of=exchange)
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=keys))
         return None
 
-    def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> Event | None:
+    def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> signals.Event | None:
         """Answer, or refuse what an honest coordinator does not ask for; a device that dealt shares and can't mask declines the round."""
         at, step, exchange = command.round_attempt, command.step, command.exchange
         keeper, sum_round = self._sums[exchange], self._sum_round(at, exchange)
@@ -226,7 +219,7 @@ class CommandExecutor:
             if is_due:
                 reason = "too few devices answered in time, or the coordinator refused what this one announced"
                 self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
-            return SumReady(at)
+            return signals.SumReady(at)
         try:
             if obstacle := self.store.sum_gate.obstacle(at.round):
                 raise SumError(obstacle)  # keys from before a restore, or under another secret
@@ -237,34 +230,34 @@ class CommandExecutor:
             if isinstance(step, SumDealt):
                 keeper.dealt(sum_round, step)
                 if exchange == "parts":
-                    return SumReady(at)
+                    return signals.SumReady(at)
                 answer: FromDevice = keeper.number(sum_round)
             else:
                 answer = keeper.answer(sum_round, step)
         except WireError as error:
             self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
             is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
-            return RoundFailed(at, DeclineReason.TRAINING_FAILED) if is_lost else None
+            return signals.RoundFailed(at, DeclineReason.TRAINING_FAILED) if is_lost else None
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=answer))
         return None
 
     def _sum_round(self, at: RoundAttempt, exchange: SumExchange) -> SumRound:
         return SumRound(self.config.federation, at.round, at.attempt, exchange)
 
-    def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> Event | None:
+    def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> signals.Event | None:
         try:
             pid = self.trainer.start()
         except OSError as error:  # no memory or no process left: tried again with longer pauses
             self.events.write("agent_error", detail=f"the training process can't be started: {error}")
-            return TrainerDied()
+            return signals.TrainerDied()
         self.events.write("trainer_started", pid=pid)
         return None
 
     def _start_job(
         self, command: signals.WeighRound | signals.TrainRound | signals.ChooseModel, state: SessionState
-    ) -> Event | None:
+    ) -> signals.Event | None:
         if not self._is_sound(command.aggregate):
-            return ArtifactLost(command.aggregate)
+            return signals.ArtifactLost(command.aggregate)
         self.trainer.send(command)
         return None
 

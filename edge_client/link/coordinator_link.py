@@ -14,33 +14,11 @@ from edge_client.session import signals
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire import errors
 from fedcg.wire.messages import envelopes, schemas
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    NO_ATTEMPT,
-    AnyMessage,
-    Carrier,
-    CoordinatorStatus,
-    DeviceStatus,
-    Finished,
-    Hello,
-    Invite,
-    KeyChain,
-    Left,
-    Need,
-    Offer,
-    Receipt,
-    Refusal,
-    Revoked,
-    RoundAttempt,
-    SumDown,
-    Welcome,
-)
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import Chunk, read_frame
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
-MessageT = TypeVar("MessageT", bound=AnyMessage)
+MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 
 @dataclass(eq=False)
@@ -62,7 +40,7 @@ class Handshake:
     agent: str
     cohort: str | None = None
     heartbeat_s: int | None = None
-    carrier: Carrier = Carrier.MQTT
+    carrier: schemas.Carrier = schemas.Carrier.MQTT
     is_check: bool = field(kw_only=True, default=False)
     _nonce: str | None = field(default=None, init=False)
     _answers: set[str] = field(default_factory=set, init=False)
@@ -78,15 +56,17 @@ class Handshake:
         if self._session is not None:
             self._session, self._nonce = None, None
 
-    def hello(self, epoch: int, committed: RoundAttempt = NO_ATTEMPT, key: str | None = None) -> Hello:
+    def hello(
+        self, epoch: int, committed: schemas.RoundAttempt = schemas.NO_ATTEMPT, key: str | None = None
+    ) -> schemas.Hello:
         """The hello to send now: with the highest epoch that came, the last round attempt that was trained, and the coordinator's key that counts."""
         self.close()
         if self._nonce is None:
             self._nonce, self._answers = secrets.token_hex(16), set()
-        return Hello(
+        return schemas.Hello(
             federation=self.federation,
             sender=self.device,
-            recipient=COORDINATOR,
+            recipient=schemas.COORDINATOR,
             epoch=epoch,
             round=committed.round,
             attempt=committed.attempt,
@@ -100,7 +80,7 @@ class Handshake:
             key=key,
         )
 
-    def welcome(self, message: Welcome) -> None:
+    def welcome(self, message: schemas.Welcome) -> None:
         """Open the session that a welcome answers.
 
         Raises:
@@ -116,7 +96,7 @@ class Handshake:
         self._answers.add(message.nonce)
         self._session = envelopes.Session(envelopes.session_id(message.device_nonce, message.nonce))
 
-    def refusal(self, message: Refusal) -> str:
+    def refusal(self, message: schemas.Refusal) -> str:
         """The reason why a hello was not answered with a welcome, for people.
 
         Raises:
@@ -136,7 +116,7 @@ class Handshake:
             raise errors.OtherSessionError(f"a {message.kind} message can't be sent without a session")
         return self._session.stamp(message)
 
-    def admit(self, message: AnyMessage) -> None:
+    def admit(self, message: schemas.AnyMessage) -> None:
         """Check that a message belongs to the session and is new.
 
         Raises:
@@ -181,7 +161,7 @@ class CoordinatorTrust:
         """
         before, self._pinned = self._pinned, envelopes.open_key_chain(data, self._federation, self._pinned)
         chain = envelopes.read_envelope(data).message
-        assert isinstance(chain, KeyChain)
+        assert isinstance(chain, schemas.KeyChain)
         self._replaced = frozenset(link.old for link in chain.links)
         return None if before.key == self._pinned.key else self._pinned
 
@@ -217,7 +197,9 @@ def offline_will(federation: str, device: str, key: envelopes.SigningKey) -> Wil
 
 
 def _status(federation: str, device: str, key: envelopes.SigningKey, *, online: bool) -> bytes:
-    return envelopes.seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
+    return envelopes.seal(
+        schemas.DeviceStatus(federation=federation, sender=device, recipient=schemas.COORDINATOR, online=online), key
+    )
 
 
 @dataclass(eq=False)
@@ -277,12 +259,12 @@ class CoordinatorLink:
             "refused; ask the operator: `fedcg coordinator status` has the remedy under `devices are ahead`"
         )
 
-    def hello(self, epoch: int, committed: RoundAttempt | None = None) -> None:
+    def hello(self, epoch: int, committed: schemas.RoundAttempt | None = None) -> None:
         """Open a session; names the highest epoch that came and the last round attempt that was trained."""
-        hello = self.handshake.hello(epoch, committed or NO_ATTEMPT, self.trust.key.hex)
+        hello = self.handshake.hello(epoch, committed or schemas.NO_ATTEMPT, self.trust.key.hex)
         self._publish("hello", self._topics.up_control(self.device), envelopes.seal(hello, self.key))
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: schemas.AnyMessage) -> None:
         """Send a control message inside the session; without one it is dropped, and repeated in the next."""
         if self.handshake.is_open:
             stamped = self.handshake.stamp(message)
@@ -324,7 +306,7 @@ class CoordinatorLink:
         if delivery.retained and is_broadcast and self.trust.is_of_replaced_key(delivery.payload):
             return None  # the broker kept it from before the new key; the coordinator replaces it
         message = envelopes.open_envelope(
-            delivery.payload, lambda sender: self.trust.key if sender == COORDINATOR else None
+            delivery.payload, lambda sender: self.trust.key if sender == schemas.COORDINATOR else None
         )
         self._check_address(message)
         if is_broadcast:
@@ -333,51 +315,51 @@ class CoordinatorLink:
             return self._direct(message)
         raise errors.MalformedError(f"a {message.kind} message on a topic that a device does not read")
 
-    def _check_address(self, message: AnyMessage) -> None:
-        if message.sender != COORDINATOR:
+    def _check_address(self, message: schemas.AnyMessage) -> None:
+        if message.sender != schemas.COORDINATOR:
             raise errors.OtherDeviceError(
                 f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
             )
         if message.federation != self.federation:
             raise errors.OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
-        is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
-        if message.recipient != (EVERYONE if is_broadcast else self.device):
+        is_broadcast = isinstance(message, schemas.Offer | schemas.Finished | schemas.CoordinatorStatus)
+        if message.recipient != (schemas.EVERYONE if is_broadcast else self.device):
             raise errors.OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
-    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
-        if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
+    def _broadcast(self, message: schemas.AnyMessage, kind: TopicKind, *, live: bool) -> signals.Input:
+        if isinstance(message, schemas.CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
-        if isinstance(message, CoordinatorStatus):
+        if isinstance(message, schemas.CoordinatorStatus):
             self.older_epoch = message.epoch if message.online and message.epoch < self._order.highest[0] else None
         self._order.admit(message)
-        if isinstance(message, CoordinatorStatus):
+        if isinstance(message, schemas.CoordinatorStatus):
             return signals.CoordinatorSeen(message.epoch, message.online)
-        if isinstance(message, Offer):
+        if isinstance(message, schemas.Offer):
             return signals.Offered(message, live)
-        if isinstance(message, Finished):
+        if isinstance(message, schemas.Finished):
             return message
         raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> signals.Input | None:
-        if isinstance(message, Revoked):  # of the device that had this one's name, where the key is another one
+    def _direct(self, message: schemas.AnyMessage) -> signals.Input | None:
+        if isinstance(message, schemas.Revoked):  # of the device that had this one's name, where the key is another one
             return signals.Revoked() if message.key == self.key.public.hex else None
-        if isinstance(message, Welcome | Refusal):
+        if isinstance(message, schemas.Welcome | schemas.Refusal):
             if message.epoch < self._order.highest[0]:
                 raise errors.OldEpochError(
                     f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}"
                 )
-            if isinstance(message, Refusal):
+            if isinstance(message, schemas.Refusal):
                 return signals.HelloRefused(self.handshake.refusal(message))
             self.handshake.welcome(message)
             self.older_epoch = None
             return signals.Welcomed(message.epoch, message.cohort, message.version, message.server_time)
         self.handshake.admit(message)
-        if isinstance(message, Invite):
+        if isinstance(message, schemas.Invite):
             return signals.Invited(message.at, message.cohort, message.share)
-        if isinstance(message, Need | Receipt):
+        if isinstance(message, schemas.Need | schemas.Receipt):
             return message
-        if isinstance(message, SumDown):
+        if isinstance(message, schemas.SumDown):
             return signals.SumStepped(message.at, message.body, message.exchange)
-        if isinstance(message, Left):
+        if isinstance(message, schemas.Left):
             return signals.Left()
         raise errors.MalformedError(f"a {message.kind} message on a device's own topic")

@@ -13,27 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from edge_client.session import signals
-from edge_client.session.signals import (
-    AnnounceSum,
-    AnswerSum,
-    CheckSpec,
-    ChooseModel,
-    Command,
-    Done,
-    LoadUpdate,
-    Note,
-    RecordDelivery,
-    RecordReason,
-    ReleaseTrainer,
-    Send,
-    SendChunks,
-    SendHello,
-    StartTrainer,
-    TrainRound,
-    Want,
-    Wanted,
-    WeighRound,
-)
 from edge_client.session.state import (
     BROADCAST_PATIENCE_S,
     GRANT_PATIENCE_S,
@@ -54,22 +33,22 @@ from edge_client.session.state import (
 )
 from fedcg.wire.messages import schemas
 
-Step = tuple[SessionState, tuple[Command, ...]]
+Step = tuple[SessionState, tuple[signals.Command, ...]]
 
 
 def _advance_hello(state: SessionState, now: float) -> Step:
     if not state.up or state.welcomed or now < state.hello_at:
         return state, ()
-    return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
+    return replace(state, hello_at=now + HELLO_EVERY_S), (signals.SendHello(),)
 
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
     reason = state.release_reason
     if reason and state.trainer is TrainerState.IDLE and state.job is None:
-        return replace(state, trainer=TrainerState.GONE), (ReleaseTrainer(reason),)
+        return replace(state, trainer=TrainerState.GONE), (signals.ReleaseTrainer(reason),)
     if state.trainer is not TrainerState.GONE or now < state.trainer_at or reason:
         return state, ()
-    return replace(state, trainer=TrainerState.STARTING), (StartTrainer(),)
+    return replace(state, trainer=TrainerState.STARTING), (signals.StartTrainer(),)
 
 
 def _advance_round(state: SessionState, now: float) -> Step:
@@ -81,14 +60,14 @@ def _advance_round(state: SessionState, now: float) -> Step:
     if state.bound_spec not in (None, offer.spec.id):
         return decline(state, round_attempt, schemas.DeclineReason.SPEC_REFUSED)
     if state.verdict is None or state.verdict[0] != offer.spec.id:
-        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
+        return state, (signals.CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
     if state.verdict[1] is not None:
         return decline(state, round_attempt, state.verdict[1])
-    commands: tuple[Command, ...] = ()
+    commands: tuple[signals.Command, ...] = ()
     if state.welcomed and state.accepted != round_attempt:
         state = replace(state, accepted=round_attempt)
         accept = schemas.Accept(**state.addressed(round_attempt), predicted_s=state.predicted_s)
-        commands = (Send(accept), Note("accepted", round_attempt))
+        commands = (signals.Send(accept), signals.Note("accepted", round_attempt))
     is_free = state.trainer is TrainerState.IDLE and state.job is None and state.delivery is None
     if not is_free or offer.aggregate.id not in state.stored:
         return state, commands
@@ -96,7 +75,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
         state, more = _advance_sum(state, round_attempt, offer, now)
     else:
         state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id)
-        more = (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
+        more = (signals.TrainRound(round_attempt, offer.spec.id, offer.aggregate.id, state.share),)
     return state, commands + more
 
 
@@ -104,10 +83,10 @@ def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, offer
     """What comes before training where the update is sealed in part: count the images, announce keys, wait for the others' ones."""
     if state.weighed is None or state.weighed[0] != round_attempt:
         state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id, sum_at=now)
-        return state, (WeighRound(round_attempt, offer.spec.id, offer.aggregate.id),)
+        return state, (signals.WeighRound(round_attempt, offer.spec.id, offer.aggregate.id),)
     if not state.welcomed or now < state.sum_at:
         return state, ()
-    return replace(state, sum_at=now + SUM_EVERY_S), (AnnounceSum(round_attempt, *state.weighed[1:]),)
+    return replace(state, sum_at=now + SUM_EVERY_S), (signals.AnnounceSum(round_attempt, *state.weighed[1:]),)
 
 
 def _advance_end(state: SessionState, now: float) -> Step:
@@ -117,12 +96,12 @@ def _advance_end(state: SessionState, now: float) -> Step:
     if state.finalised == finished.aggregate.id:
         if state.delivery is not None:
             return state, ()
-        return replace(state, done=True), (Done(state.succeeded),)
+        return replace(state, done=True), (signals.Done(state.succeeded),)
     at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
     if not at_hand or state.trainer is not TrainerState.IDLE or state.job is not None:
         return state, ()
     state = replace(state, trainer=TrainerState.BUSY, job=finished.aggregate.id)
-    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
+    return state, (signals.ChooseModel(finished.spec.id, finished.aggregate.id),)
 
 
 def _advance_delivery(state: SessionState, now: float) -> Step:
@@ -132,43 +111,46 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
     delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
     later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
     if delivery.update is None and now >= delivery.manifest_at:
-        return replace(state, delivery=later), (LoadUpdate(),)
+        return replace(state, delivery=later), (signals.LoadUpdate(),)
     if delivery.update is None or not state.welcomed:
         return state, ()
     if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
         waiting = replace(delivery, silent_since=None)
         state = replace(state, welcomed=False, hello_at=now + HELLO_EVERY_S, delivery=waiting)
-        return state, (SendHello(),)
+        return state, (signals.SendHello(),)
     if now < delivery.manifest_at:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
     state = replace(state, delivery=replace(later, silent_since=silent_since))
     message = schemas.Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
-    return state, (Send(message), Note("manifest", delivery.round_attempt))
+    return state, (signals.Send(message), signals.Note("manifest", delivery.round_attempt))
 
 
 def _advance_wanted(state: SessionState, now: float) -> Step:
     wanted = tuple(download for download in _downloads(state) if download.ref.id not in state.stored)
     if wanted == state.wanted:
         return state, ()
-    return replace(state, wanted=wanted), (Want(wanted),)
+    return replace(state, wanted=wanted), (signals.Want(wanted),)
 
 
 _ADVANCES = (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted)
 
 
-def _downloads(state: SessionState) -> tuple[Wanted, ...]:
+def _downloads(state: SessionState) -> tuple[signals.Wanted, ...]:
     patience = BROADCAST_PATIENCE_S if state.live else 0.0
     if state.finished is not None:
         if state.finalised == state.finished.aggregate.id:
             return ()
-        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
+        return (
+            signals.Wanted("spec", state.finished.spec, 0.0),
+            signals.Wanted("aggregate", state.finished.aggregate, 0.0),
+        )
     round_attempt = state.offered
     if state.offer is None or round_attempt is None:
         return ()
     asked = is_asked(state, round_attempt)
-    spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
-    return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
+    spec = signals.Wanted("spec", state.offer.spec, 0.0 if asked else None)
+    return (spec, signals.Wanted("aggregate", state.offer.aggregate, patience if asked else None))
 
 
 def is_asked(state: SessionState, round_attempt: schemas.RoundAttempt) -> bool:
@@ -181,9 +163,9 @@ def is_asked(state: SessionState, round_attempt: schemas.RoundAttempt) -> bool:
 def decline(state: SessionState, round_attempt: schemas.RoundAttempt, reason: schemas.DeclineReason) -> Step:
     """Decline a round attempt, now and whenever its invite is repeated."""
     state = replace(state, declined=(round_attempt, reason))
-    commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
+    commands: tuple[signals.Command, ...] = (signals.Note("declined", round_attempt, reason.value),)
     if state.welcomed:
-        commands = (Send(schemas.Decline(**state.addressed(round_attempt), reason=reason)), *commands)
+        commands = (signals.Send(schemas.Decline(**state.addressed(round_attempt), reason=reason)), *commands)
     return state, commands
 
 
@@ -270,7 +252,7 @@ def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
         state = replace(state, declined=None, obstructed=None)
     if state.declined is not None and state.declined[0] == round_attempt:
         state, commands = decline(state, round_attempt, state.declined[1])
-        return state, tuple(command for command in commands if isinstance(command, Send))  # noted once
+        return state, tuple(command for command in commands if isinstance(command, signals.Send))  # noted once
     if state.trained is None or round_attempt > state.trained:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
@@ -284,14 +266,14 @@ def _granted(state: SessionState, need: schemas.Need, now: float) -> Step:
     if delivery is None or delivery.update is None or delivery.update.id != need.artifact:
         return state, ()
     answered = replace(delivery, manifest_at=now + GRANT_PATIENCE_S, delay_s=MANIFEST_FIRST_S, silent_since=None)
-    return replace(state, delivery=answered), (SendChunks(delivery.update, need.ranges),)
+    return replace(state, delivery=answered), (signals.SendChunks(delivery.update, need.ranges),)
 
 
 def _receipted(state: SessionState, receipt: schemas.Receipt, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
-        return state, (RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
-    record = RecordDelivery(delivery.round_attempt, receipt.artifact, receipt.outcome, receipt.reason)
+        return state, (signals.RecordReason(receipt.artifact, receipt.reason),) if receipt.reason else ()
+    record = signals.RecordDelivery(delivery.round_attempt, receipt.artifact, receipt.outcome, receipt.reason)
     return replace(state, delivery=None), (record,)
 
 
@@ -317,7 +299,7 @@ def _weighed(state: SessionState, event: signals.Weighed, now: float) -> Step:
 
 
 def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
-    return state, (AnswerSum(event.round_attempt, event.step, event.exchange),)
+    return state, (signals.AnswerSum(event.round_attempt, event.step, event.exchange),)
 
 
 def _sum_ready(state: SessionState, event: signals.SumReady, now: float) -> Step:
@@ -379,7 +361,7 @@ def _round_committed(state: SessionState, event: signals.RoundCommitted, now: fl
 def _outbox_found(state: SessionState, event: signals.OutboxFound, now: float) -> Step:
     if state.delivery is not None and state.delivery.update is not None:
         if event.update is None:
-            return state, (LoadUpdate(),)
+            return state, (signals.LoadUpdate(),)
         if state.delivery.update == event.update:
             return state, ()
     return replace(state, delivery=Delivery(event.round_attempt, event.update, manifest_at=now)), ()

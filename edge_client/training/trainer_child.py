@@ -31,6 +31,7 @@ from edge_client.training.local_round import images_of_round, train_round
 from edge_client.training.personal_model import choose_model, export_best
 from edge_client.training.workplace import Workplace
 from export.errors import ExportError
+from fedcg.errors import told
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
 from fedcg.learning.data.sources import IMAGE_SUFFIXES
@@ -225,7 +226,7 @@ class Trainer:
     def _explain(self, error: Exception) -> str:
         advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
         data, auxiliary = self._work.config.data, self._work.config.audit.auxiliary
-        text = f"{str(error) or type(error).__name__}{advice}"
+        text = f"{told(error)}{advice}"
         return without_image_names(text, data.root, data.common_test, auxiliary)
 
     def _give_up(self, command: signals.TrainRound, error: Exception) -> None:

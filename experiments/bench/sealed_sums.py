@@ -9,22 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coordinator.sums import groups_of
+from fedcg.wire import sums
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.sealed_numbers import Numbers, added
-from fedcg.wire.sums import (
-    Members,
-    SumRound,
-    SumSecrets,
-    Survivors,
-    masked,
-    reveal,
-    share_out,
-    sign_survivors,
-    unmask,
-    unsealed,
-)
 
-_AT = SumRound("bench", 1, 1)
+_AT = sums.SumRound("bench", 1, 1)
 _SECRET = bytes(range(32))
 _SIGNATURE_BYTES = 64
 _KEYS_BYTES = 3 * 32 + _SIGNATURE_BYTES
@@ -75,7 +64,7 @@ def measure_sum(devices: int, lost: float, size: int) -> SumCost:
         lists.append((digest, there))
     began, opened = time.process_time(), total
     for digest, there in lists:
-        opened = unsealed(opened, _AT, digest, there, _SECRET)
+        opened = sums.unsealed(opened, _AT, digest, there, _SECRET)
     opening_ms = 1000.0 * (time.process_time() - began)
     if not np.array_equal(opened, whole):
         raise RuntimeError(f"the sum of {devices} devices is wrong")
@@ -95,21 +84,21 @@ def _group(names: list[str], there: list[str], numbers: dict[str, Numbers]) -> t
     keys = {name: SigningKey.generate() for name in names}
     roster = {name: key.public for name, key in keys.items()}
     began = time.process_time()
-    secrets = {name: SumSecrets.draw(name) for name in names}
-    members = Members(_AT, {name: secrets[name].announce(_AT, 1, keys[name]) for name in names})
+    secrets = {name: sums.SumSecrets.draw(name) for name in names}
+    members = sums.Members(_AT, {name: secrets[name].announce(_AT, 1, keys[name]) for name in names})
     for _ in names:
         members.check(roster)
-    dealt = {name: share_out(secrets[name], members) for name in names}
-    sent = {name: masked(secrets[name], members, names, numbers[name], _SECRET) for name in there}
-    signatures = {name: sign_survivors(members, names, there, keys[name]) for name in there}
-    survivors = Survivors(tuple(names), tuple(there), signatures)
+    dealt = {name: sums.share_out(secrets[name], members) for name in names}
+    sent = {name: sums.masked(secrets[name], members, names, numbers[name], _SECRET) for name in there}
+    signatures = {name: sums.sign_survivors(members, names, there, keys[name]) for name in there}
+    survivors = sums.Survivors(tuple(names), tuple(there), signatures)
     revealed = {
-        name: reveal(secrets[name], members, {peer: dealt[peer][name] for peer in names}, survivors, roster)
+        name: sums.reveal(secrets[name], members, {peer: dealt[peer][name] for peer in names}, survivors, roster)
         for name in there
     }
     device_ms = 1000.0 * (time.process_time() - began) / len(names)
     began = time.process_time()
-    found = unmask(added(list(sent.values())), members, survivors, revealed)
+    found = sums.unmask(added(list(sent.values())), members, survivors, revealed)
     coordinator_ms = 1000.0 * (time.process_time() - began)
     shares, given = sum(map(len, dealt[names[0]].values())), sum(map(len, revealed[names[0]].values()))
     size, count = len(found), len(names)

@@ -80,7 +80,6 @@ def _everything(folder: Folder, chosen: Sequence[Preset] | None, wanted: Sequenc
         "criterion": CRITERION,
         "missing": [asdict(item) for item in missing_runs(folder.runs, wanted)],
         "runs": len(folder.runs),
-        "older_records": folder.older,
         "damaged": [{"file": file, "reason": reason} for file, reason in folder.damaged],
     }
 
@@ -103,7 +102,7 @@ def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None
     if not any(sheet.rows for sheet in sheets):
         errors.print("No runs here that these tables could show.", markup=False)
     errors.print(
-        f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used. Tables show runs of "
+        f"{len(folder.runs)} simulated runs. Tables show runs of "
         "`fedcg simulate --paper NAME` by the paper's own methods; `runs.csv` in a folder of runs has them all.",
         markup=False,
         soft_wrap=True,

@@ -126,12 +126,10 @@ class Folder:
 
     Attributes:
         runs: the simulated runs, by file name.
-        older: how many records of format 1 there are (demos); they belong to no table.
         damaged: (file, reason) of what can't be read.
     """
 
     runs: tuple[RunRecord, ...]
-    older: int
     damaged: tuple[tuple[str, str], ...]
 
 
@@ -146,31 +144,24 @@ def read_folder(folder: Path) -> Folder:
     paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
     if len(paths) > MAX_RECORDS:
         raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: name the folder of the runs")
-    runs, damaged, older = [], [], 0
+    runs, damaged = [], []
     for path in paths:
         try:
-            run = _read(path)
-        except (OSError, ValueError, RecursionError) as error:
+            runs += _read(path)
+        except (OSError, ValueError, RecursionError) as error:  # noqa: PERF203 - each file for itself
             damaged.append((path.name, _reason(error)))
-            continue
-        if run is None:
-            older += 1
-        else:
-            runs.append(run)
-    return Folder(tuple(runs), older, tuple(damaged))
+    return Folder(tuple(runs), tuple(damaged))
 
 
-def _read(path: Path) -> RunRecord | None:
-    """The run in a file; None for a record of format 1."""
+def _read(path: Path) -> list[RunRecord]:
+    """The run in a file; none in a demo's, which belongs to no table."""
     size = path.stat().st_size
     if size > MAX_RECORD_BYTES:
         raise ValueError(f"{size} bytes are too many for a record")
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - bad content, not a bad call
-    if content.get("format") == 1:
-        return None
-    return RunRecord.model_validate({**content, "file": path.name})
+    return [] if content.get("format") == 1 else [RunRecord.model_validate({**content, "file": path.name})]
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from experiments.errors import RunError
 from fedcg.child_python import spawning
+from fedcg.errors import FedcgError, is_of_code, told
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.tasks import Answer, Shared, Task
 from fedcg.worker_process import abandon
@@ -45,6 +46,8 @@ def _work(piece: bytes) -> bytes:
 
 def _portable(error: Exception) -> bytes:
     """An exception as it can be raised on the other side; its text where its type can't be made there from a pickle."""
+    if is_of_code(error):
+        error = FedcgError(told(error))
     try:
         content = pickle.dumps(error)
         pickle.loads(content)  # noqa: S301 - our own

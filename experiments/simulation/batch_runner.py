@@ -26,6 +26,7 @@ from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, RunSet
 from experiments.simulation.curves import EventFiles, draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
 from experiments.simulation.single_run import FailedRun, Runs, Simulator, write_failures
+from fedcg.errors import told
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import Runner
 
@@ -202,8 +203,8 @@ class BatchRunner:
             trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
-            self._print(f"{setting.name}: failed: {error} (where: {trace})")
-            return FailedRun(setting.name, f"{type(error).__name__}: {error}")
+            self._print(f"{setting.name}: failed: {told(error)} (where: {trace})")
+            return FailedRun(setting.name, told(error))
         finally:
             if setting.name in self._events:
                 self._events.pop(setting.name).end()

@@ -7,31 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, SigningKey, open_envelope, seal, session_id
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    EVERYONE,
-    PROTOCOL_VERSION,
-    Accept,
-    AnyMessage,
-    ArtifactRef,
-    CohortVerdict,
-    CoordinatorStatus,
-    Decline,
-    DeviceStatus,
-    Finished,
-    Heartbeat,
-    Hello,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    SelfReport,
-    SumUp,
-    Welcome,
-)
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.transport import Delivery
@@ -40,7 +17,7 @@ from tests.support.edge.receivers import Receiver
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 DEADLINE_S = 20.0
-MessageT = TypeVar("MessageT", bound=AnyMessage)
+MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 
 @dataclass
@@ -55,16 +32,16 @@ class ScriptedCoordinator:
     epoch: int = 1
     session: Session | None = None
     answers_hello: bool = True
-    cohort: CohortVerdict = CohortVerdict.ALONE
-    heard: list[AnyMessage] = field(default_factory=list)
+    cohort: schemas.CohortVerdict = schemas.CohortVerdict.ALONE
+    heard: list[schemas.AnyMessage] = field(default_factory=list)
     frames: list[bytes] = field(default_factory=list)
-    served: dict[str, tuple[ArtifactRef, bytes]] = field(default_factory=dict)
+    served: dict[str, tuple[schemas.ArtifactRef, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.topics = Topics(self.federation)
         self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._nonces = 0
-        self._transport = MemoryTransport(self.broker, COORDINATOR)
+        self._transport = MemoryTransport(self.broker, schemas.COORDINATOR)
         for topic in (self.topics.up_control("+"), self.topics.up_chunk("+"), self.topics.status("+")):
             self._transport.subscribe(topic)
         self._transport.start(self._inbox.put, lambda up: None)
@@ -75,23 +52,29 @@ class ScriptedCoordinator:
     def address(self, recipient: str, round_number: int = 0, attempt: int = 0) -> dict[str, object]:
         return {
             "federation": self.federation,
-            "sender": COORDINATOR,
+            "sender": schemas.COORDINATOR,
             "recipient": recipient,
             "epoch": self.epoch,
             "round": round_number,
             "attempt": attempt,
         }
 
-    def publish(self, topic: str, message: AnyMessage, *, retain: bool = False, key: SigningKey | None = None) -> None:
+    def publish(
+        self, topic: str, message: schemas.AnyMessage, *, retain: bool = False, key: SigningKey | None = None
+    ) -> None:
         self._transport.publish(topic, seal(message, key or self.key), retain=retain)
 
-    def tell(self, message: AnyMessage) -> None:
+    def tell(self, message: schemas.AnyMessage) -> None:
         """A control message to the device, in the session."""
         assert self.session is not None
         self.publish(self.topics.down_control(self.device), self.session.stamp(message))
 
     def come_online(self) -> None:
-        self.publish(self.topics.coordinator, CoordinatorStatus(**self.address(EVERYONE), online=True), retain=True)
+        self.publish(
+            self.topics.coordinator,
+            schemas.CoordinatorStatus(**self.address(schemas.EVERYONE), online=True),
+            retain=True,
+        )
 
     def restart(self) -> None:
         """As a new process with a new lease: sessions are forgotten."""
@@ -99,15 +82,15 @@ class ScriptedCoordinator:
         self.session = None
         self.come_online()
 
-    def serve(self, data: bytes) -> ArtifactRef:
+    def serve(self, data: bytes) -> schemas.ArtifactRef:
         """Make an artifact available to Needs."""
         ref = make_ref(data, 300)
         self.served[ref.id] = (ref, data)
         return ref
 
     def offer(self, spec: FederationSpec, aggregate: bytes, round_number: int, attempt: int = 1) -> None:
-        message = Offer(
-            **self.address(EVERYONE, round_number, attempt),
+        message = schemas.Offer(
+            **self.address(schemas.EVERYONE, round_number, attempt),
             spec=self.serve(spec.canonical()),
             aggregate=self.serve(aggregate),
             rounds=spec.rounds,
@@ -116,8 +99,8 @@ class ScriptedCoordinator:
         self.publish(self.topics.offer, message, retain=True)
 
     def finish(self, spec: FederationSpec, aggregate: bytes, round_number: int) -> None:
-        address = self.address(EVERYONE, round_number, 1)
-        message = Finished(**address, spec=self.serve(spec.canonical()), aggregate=self.serve(aggregate))
+        address = self.address(schemas.EVERYONE, round_number, 1)
+        message = schemas.Finished(**address, spec=self.serve(spec.canonical()), aggregate=self.serve(aggregate))
         self.publish(self.topics.offer, message, retain=True)
 
     def broadcast(self, data: bytes) -> None:
@@ -125,15 +108,17 @@ class ScriptedCoordinator:
             self._transport.publish(self.topics.aggregate, frame, qos=0)
 
     def invite(self, round_number: int, attempt: int = 1) -> None:
-        self.tell(Invite(**self.address(self.device, round_number, attempt)))
+        self.tell(schemas.Invite(**self.address(self.device, round_number, attempt)))
 
-    def grant(self, manifest: Manifest, ranges: tuple[tuple[int, int], ...]) -> None:
+    def grant(self, manifest: schemas.Manifest, ranges: tuple[tuple[int, int], ...]) -> None:
         address = self.address(self.device, manifest.round, manifest.attempt)
-        self.tell(Need(**address, artifact=manifest.artifact.id, ranges=ranges))
+        self.tell(schemas.Need(**address, artifact=manifest.artifact.id, ranges=ranges))
 
-    def receipt(self, manifest: Manifest, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> None:
+    def receipt(
+        self, manifest: schemas.Manifest, outcome: schemas.Outcome = schemas.Outcome.ACCEPTED, reason: str = ""
+    ) -> None:
         address = self.address(self.device, manifest.round, manifest.attempt)
-        self.tell(Receipt(**address, artifact=manifest.artifact.id, outcome=outcome, reason=reason))
+        self.tell(schemas.Receipt(**address, artifact=manifest.artifact.id, outcome=outcome, reason=reason))
 
     def wait(self, kind: type[MessageT], what: str = "", deadline_s: float = DEADLINE_S) -> MessageT:
         """Work until the device sends a message of a kind; returns it."""
@@ -144,7 +129,7 @@ class ScriptedCoordinator:
                 return message
         raise AssertionError(f"no {kind.__name__} within {deadline_s} s {what}; heard {[m.kind for m in self.heard]}")
 
-    def collect(self, manifest: Manifest) -> bytes:
+    def collect(self, manifest: schemas.Manifest) -> bytes:
         """Grant and receive a whole update."""
         receiver = Receiver(manifest.artifact)
         end = time.monotonic() + DEADLINE_S
@@ -165,7 +150,7 @@ class ScriptedCoordinator:
             assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
             self.step()
 
-    def step(self) -> AnyMessage | None:
+    def step(self) -> schemas.AnyMessage | None:
         """Take one delivery; hellos and needs are answered as the real one does."""
         try:
             delivery = self._inbox.get(timeout=0.02)
@@ -178,28 +163,37 @@ class ScriptedCoordinator:
             delivery.payload, lambda sender: self.device_key.public if sender == self.device else None
         )
         self.heard.append(message)
-        if isinstance(message, Hello):
+        if isinstance(message, schemas.Hello):
             if self.answers_hello:
                 self._welcome(message)
-        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need | SelfReport | SumUp):
+        elif isinstance(
+            message,
+            schemas.Accept
+            | schemas.Decline
+            | schemas.Heartbeat
+            | schemas.Manifest
+            | schemas.Need
+            | schemas.SelfReport
+            | schemas.SumUp,
+        ):
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)
-            if isinstance(message, Need) and message.artifact in self.served:
+            if isinstance(message, schemas.Need) and message.artifact in self.served:
                 ref, data = self.served[message.artifact]
                 for frame in frames_for(data, ref, message.ranges):
                     self._transport.publish(self.topics.down_chunk(self.device), frame, qos=0)
         else:
-            assert isinstance(message, DeviceStatus)
+            assert isinstance(message, schemas.DeviceStatus)
         return message
 
-    def _welcome(self, hello: Hello) -> None:
+    def _welcome(self, hello: schemas.Hello) -> None:
         self._nonces += 1
         nonce = f"{self._nonces:032x}"
         self.session = Session(session_id(hello.nonce, nonce))
-        welcome = Welcome(
+        welcome = schemas.Welcome(
             **self.address(self.device),
-            version=PROTOCOL_VERSION,
+            version=schemas.PROTOCOL_VERSION,
             device_nonce=hello.nonce,
             nonce=nonce,
             server_time=0.0,

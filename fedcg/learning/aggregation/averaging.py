@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from fedcg.files import replace_durably
+from fedcg.learning.errors import ExtensionError
 from fedcg.learning.method import Aggregate, Aggregator, Combination, DivergedError, ServerState, Spill, Update, Weights
 from fedcg.wire.parts import Part
 
@@ -267,10 +268,13 @@ class AverageAggregator:
 
         Raises:
             DivergedError: a tensor that is not finite.
+            ExtensionError: the method shares fewer parts than it has averaged.
         """
         client = update.client
         if client in self._examples:
             return
+        if lacking := sorted(part.value for part in self._parts if part not in update.parts):
+            raise ExtensionError(f"the aggregator averages {', '.join(lacking)}, which no update of this method has")
         if not self._spill.has(client):
             weights = {part: update.parts[part] for part in self._parts}
             robust = {} if self._how == "mean" else {WEIGHTS: flat_weights(weights)}

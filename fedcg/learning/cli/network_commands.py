@@ -12,16 +12,6 @@ from pydantic import ValidationError
 from fedcg.config_file import problems_of
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.split_names import (
-    BUILT_IN,
-    CUTS,
-    IMAGENET,
-    allow_here,
-    is_projected,
-    registered,
-    weights_digest,
-    weights_for,
-)
 from fedcg.terminal import Result, prints
 
 if TYPE_CHECKING:
@@ -44,10 +34,10 @@ def list_networks() -> Result:
         generator_names,
     )
 
-    layers = {name: list(cuts.strides) for name, cuts in CUTS.items()}
+    layers = {name: list(cuts.strides) for name, cuts in split_names.CUTS.items()}
     weights = {name: _weights_here(name) for name in split_names.BACKBONES}
     names = {
-        "splits": [*BUILT_IN, *CUTS, *sorted(registered())],
+        "splits": [*split_names.BUILT_IN, *split_names.CUTS, *sorted(split_names.registered())],
         "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
         "generators": list(generator_names()),
         "discriminators": sorted(DISCRIMINATORS),
@@ -67,10 +57,10 @@ def list_networks() -> Result:
 def _weights_here(backbone: str) -> dict[str, str] | None:
     """File and sha256 of a backbone's weights on this machine."""
     try:
-        path = weights_for(backbone, None)
+        path = split_names.weights_for(backbone, None)
     except NetworkError:
         return None
-    return None if path is None else {"file": str(path), "sha256": weights_digest(path)}
+    return None if path is None else {"file": str(path), "sha256": split_names.weights_digest(path)}
 
 
 @network_app.command("fetch")
@@ -89,7 +79,7 @@ def fetch_network(
         path = split_names.backbone_of(name).installed_file()
         is_installed = path is not None
         path = path or fetch_weights(name, out)
-        digest = weights_digest(path)
+        digest = split_names.weights_digest(path)
     except NetworkError as error:
         raise typer.BadParameter(str(error)) from error
     text = f"{path}{' (installed, nothing fetched)' if is_installed else ''}\nsha256 {digest}"
@@ -118,7 +108,7 @@ def show_network(
 
     if channels not in _MODES:
         raise typer.BadParameter("--channels must be 1 (grey) or 3 (colour)")
-    allow_here(name)
+    split_names.allow_here(name)
     network: dict[str, str | int] = {
         "split": name,
         "generator": generator,
@@ -140,7 +130,9 @@ def show_network(
 
 def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> dict[str, object]:
     # Networks on whole images take pixels in [-1, 1], a backbone's weights ImageNet's normalisation; others take any.
-    normalisation = IMAGENET if is_projected(str(network["split"])) else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    normalisation = (
+        split_names.IMAGENET if split_names.is_projected(str(network["split"])) else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    )
     mean, std = ([sum(one) / 3] if channels == 1 else list(one) for one in normalisation)
     return {
         "federation": "sizes",

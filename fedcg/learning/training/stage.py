@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fedcg.learning.errors import ExtensionError
 from fedcg.learning.mechanisms.dp_sgd import PrivateSteps, private_steps
 from fedcg.learning.method import RoundContext, TrainingParams, Weights, silent
 from fedcg.learning.networks import weights_of
@@ -148,6 +149,7 @@ def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
 
     Raises:
         DivergedError: a loss is not finite or exploded.
+        ExtensionError: a step goes down by an optimiser that the stage has not.
     """
     in_training = {name for one in stage.trained.values() for name in one.networks}
     for name, network in stage.networks.items():
@@ -275,6 +277,9 @@ class _Descending:
         asked, told = _next(steps, [None] * len(steps))
         while asked:
             name = asked[0].of
+            if name not in self._optimisers:
+                known = ", ".join(self._optimisers)
+                raise ExtensionError(f"stage {self._stage.name}: a Descent of {name!r}; its optimisers are {known}")
             private = self._private.get(name)
             if private is not None:
                 answers = [_privately(private, asked[0], len(parts[0][0]))]

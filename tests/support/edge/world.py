@@ -14,17 +14,7 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.credentials import AgentKeys
 from edge_client.link.coordinator_link import offline_will
-from edge_client.session.signals import (
-    ChooseModel,
-    Chosen,
-    ReleaseTrainer,
-    RoundCommitted,
-    TrainerCommand,
-    TrainerReady,
-    TrainRound,
-    Weighed,
-    WeighRound,
-)
+from edge_client.session import signals
 from edge_client.store.generations import Generation, Generations, NewGeneration, Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerReport
@@ -188,34 +178,34 @@ class FakeTrainer:
         self.spec = spec
         self.deliver = deliver
         self.starts = 0
-        self.commands: list[TrainerCommand] = []
+        self.commands: list[signals.TrainerCommand] = []
         self.is_automatic = True
 
     def start(self) -> int:
         self.starts += 1
-        self.deliver(TrainerReady())
+        self.deliver(signals.TrainerReady())
         return 1000 + self.starts
 
-    def send(self, command: TrainerCommand) -> None:
+    def send(self, command: signals.TrainerCommand) -> None:
         self.commands.append(command)
         if self.is_automatic:
             self.work(command)
 
-    def work(self, command: TrainerCommand) -> None:
-        if isinstance(command, ReleaseTrainer):
+    def work(self, command: signals.TrainerCommand) -> None:
+        if isinstance(command, signals.ReleaseTrainer):
             self.deliver(Exited(1000 + self.starts, 0))
             return
-        if isinstance(command, ChooseModel):
+        if isinstance(command, signals.ChooseModel):
             self.store.save_finalised({"aggregate": command.aggregate})
-            self.deliver(Chosen(command.aggregate, succeeded=True))
+            self.deliver(signals.Chosen(command.aggregate, succeeded=True))
             return
-        if isinstance(command, WeighRound):
-            self.deliver(Weighed(command.round_attempt, 7))
+        if isinstance(command, signals.WeighRound):
+            self.deliver(signals.Weighed(command.round_attempt, 7))
             return
         self.commit(command)
-        self.deliver(RoundCommitted(command.round_attempt))
+        self.deliver(signals.RoundCommitted(command.round_attempt))
 
-    def commit(self, command: TrainRound) -> None:
+    def commit(self, command: signals.TrainRound) -> None:
         update = update_of(self.spec, command.round_attempt)
         self.store.generations.commit(
             toy_generation(self.spec, command.round_attempt, update, seed=command.round_attempt.round)
@@ -225,7 +215,7 @@ class FakeTrainer:
         """Nothing runs."""
 
     def rounds(self) -> list[RoundAttempt]:
-        return [command.round_attempt for command in self.commands if isinstance(command, TrainRound)]
+        return [command.round_attempt for command in self.commands if isinstance(command, signals.TrainRound)]
 
 
 MakeWorld = Callable[..., "World"]

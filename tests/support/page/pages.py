@@ -21,17 +21,7 @@ from coordinator.facts.known import Known
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page import add_page
 from coordinator.paths import Home
-from coordinator.rounds.records import (
-    AttemptRecord,
-    AttemptState,
-    CertificateRecord,
-    ConditionRecord,
-    DeviceRecord,
-    ParticipantRecord,
-    ParticipantState,
-    PresenceRecord,
-    UpdateRecord,
-)
+from coordinator.rounds import records
 from coordinator.service.service import Service
 from coordinator.storage import schema
 from coordinator.storage.database import HighWater
@@ -142,26 +132,30 @@ def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: flo
     Every eighth device reports that it is worse off than alone, every tenth declined the open round.
     """
     first, names = store.aggregates(federation)[0], [f"line-{number:04d}" for number in range(devices)]
-    condition, declined = CONDITION.model_dump_json(), (ParticipantState.DECLINED, "no_data")
+    condition, declined = CONDITION.model_dump_json(), (records.ParticipantState.DECLINED, "no_data")
     rows: defaultdict[str, list[Any]] = defaultdict(list)
     for index, name in enumerate(names):
-        rows["devices"].append(DeviceRecord(name, "0" * 64, now - 9e5, now - index, "0.1.0"))
-        rows["certificates"].append(CertificateRecord(f"{index:x}", name, now - 9e5, now + 9e5, None, "x" * 800))
+        rows["devices"].append(records.DeviceRecord(name, "0" * 64, now - 9e5, now - index, "0.1.0"))
+        rows["certificates"].append(
+            records.CertificateRecord(f"{index:x}", name, now - 9e5, now + 9e5, None, "x" * 800)
+        )
         ages = (7200.0, 1800.0, 600.0)
-        rows["presence"] += [PresenceRecord(federation, name, now - age, age != 1800.0) for age in ages]
-        rows["conditions"].append(ConditionRecord(federation, name, now - 60, condition))
+        rows["presence"] += [records.PresenceRecord(federation, name, now - age, age != 1800.0) for age in ages]
+        rows["conditions"].append(records.ConditionRecord(federation, name, now - 60, condition))
     for number in range(1, rounds + 2):
         is_open, opened = number > rounds, now - (rounds - number + 2) * 600
-        state, closed = (AttemptState.COLLECTING, None) if is_open else (AttemptState.CLOSED, opened + 480)
+        state, closed = (
+            (records.AttemptState.COLLECTING, None) if is_open else (records.AttemptState.CLOSED, opened + 480)
+        )
         at: dict[str, Any] = {"federation": federation, "round": number, "attempt": 1}
         rows["attempts"].append(
-            AttemptRecord(
+            records.AttemptRecord(
                 **at, state=state, base=first.artifact, opened_at=opened, deadline_at=now + 900, closed_at=closed
             )
         )
         for index, name in enumerate(names):
-            answer = declined if is_open and index % 10 == 3 else (ParticipantState.ACCEPTED, "")
-            rows["participants"].append({**at, **asdict(ParticipantRecord(name, *answer))})
+            answer = declined if is_open and index % 10 == 3 else (records.ParticipantState.ACCEPTED, "")
+            rows["participants"].append({**at, **asdict(records.ParticipantRecord(name, *answer))})
             if not is_open:
                 rows["updates"].append(_update(federation, number, index, name, opened + 600))
         if not is_open:
@@ -172,7 +166,7 @@ def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: flo
             connection.execute(insert(schema.metadata.tables[table]), found)
 
 
-def _update(federation: str, number: int, index: int, name: str, at: float) -> UpdateRecord:
+def _update(federation: str, number: int, index: int, name: str, at: float) -> records.UpdateRecord:
     alone = 0.62 + 0.02 * number + 0.0001 * (index % 100)
     report = {
         "examples": 100 + index,
@@ -184,5 +178,5 @@ def _update(federation: str, number: int, index: int, name: str, at: float) -> U
     }
     artifact, size, stored = f"{index:032x}{number:032x}", 120_000 + index, at + index * 0.001
     told = json.dumps(report)
-    record = UpdateRecord(federation, number, 1, name, artifact, size, Outcome.ACCEPTED, "", told, at, stored)
+    record = records.UpdateRecord(federation, number, 1, name, artifact, size, Outcome.ACCEPTED, "", told, at, stored)
     return replace(record, weight=100 + index)

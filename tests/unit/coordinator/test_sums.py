@@ -18,25 +18,8 @@ from edge_client.sum_keeper import Numbered
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SignatureError, SumError
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    FromDevice,
-    RoundAttempt,
-    SumDealt,
-    SumExchange,
-    SumKeys,
-    SumMembers,
-    SumOff,
-    SumOpened,
-    SumOpening,
-    SumRevealed,
-    SumShares,
-    SumSigned,
-    SumSurvivors,
-    SumUp,
-    ToDevice,
-)
 from fedcg.wire.parts import Part, TensorLayout
 from fedcg.wire.sealed_numbers import Numbers, added
 from fedcg.wire.sums import Members, SumRound, SumSecrets, keys_label, share_out, sign_survivors, threshold_of
@@ -146,14 +129,14 @@ def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
     cohort, board, sends = begun(4)
     name = cohort.names[0]
     members = dict(sends)[name]
-    assert isinstance(members, SumMembers)
+    assert isinstance(members, schemas.SumMembers)
     again = cohort.keeper(name).announce(AT, 5)
     assert again is not None
     assert again.model_copy(update={"key": None}) == members.announced[name]
     assert cohort.keeper(name).members(AT, members) == cohort.keeper(name).members(AT, members)
     sends = cohort.answer(board, sends, set())
     dealt = dict(sends)[name]
-    assert isinstance(dealt, SumDealt)
+    assert isinstance(dealt, schemas.SumDealt)
     for one, step in sends:
         cohort.reply(one, step)
         cohort.reply(one, step)
@@ -168,34 +151,34 @@ def test_a_coordinator_that_changes_its_mind_is_refused() -> None:
     cohort, board, sends = begun(5)
     name = cohort.names[0]
     members = dict(sends)[name]
-    assert isinstance(members, SumMembers)
+    assert isinstance(members, schemas.SumMembers)
     sends = cohort.answer(board, sends, set())
-    fewer = SumMembers(announced={one: members.announced[one] for one in cohort.names[:4]})
+    fewer = schemas.SumMembers(announced={one: members.announced[one] for one in cohort.names[:4]})
     with pytest.raises(SumError, match="names other members of the sum than before"):
         cohort.keeper(name).members(AT, fewer)
     for one, step in sends:
         cohort.reply(one, step)
     dealt = dict(sends)[name]
-    assert isinstance(dealt, SumDealt)
+    assert isinstance(dealt, schemas.SumDealt)
     with pytest.raises(SumError, match="passes on other shares than before"):
-        cohort.keeper(name).dealt(AT, SumDealt(sealed={one: dealt.sealed[one] for one in cohort.names[:4]}))
-    cohort.keeper(name).survivors(AT, SumSurvivors(names=tuple(cohort.names)))
+        cohort.keeper(name).dealt(AT, schemas.SumDealt(sealed={one: dealt.sealed[one] for one in cohort.names[:4]}))
+    cohort.keeper(name).survivors(AT, schemas.SumSurvivors(names=tuple(cohort.names)))
     with pytest.raises(SumError, match="asks for a second list of survivors"):
-        cohort.keeper(name).survivors(AT, SumSurvivors(names=tuple(cohort.names[:4])))
+        cohort.keeper(name).survivors(AT, schemas.SumSurvivors(names=tuple(cohort.names[:4])))
     with pytest.raises(SumError, match="another list of survivors than this device signed"):
-        cohort.keeper(name).opening(AT, SumOpening(names=tuple(cohort.names[:4]), signatures={}))
+        cohort.keeper(name).opening(AT, schemas.SumOpening(names=tuple(cohort.names[:4]), signatures={}))
     with pytest.raises(SumError, match="0 of 4 devices that must have signed"):
-        cohort.keeper(name).opening(AT, SumOpening(names=tuple(cohort.names), signatures={}))
+        cohort.keeper(name).opening(AT, schemas.SumOpening(names=tuple(cohort.names), signatures={}))
     elsewhere = SumRound("shapes", 9, 1)
     assert cohort.masks(name, elsewhere) is None
     with pytest.raises(SumError, match="announced no keys for the sum of round 9, attempt 1"):
-        cohort.keeper(name).survivors(elsewhere, SumSurvivors(names=tuple(cohort.names)))
+        cohort.keeper(name).survivors(elsewhere, schemas.SumSurvivors(names=tuple(cohort.names)))
 
 
 def test_a_device_without_shares_takes_part_in_the_round_without_a_sum() -> None:
     cohort, board, sends = begun(6)
     sends = cohort.answer(board, sends, {"box-05"})
-    assert dict(sends)["box-05"] == SumOff()
+    assert dict(sends)["box-05"] == schemas.SumOff()
     assert board.record.peers == tuple(cohort.names[:5])
 
 
@@ -211,14 +194,14 @@ def answered(step: Callable[[], Answer]) -> Answer | str:
 class View:
     """Who a coordinator names to these devices, and what a device that helps it deals out there."""
 
-    announced: dict[str, SumKeys]
+    announced: dict[str, schemas.SumKeys]
     devices: list[str]
     helper: SumSecrets | None = None
 
 
 def revealed(cohort: Cohort, views: list[View], names: list[str]) -> dict[str, dict[str, bytes] | str]:
     """What each device gives away of one list, or why it does not; the coordinator hands on every share and signature that it has."""
-    announced = {name: SumMembers(announced=view.announced) for view in views for name in view.devices}
+    announced = {name: schemas.SumMembers(announced=view.announced) for view in views for name in view.devices}
     dealt = {name: cohort.keeper(name).members(AT, step).sealed for name, step in announced.items()}
     signatures, found, survivors = dict[str, bytes](), dict[str, dict[str, bytes] | str](), tuple(names)
     for view in views:
@@ -226,15 +209,15 @@ def revealed(cohort: Cohort, views: list[View], names: list[str]) -> dict[str, d
         if helper is not None:
             there[helper.device] = share_out(helper, Members(AT, view.announced))
         for name in set(view.devices) & set(names):
-            cohort.keeper(name).dealt(AT, SumDealt(sealed={peer: there[peer][name] for peer in names}))
-            signatures[name] = cohort.keeper(name).survivors(AT, SumSurvivors(names=survivors)).signature
+            cohort.keeper(name).dealt(AT, schemas.SumDealt(sealed={peer: there[peer][name] for peer in names}))
+            signatures[name] = cohort.keeper(name).survivors(AT, schemas.SumSurvivors(names=survivors)).signature
     for view in views:
         both = dict(signatures)
         if view.helper is not None:
             of, key = Members(AT, view.announced), cohort.keys[view.helper.device]
             both[view.helper.device] = sign_survivors(of, names, names, key)
         for name in set(view.devices) & set(names):
-            opening = SumOpening(names=survivors, signatures=both)
+            opening = schemas.SumOpening(names=survivors, signatures=both)
             answer = answered(partial(cohort.keeper(name).opening, AT, opening))
             found[name] = answer if isinstance(answer, str) else answer.shares
     return found
@@ -300,7 +283,7 @@ def test_a_list_that_differs_from_an_earlier_one_is_signed_by_those_alone_whose_
     unlike = " and ".join(sorted(earlier ^ set(last)))
     for name in last:
         if is_signed or name not in earlier:
-            assert isinstance(answers[name], SumSigned)
+            assert isinstance(answers[name], schemas.SumSigned)
         else:
             assert f"by {unlike} alone, and this device's numbers have hardly moved since" in str(answers[name])
 
@@ -337,7 +320,7 @@ def test_of_devices_that_stand_still_lists_may_differ_by_those_alone_whose_owner
                 assert sits_out in str(answers[name])
                 assert "`fedcg cohort card --alone`" in str(answers[name])
             else:
-                assert isinstance(answers[name], SumSigned)
+                assert isinstance(answers[name], schemas.SumSigned)
 
 
 def test_a_device_that_stands_still_sits_out_where_it_would_count_for_more_or_less_unless_its_owner_consents() -> None:
@@ -350,7 +333,7 @@ def test_a_device_that_stands_still_sits_out_where_it_would_count_for_more_or_le
         own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0)
         answers = asked_to_sign(cohort, cohort.names, own, at)
     assert "this device, which has most images, would count for more or less" in str(answers.pop("box-04"))
-    assert all(isinstance(answer, SumSigned) for answer in answers.values())
+    assert all(isinstance(answer, schemas.SumSigned) for answer in answers.values())
 
 
 def asked_to_sign(cohort: Cohort, names: Sequence[str], own: Numbered, at: SumRound) -> dict[str, object]:
@@ -418,7 +401,7 @@ def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_
             cohort.keeper("box-00", "weights").opened(at, lie)
 
 
-HERE = RoundAttempt(3, 1)
+HERE = schemas.RoundAttempt(3, 1)
 LOW_ORDER = bytes(32)
 """A public key of X25519 that nobody can agree on a key with."""
 
@@ -433,19 +416,19 @@ def sealing_spec() -> FederationSpec:
 class Attempt:
     """The coordinator's sealed sums of an attempt, and devices that answer what they are sent; some of them otherwise than they should."""
 
-    def __init__(self, world: World, count: int = 5, exchange: SumExchange = "parts") -> None:
+    def __init__(self, world: World, count: int = 5, exchange: schemas.SumExchange = "parts") -> None:
         of_all = {"upload": (Part.SEALED,)}  # then counts are sealed, by a sum of weights
         self.spec = sealing_spec().model_copy(update=of_all if exchange == "weights" else {})
         self.cohort = Cohort(count)
         self.at = SumRound(self.spec.federation, HERE.round, HERE.attempt, exchange)
         self.store, self.log = world.store, world.root / "sums.jsonl"
         self.sent: Sends = []
-        self.last: dict[str, ToDevice] = {}
+        self.last: dict[str, schemas.ToDevice] = {}
         self.merged: list[OpenedSum] = []
         self.now = 0.0
         self.lies: dict[str, Any] = {}
         about = {"federation": self.spec.federation, "round": HERE.round, "attempt": HERE.attempt}
-        self.header = {**about, "recipient": COORDINATOR, "epoch": 1, "session": "0" * 64, "counter": 1}
+        self.header = {**about, "recipient": schemas.COORDINATOR, "epoch": 1, "session": "0" * 64, "counter": 1}
         self.sums = self.started()
 
     def started(self) -> SealedSums:
@@ -455,17 +438,19 @@ class Attempt:
         sums.begin(HERE, self.cohort.names)
         return sums
 
-    def sum_step(self, device: str, at: RoundAttempt, exchange: SumExchange, step: ToDevice) -> None:
+    def sum_step(
+        self, device: str, at: schemas.RoundAttempt, exchange: schemas.SumExchange, step: schemas.ToDevice
+    ) -> None:
         """The publisher's."""
         assert (at, exchange) == (HERE, self.at.exchange)
         self.sent.append((device, step))
         self.last[device] = step
 
-    def answer(self, device: str, step: FromDevice) -> None:
+    def answer(self, device: str, step: schemas.FromDevice) -> None:
         lie = self.lies.get(step.step)
         told = lie(step) if lie is not None and device == "box-00" else step
         if told is not None:
-            self.sums.receive(device, SumUp(**self.header, sender=device, exchange=self.at.exchange, body=told))
+            self.sums.receive(device, schemas.SumUp(**self.header, sender=device, exchange=self.at.exchange, body=told))
 
     def announce(self) -> None:
         for name in self.cohort.names:
@@ -520,7 +505,7 @@ def attempt(make_world: MakeWorld) -> Attempt:
     return Attempt(make_world())
 
 
-def bad_keys(attempt: Attempt, signing: SigningKey, **changes: bytes | None) -> SumKeys:
+def bad_keys(attempt: Attempt, signing: SigningKey, **changes: bytes | None) -> schemas.SumKeys:
     """Keys of box-00, with changes, signed by `signing`."""
     told = {"key": attempt.cohort.keys["box-00"].public.raw, **changes}
     unsigned = SumSecrets.draw("box-00").announce(attempt.at, 5, signing).model_copy(update=told)
@@ -549,7 +534,7 @@ def test_a_device_with_bad_keys_is_left_out_of_the_sum(
 
 
 def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> None:
-    attempt.lies["signed"] = lambda step: SumSigned(signature=bytes(64))
+    attempt.lies["signed"] = lambda step: schemas.SumSigned(signature=bytes(64))
     opened = attempt.run()
     assert len(clients(opened)) == 5
     assert attempt.exact(opened)
@@ -558,12 +543,12 @@ def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> N
 
 
 def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: Attempt) -> None:
-    attempt.lies["revealed"] = lambda step: SumRevealed(shares=dict.fromkeys(step.shares, bytes(16)))
+    attempt.lies["revealed"] = lambda step: schemas.SumRevealed(shares=dict.fromkeys(step.shares, bytes(16)))
     assert attempt.exact(attempt.run())
 
 
 def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Attempt) -> None:
-    attempt.lies["shares"] = lambda step: SumShares(sealed=dict.fromkeys(step.sealed, bytes(48)))
+    attempt.lies["shares"] = lambda step: schemas.SumShares(sealed=dict.fromkeys(step.sealed, bytes(48)))
     assert attempt.run() == OpenedSum()
     reason = "box-00: 0 of 4 shares of its masks came"
     assert attempt.sums.failure == SumFailure(3, reason, None)
@@ -576,7 +561,7 @@ def test_a_coordinator_that_restarts_while_it_opens_a_sum_opens_the_same(attempt
     attempt.answer_all()
     attempt.sums.open(attempt.cohort.names, attempt.merged.append)
     for device, step in attempt.sent[:answered]:
-        attempt.answer(device, cast(SumSigned, attempt.cohort.reply(device, step, attempt.at)))
+        attempt.answer(device, cast(schemas.SumSigned, attempt.cohort.reply(device, step, attempt.at)))
     attempt.sent = []
     attempt.sums = attempt.started()
     attempt.sums.open(attempt.cohort.names, attempt.merged.append)
@@ -595,10 +580,10 @@ def test_a_device_that_is_lost_in_the_sum_of_weights_is_in_none_of_parts_where_i
     for _ in range(3):
         attempt.answer_all()
         attempt.wait(WAIT_S)
-    assert attempt.last["box-00"] == SumOff()
+    assert attempt.last["box-00"] == schemas.SumOff()
     found = {name: attempt.cohort.keeper(name, "weights").found(attempt.at) for name in attempt.cohort.names}
     assert found == {"box-00": None, **dict.fromkeys(attempt.cohort.names[1:], (5, 20, 0))}
-    (opened,) = [step for step in [attempt.last["box-01"]] if isinstance(step, SumOpened)]
+    (opened,) = [step for step in [attempt.last["box-01"]] if isinstance(step, schemas.SumOpened)]
     with pytest.raises(SumError, match="a sum of weights without this device's own"):
         attempt.cohort.keeper("box-00", "weights").opened(attempt.at, opened)
 

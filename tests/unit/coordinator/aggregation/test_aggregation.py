@@ -91,7 +91,7 @@ def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
 def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_path: Path) -> None:
     with DrivenWorker(worker_settings(tmp_path)) as worker:
         worker.worker.open(JOB)
-        assert "FileNotFoundError" in worker.until(jobs.JobFailed).reason
+        assert "No such file" in worker.until(jobs.JobFailed).reason
     assert not any(isinstance(event, jobs.WorkerDied) for event in worker.events)
 
 

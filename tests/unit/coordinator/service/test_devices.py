@@ -18,17 +18,7 @@ from coordinator.service.reports import ProgressBoard
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    Decline,
-    DeclineReason,
-    Heartbeat,
-    Invite,
-    Outcome,
-    RoundAttempt,
-    Welcome,
-    decode,
-)
+from fedcg.wire.messages import schemas
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import ALL_FIRST, DEADLINE_S, MakeWorld, RunningService, World
@@ -66,10 +56,10 @@ def test_a_dead_link_of_the_coordinator_is_no_silence(make_world: MakeWorld, mon
     device.heartbeat_s = 1
     with RunningService(world) as running:
         device.start()
-        wait_until(lambda: bool(device.of(Welcome)), "a welcome")
-        world.broker.drop(COORDINATOR)
+        wait_until(lambda: bool(device.of(schemas.Welcome)), "a welcome")
+        world.broker.drop(schemas.COORDINATOR)
         device.stopped.wait(1.2)
-        world.broker.restore(COORDINATOR)
+        world.broker.restore(schemas.COORDINATOR)
         wait_until(lambda: running.service.is_connected, "the link is back")
         assert running.service.state.online == {"a"}
         assert world.wait_event("offline")["reason"] == "it missed its heartbeats"
@@ -122,8 +112,8 @@ def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWor
 ABOUT: dict[str, Any] = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
 
 
-def beat(step: int, phase: Any = "classify", steps: int = 100) -> Heartbeat:
-    return Heartbeat(**ABOUT, phase=phase, step=step, steps=steps)
+def beat(step: int, phase: Any = "classify", steps: int = 100) -> schemas.Heartbeat:
+    return schemas.Heartbeat(**ABOUT, phase=phase, step=step, steps=steps)
 
 
 def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() -> None:
@@ -135,7 +125,7 @@ def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() 
         times.append((shown.since, shown.ends_at))
     # 70 steps are left, at 20 in 5 seconds
     assert times == [(1000.0, None), (1000.0, 1005.0 + 70 / 4.0), (1030.0, None)]
-    board.note("a", Heartbeat(**ABOUT), 1031.0)
+    board.note("a", schemas.Heartbeat(**ABOUT), 1031.0)
     assert board.of(open_attempt) == {}
 
 
@@ -144,18 +134,18 @@ def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() 
 )
 def test_a_heartbeat_holds_nothing_but_a_known_phase_and_bounded_numbers(wrong: dict[str, object]) -> None:
     fields = beat(1).model_dump()
-    assert decode(json.dumps(fields).encode()) == beat(1)
+    assert schemas.decode(json.dumps(fields).encode()) == beat(1)
     with pytest.raises(MalformedError):
-        decode(json.dumps({**fields, **wrong}).encode())
+        schemas.decode(json.dumps({**fields, **wrong}).encode())
 
 
 def test_a_stopped_device_is_left_out_where_the_others_are_enough(make_world: MakeWorld) -> None:
     world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=2, pacing=RoundSettings(gather_s=20.0))
     with RunningService(world) as running:
-        world.devices["a"].decline = DeclineReason.INTERRUPTED
+        world.devices["a"].decline = schemas.DeclineReason.INTERRUPTED
         world.start_devices()
         wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends without it")
-    kept = {one.client: (one.state, one.reason) for one in world.store.participants("tiny", RoundAttempt(1, 1))}
+    kept = {one.client: (one.state, one.reason) for one in world.store.participants("tiny", schemas.RoundAttempt(1, 1))}
     assert kept["a"] == (ParticipantState.DECLINED, "interrupted")
 
 
@@ -167,7 +157,7 @@ def test_a_round_that_needs_a_stopped_device_waits_and_loses_nothing_of_the_othe
         world.start_devices()
         world.wait_event("accepted", 2)
         world.wait_event("update_stored")
-        a.tell(Decline(**ABOUT, reason=DeclineReason.INTERRUPTED))
+        a.tell(schemas.Decline(**ABOUT, reason=schemas.DeclineReason.INTERRUPTED))
         assert "waits until it is back" in world.wait_event("declined")["detail"]
         world.broker.drop("a")
         a.silent = False
@@ -183,15 +173,15 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
     with RunningService(world) as running:
         a.silent = True
         world.start_devices()
-        wait_until(lambda: bool(a.of(Invite)), "a is invited")
-        a.tell(Decline(**ABOUT, reason=DeclineReason.HOT))
+        wait_until(lambda: bool(a.of(schemas.Invite)), "a is invited")
+        a.tell(schemas.Decline(**ABOUT, reason=schemas.DeclineReason.HOT))
         assert "waits until it can take part" in world.wait_event("declined")["detail"]
         assert running.service.invitations.waits == {"a": "hot"}
         known = world.known(running.service)
         assert {one.client: one.reason for one in current_round(known, "tiny").clients}["a"] == "hot"
         (problem,) = [one for one in world.problems(running.service).values() if one.device == "a"]
         assert ("hot" in problem.what, "cool" in problem.remedy) == (True, True)
-        a.tell(Decline(**ABOUT, reason=DeclineReason.HOT))  # the answer to a reminder
+        a.tell(schemas.Decline(**ABOUT, reason=schemas.DeclineReason.HOT))  # the answer to a reminder
         a.silent = False
         a.act()
         wait_until(lambda: running.service.state.phase is Phase.FINISHED, "the round ends with it")
@@ -203,7 +193,7 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
 def test_a_device_without_time_for_the_round_is_not_waited_for(make_world: MakeWorld) -> None:
     world = make_world(rounds=1, clients=("a", "b", "c"), min_clients=3, pacing=RoundSettings(retry_s=600.0))
     with RunningService(world):
-        world.devices["a"].decline = DeclineReason.NO_TIME
+        world.devices["a"].decline = schemas.DeclineReason.NO_TIME
         world.start_devices()
         assert "declined" in world.wait_event("attempt_failed")["reason"]
 
@@ -244,7 +234,7 @@ def test_a_late_update_teaches_the_next_round_with_decayed_weight(make_world: Ma
     assert second["c"] == (artifact, 3)  # a quarter of 11 examples
     assert second["a"][1] == 11
     receipt = world.devices["c"].receipts()[0]
-    assert receipt.outcome is Outcome.LATE
+    assert receipt.outcome is schemas.Outcome.LATE
     assert "kept for the next one" in receipt.reason
     assert [(event["client"], event["weight"], event["of_round"]) for event in world.events("late_merged")] == [
         ("c", 3, 1)
@@ -273,9 +263,9 @@ def test_an_update_that_is_two_rounds_late_or_dropped_by_policy_is_not_kept(make
         world.wait_event("attempt_opened", 2 if late == "drop" else 3)
         slow.send_update(1, 1, slow.make_update(1, 1, world.base_id))
         wait_until(lambda: bool(slow.receipts()), "the receipt")
-    assert slow.receipts()[0].outcome is Outcome.LATE
+    assert slow.receipts()[0].outcome is schemas.Outcome.LATE
     assert slow.receipts()[0].reason == "the round was closed without this update"
-    assert world.store.update("tiny", RoundAttempt(1, 1), "c") is None
+    assert world.store.update("tiny", schemas.RoundAttempt(1, 1), "c") is None
 
 
 ROUND_S = {"a": 10.0, "b": 10.0, "c": 40.0}
@@ -290,7 +280,7 @@ def paced_world(make_world: MakeWorld, rounds: int) -> World:
 
 
 def shares_asked(world: World) -> dict[str, list[float]]:
-    return {name: [invite.share for invite in device.of(Invite)] for name, device in world.devices.items()}
+    return {name: [invite.share for invite in device.of(schemas.Invite)] for name, device in world.devices.items()}
 
 
 def weights(world: World) -> list[dict[str, int]]:
@@ -304,7 +294,7 @@ def test_a_slow_device_is_asked_for_fewer_steps_once_its_time_is_known(make_worl
     assert shares_asked(world) == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [1.0, 0.25, 0.25]}
     # 11 examples each: of c as of four times as many, cut to the bound of 3 medians like any large claim.
     assert weights(world) == [{"a": 11, "b": 11, "c": 11}] + 2 * [{"a": 11, "b": 11, "c": 33}]
-    people = {one.client: one for one in world.store.participants("tiny", RoundAttempt(2, 1))}
+    people = {one.client: one for one in world.store.participants("tiny", schemas.RoundAttempt(2, 1))}
     asked = {name: (one.share, one.predicted_s) for name, one in people.items()}
     assert asked == {"a": (1.0, 10.0), "b": (1.0, 10.0), "c": (0.25, 10.0)}
 
@@ -316,13 +306,13 @@ def test_a_coordinator_that_starts_again_in_a_round_asks_for_the_same_share(make
     with RunningService(world):
         world.start_devices()
         world.wait_event("attempt_opened", 2)
-        wait_until(lambda: slow.of(Invite)[-1].round == 2, "the invitation to the second round")
+        wait_until(lambda: slow.of(schemas.Invite)[-1].round == 2, "the invitation to the second round")
     slow.full_round_s = 4000.0  # what it says from now on must not change the open round
-    asked = len(slow.of(Invite))
+    asked = len(slow.of(schemas.Invite))
     with RunningService(world) as running:
         slow.hello()  # as every device does that sees a new coordinator
-        wait_until(lambda: len(slow.of(Invite)) > asked, "the invitation of the second coordinator")
-        assert (slow.of(Invite)[-1].round, slow.of(Invite)[-1].share) == (2, 0.25)
+        wait_until(lambda: len(slow.of(schemas.Invite)) > asked, "the invitation of the second coordinator")
+        assert (slow.of(schemas.Invite)[-1].round, slow.of(schemas.Invite)[-1].share) == (2, 0.25)
 
         def of_slow() -> ClientNow:
             clients = current_round(world.known(running.service), "tiny").clients

@@ -7,20 +7,6 @@ from pathlib import Path
 import pytest
 
 from edge_client.agent import owner
-from edge_client.agent.owner import (
-    MAX_REQUEST_BYTES,
-    ApproveRequest,
-    OwnerRequest,
-    OwnerRequests,
-    PauseRequest,
-    Reply,
-    ResumeRequest,
-    RevokeRequest,
-    StatusRequest,
-    ask_agent,
-    failure,
-    success,
-)
 from edge_client.cli.status import read_status
 from edge_client.config import PolicySection
 from edge_client.errors import NotRunningError, OwnerRequestError, StoreError
@@ -39,12 +25,12 @@ CLASSIFIER_ONLY = PolicySection(allow_upload=frozenset({Part.CLASSIFIER}))
 
 
 def status(world: World) -> dict[str, object]:
-    return ask_agent(world.config.store, StatusRequest())
+    return owner.ask_agent(world.config.store, owner.StatusRequest())
 
 
 def test_a_round_under_way_is_finished_and_delivered_before_the_pause(make_world: MakeWorld) -> None:
     world = in_training(make_world)
-    ask_agent(world.config.store, PauseRequest())
+    owner.ask_agent(world.config.store, owner.PauseRequest())
     world.coordinator.work_until(lambda: status(world)["obstacle"] == "paused", "the pause counts")
     assert world.trainer.starts == 1
     (command,) = world.trainer.commands
@@ -55,16 +41,16 @@ def test_a_round_under_way_is_finished_and_delivered_before_the_pause(make_world
     wait_until(lambda: bool(world.events("trainer_released")), "it has ended")
     assert not world.events("trainer_died")
     assert not any(isinstance(message, Decline) for message in world.coordinator.heard)
-    ask_agent(world.config.store, ResumeRequest())
+    owner.ask_agent(world.config.store, owner.ResumeRequest())
     wait_until(lambda: world.trainer.starts == 2, "it starts again with the end of the pause")
 
 
 def test_a_pause_at_once_abandons_the_round_under_way(make_world: MakeWorld) -> None:
     world = in_training(make_world)
-    ask_agent(world.config.store, PauseRequest(now=True))
+    owner.ask_agent(world.config.store, owner.PauseRequest(now=True))
     assert world.coordinator.wait(Decline).reason is DeclineReason.PAUSED
     assert status(world)["trainer"] == "gone"
-    ask_agent(world.config.store, ResumeRequest())
+    owner.ask_agent(world.config.store, owner.ResumeRequest())
     world.open_round(1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "the next attempt is trained")
     assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
@@ -73,13 +59,13 @@ def test_a_pause_at_once_abandons_the_round_under_way(make_world: MakeWorld) -> 
 def test_a_round_that_was_committed_just_before_a_pause_at_once_is_delivered(make_world: MakeWorld) -> None:
     world = in_training(make_world)
     world.trainer.commit(world.trainer.commands[0])  # type: ignore[arg-type]  # and its report is lost
-    ask_agent(world.config.store, PauseRequest(now=True))
+    owner.ask_agent(world.config.store, owner.PauseRequest(now=True))
     assert world.coordinator.wait(Manifest).round == 1
 
 
 def test_a_pause_outlives_the_agent_and_ends_by_itself(make_world: MakeWorld) -> None:
     world = connected(make_world)
-    ask_agent(world.config.store, PauseRequest(for_s=3600))
+    owner.ask_agent(world.config.store, owner.PauseRequest(for_s=3600))
     world.stop_agent()
     world.start_agent()
     world.coordinator.wait(Hello)
@@ -98,9 +84,9 @@ def test_a_pause_outlives_the_agent_and_ends_by_itself(make_world: MakeWorld) ->
 def test_the_device_reports_that_it_is_paused(make_world: MakeWorld) -> None:
     world = connected(make_world)
     assert world.coordinator.wait(SelfReport).condition.paused is None
-    ask_agent(world.config.store, PauseRequest())
+    owner.ask_agent(world.config.store, owner.PauseRequest())
     assert world.coordinator.wait(SelfReport).condition.paused is True
-    ask_agent(world.config.store, ResumeRequest())
+    owner.ask_agent(world.config.store, owner.ResumeRequest())
     assert world.coordinator.wait(SelfReport).condition.paused is None
 
 
@@ -108,16 +94,16 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
     world = in_round(make_world, policy=CLASSIFIER_ONLY)
     world.coordinator.wait(Decline)
     assert read_status(world.config)["bytes_today"] == {"up": 0, "down": len(world.spec.canonical())}
-    ask_agent(world.config.store, ApproveRequest(spec=world.spec.digest))
+    owner.ask_agent(world.config.store, owner.ApproveRequest(spec=world.spec.digest))
     world.open_round(1, attempt=2)
     world.coordinator.wait(Manifest)
-    ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
+    owner.ask_agent(world.config.store, owner.RevokeRequest(spec=world.spec.digest))
     assert world.store.deliveries()[-1].outcome == "withheld"
     assert status(world)["now"] == "waits for a round"
     world.open_round(1, attempt=3)
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     with pytest.raises(OwnerRequestError, match="not approved"):
-        ask_agent(world.config.store, RevokeRequest(spec=world.spec.digest))
+        owner.ask_agent(world.config.store, owner.RevokeRequest(spec=world.spec.digest))
 
 
 def test_a_spec_that_no_approval_would_admit_does_not_wait_for_one(make_world: MakeWorld) -> None:
@@ -214,7 +200,7 @@ VALID = {"v": 1, "command": "pause", "for_s": 60.0, "reason": "", "now": False}
 
 def reply_to(store: Path, text: bytes) -> dict[str, object]:
     """The reply of an agent to a raw request."""
-    requests = OwnerRequests(store)
+    requests = owner.OwnerRequests(store)
     requests.open()
     (store / "control" / "1.request").write_bytes(text)
     requests.answer_all(lambda request: pytest.fail(f"{request} was carried out"))
@@ -225,9 +211,9 @@ def reply_to(store: Path, text: bytes) -> dict[str, object]:
 
 
 def test_a_request_reaches_the_agent_and_gets_its_answer_and_no_file_is_left(tmp_path: Path) -> None:
-    with answering_agent(tmp_path, success({"answered": True})) as taken:
-        assert ask_agent(tmp_path, PauseRequest(for_s=60)) == {"answered": True}
-    assert taken == [PauseRequest(for_s=60)]
+    with answering_agent(tmp_path, owner.success({"answered": True})) as taken:
+        assert owner.ask_agent(tmp_path, owner.PauseRequest(for_s=60)) == {"answered": True}
+    assert taken == [owner.PauseRequest(for_s=60)]
     assert [path.name for path in (tmp_path / "control").iterdir()] == ["lock"]
     assert (tmp_path / "control").stat().st_mode & 0o777 == 0o700
 
@@ -243,7 +229,7 @@ def test_a_request_reaches_the_agent_and_gets_its_answer_and_no_file_is_left(tmp
         ({"more": 1}, "more"),
         ({"v": 2}, "v"),
         ({"command": "erase"}, "root"),
-        ({"reason": "x" * MAX_REQUEST_BYTES}, str(MAX_REQUEST_BYTES)),
+        ({"reason": "x" * owner.MAX_REQUEST_BYTES}, str(owner.MAX_REQUEST_BYTES)),
     ],
 )
 def test_a_request_outside_the_schema_is_refused_by_field(
@@ -260,20 +246,20 @@ def test_bytes_that_are_no_request_are_refused(tmp_path: Path, text: bytes) -> N
 
 
 def test_a_request_that_cannot_be_read_is_reported_once_and_holds_up_no_other_one(tmp_path: Path) -> None:
-    requests, taken = OwnerRequests(tmp_path), []
+    requests, taken = owner.OwnerRequests(tmp_path), []
     requests.open()
     (tmp_path / "control" / "1.request").mkdir()
-    (tmp_path / "control" / "2.request").write_text(StatusRequest().model_dump_json())
+    (tmp_path / "control" / "2.request").write_text(owner.StatusRequest().model_dump_json())
 
-    def answer(request: OwnerRequest) -> Reply:
+    def answer(request: owner.OwnerRequest) -> owner.Reply:
         taken.append(request)
-        return success({})
+        return owner.success({})
 
     with pytest.raises(IsADirectoryError):
         requests.answer_all(answer)
     for _ in range(2):
         requests.answer_all(answer)
-    assert taken == [StatusRequest()]
+    assert taken == [owner.StatusRequest()]
     requests.close()
 
 
@@ -283,25 +269,25 @@ def test_without_an_agent_the_error_names_the_store_and_the_next_step(tmp_path: 
         (tmp_path / "left" / "control" / name).touch()  # by an agent that was killed
     for store in (tmp_path / "absent", tmp_path / "left"):
         with pytest.raises(NotRunningError, match=f"{store.name}: start it with `fedcg agent run`"):
-            ask_agent(store, ResumeRequest())
-    with answering_agent(tmp_path / "left", success({})) as taken:  # what was left is not carried out
-        assert ask_agent(tmp_path / "left", StatusRequest()) == {}
-    assert taken == [StatusRequest()]
+            owner.ask_agent(store, owner.ResumeRequest())
+    with answering_agent(tmp_path / "left", owner.success({})) as taken:  # what was left is not carried out
+        assert owner.ask_agent(tmp_path / "left", owner.StatusRequest()) == {}
+    assert taken == [owner.StatusRequest()]
 
 
 def test_a_loop_that_does_not_answer_in_time_is_named_and_the_request_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "ANSWER_S", 0.1)
-    requests = OwnerRequests(tmp_path)
+    requests = owner.OwnerRequests(tmp_path)
     requests.open()
     with pytest.raises(OwnerRequestError, match="busy"):
-        ask_agent(tmp_path, PauseRequest())
+        owner.ask_agent(tmp_path, owner.PauseRequest())
     requests.answer_all(lambda request: pytest.fail(f"{request} was carried out"))
     requests.close()
 
 
-@pytest.mark.parametrize("reply", [[], {"ok": True, "data": 1}, failure("why")])
+@pytest.mark.parametrize("reply", [[], {"ok": True, "data": 1}, owner.failure("why")])
 def test_an_answer_of_another_form_is_an_error(tmp_path: Path, reply: object) -> None:
     with answering_agent(tmp_path, reply), pytest.raises(OwnerRequestError):
-        ask_agent(tmp_path, StatusRequest())
+        owner.ask_agent(tmp_path, owner.StatusRequest())

@@ -102,7 +102,7 @@ def test_a_server_is_measured_beside_eager_torch() -> None:
 )
 def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
     refused = run_fedcg("bench", *words.split())
-    assert refused.exit_code == (7 if "--method no" in words else 2), refused.output
+    assert refused.exit_code == (7 if "--method no" in words or "nothing" in words else 2), refused.output
     assert reason in refused.output
     assert "Traceback" not in refused.output
 

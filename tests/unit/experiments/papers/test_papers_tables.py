@@ -345,12 +345,12 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
     (table,) = content["tables"]
     assert table["preset"]["name"] == CIFAR
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
-    assert (content["older_records"], content["damaged"][0]["file"]) == (1, "torn.json")
+    assert (content["runs"], content["damaged"][0]["file"]) == (3, "torn.json")
     assert sum(len(item["seeds"]) for item in content["missing"]) == 5 * 10 - 6
     shown = run_fedcg("tables", "--runs", folder, "--markdown")
     assert shown.exit_code == 0, shown.stderr
     assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
-    assert "1 older records" in shown.stderr
+    assert "3 simulated runs" in shown.stderr
     assert "Damaged: torn.json" in shown.stderr
 
 

@@ -4,21 +4,11 @@ import numpy as np
 import pytest
 
 from export.model.runtime import Floats
-from export.serving.judge import (
-    FAILURES,
-    LONGEST,
-    CandidateStage,
-    Comparison,
-    Pair,
-    Progress,
-    VersionFault,
-    Watch,
-    least_agreement,
-)
+from export.serving import judge
 from tests.support.present import present
 from tests.support.watch_rates import DAMAGE, TRAFFIC, taken_back
 
-STAGE = CandidateStage(images=40, limit_s=600.0)
+STAGE = judge.CandidateStage(images=40, limit_s=600.0)
 EVEN = [0, 1, 2, 3] * 10
 
 
@@ -30,19 +20,19 @@ def _rows(classes: list[int], confidence: float = 0.9) -> Floats:
 
 def _pair(
     before: list[int], now: list[int] | None, times_s: tuple[float, float] = (0.01, 0.01), confidence: float = 0.9
-) -> Pair:
-    return Pair(_rows(before), times_s[0], None if now is None else _rows(now, confidence), times_s[1])
+) -> judge.Pair:
+    return judge.Pair(_rows(before), times_s[0], None if now is None else _rows(now, confidence), times_s[1])
 
 
-def _compared(before: list[int], now: list[int], confidence: float = 0.9, floor: float = 0.0) -> Comparison:
+def _compared(before: list[int], now: list[int], confidence: float = 0.9, floor: float = 0.0) -> judge.Comparison:
     """One request per image."""
-    comparison = Comparison("0002", "0001", STAGE, floor)
+    comparison = judge.Comparison("0002", "0001", STAGE, floor)
     for one, other in zip(before, now, strict=True):
         comparison.add(_pair([one], [other], confidence=confidence))
     return comparison
 
 
-def _verdict(comparison: Comparison, elapsed_s: float = 1.0) -> tuple[str, str]:
+def _verdict(comparison: judge.Comparison, elapsed_s: float = 1.0) -> tuple[str, str]:
     found = present(comparison.verdict(elapsed_s))
     assert found.version == "0002"
     return found.kind, found.reason
@@ -53,22 +43,25 @@ def test_a_candidate_like_the_version_in_service_passes_once_enough_was_compared
     assert not comparison.is_over(1.0)
     comparison.add(_pair([3], [3]))
     assert comparison.is_over(1.0)
-    assert (comparison.verdict(1.0), comparison.progress()) == (None, Progress(images=40, agreement=1.0, failures=0))
+    assert (comparison.verdict(1.0), comparison.progress()) == (
+        None,
+        judge.Progress(images=40, agreement=1.0, failures=0),
+    )
     assert str(comparison.progress()) == "40 images compared, 100% of them got the same class, 0 requests failed"
 
 
 def test_five_failures_reject_it_at_once() -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for _ in range(4):
         comparison.add(_pair([0], None))
         assert comparison.verdict(1.0) is None
     comparison.add(_pair([0], None))
     reason = "it failed at 5 of 5 requests that version 0001 answered"
-    assert comparison.verdict(1.0) == VersionFault("0002", "errors", reason)
+    assert comparison.verdict(1.0) == judge.VersionFault("0002", "errors", reason)
 
 
 def test_failures_are_borne_up_to_5_percent() -> None:
-    comparison = Comparison("0002", "0001", CandidateStage(images=1000))
+    comparison = judge.Comparison("0002", "0001", judge.CandidateStage(images=1000))
     for number in range(95):
         comparison.add(_pair([number % 4], [number % 4]))
     for _ in range(5):
@@ -79,7 +72,7 @@ def test_failures_are_borne_up_to_5_percent() -> None:
 
 
 def test_one_failure_of_three_rejects_it_when_the_time_is_up() -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for now in ([0], None, [0]):
         comparison.add(_pair([0], now))
     assert comparison.verdict(599.9) is None
@@ -96,7 +89,7 @@ def test_one_failure_of_three_rejects_it_when_the_time_is_up() -> None:
     ],
 )
 def test_it_is_too_slow_at_more_than_twice_the_time_and_5_ms(before_s: float, now_s: float, is_rejected: bool) -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for number in range(20):
         assert comparison.verdict(1.0) is None, number
         comparison.add(_pair([0], [0], (before_s, now_s)))
@@ -105,7 +98,7 @@ def test_it_is_too_slow_at_more_than_twice_the_time_and_5_ms(before_s: float, no
 
 
 def test_times_are_per_image_and_the_reason_has_both_figures() -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for _ in range(20):
         comparison.add(_pair([0] * 4, [0] * 4, (0.04, 0.12)))
     kind, reason = _verdict(comparison)
@@ -115,7 +108,7 @@ def test_times_are_per_image_and_the_reason_has_both_figures() -> None:
 
 @pytest.mark.parametrize(("slow", "is_rejected"), [(14, False), (16, True)])
 def test_it_is_slow_when_three_of_four_requests_took_long(slow: int, is_rejected: bool) -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for number in range(20):
         comparison.add(_pair([0], [0], (0.01, 5.0 if number < slow else 0.01)))
     assert (comparison.verdict(1.0) is not None) is is_rejected
@@ -140,7 +133,7 @@ def test_images_that_repeat_count_once_and_so_it_is_compared_for_longer() -> Non
 
 
 def test_a_candidate_of_images_that_never_change_passes_after_ten_windows_at_the_latest() -> None:
-    before = ([0] * 200 + [1] * 200)[: LONGEST * STAGE.images]
+    before = ([0] * 200 + [1] * 200)[: judge.LONGEST * STAGE.images]
     assert not _compared(before[:-1], before[:-1]).is_over(1.0)
     assert _compared(before, before).is_over(1.0)
 
@@ -148,15 +141,15 @@ def test_a_candidate_of_images_that_never_change_passes_after_ten_windows_at_the
 def test_classes_that_are_mixed_up_evenly_are_noticed_by_the_accuracies_alone() -> None:
     swapped = [{0: 1, 1: 0}.get(one, one) for one in EVEN]  # 20 of 40 images, and no share changes
     assert _compared(EVEN, swapped).verdict(1.0) is None
-    assert least_agreement(0.9, 0.9) == pytest.approx(0.55)  # 0.9 + 0.9 - 1 - 0.25
+    assert judge.least_agreement(0.9, 0.9) == pytest.approx(0.55)  # 0.9 + 0.9 - 1 - 0.25
     kind, reason = _verdict(_compared(EVEN, swapped, floor=0.55))
     assert kind == "drift"
     assert reason == "it names the class of version 0001 for 50% of the images; with their accuracies 55% are the least"
 
 
 def test_accuracies_that_are_low_or_unknown_ask_for_no_agreement() -> None:
-    assert least_agreement(0.5, 0.7) == 0.0
-    assert least_agreement(None, 0.9) == least_agreement(0.9, None) == 0.0
+    assert judge.least_agreement(0.5, 0.7) == 0.0
+    assert judge.least_agreement(None, 0.9) == judge.least_agreement(0.9, None) == 0.0
 
 
 def test_it_drifts_when_it_is_much_less_sure() -> None:
@@ -166,7 +159,7 @@ def test_it_drifts_when_it_is_much_less_sure() -> None:
 
 
 def test_when_the_time_is_up_it_passes_with_what_was_compared_and_few_images_are_no_drift() -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     assert not comparison.is_over(599.9)
     assert comparison.is_over(600.0)
     assert comparison.verdict(600.0) is None
@@ -175,7 +168,7 @@ def test_when_the_time_is_up_it_passes_with_what_was_compared_and_few_images_are
 
 
 def test_one_large_request_does_not_end_the_comparison_before_the_latency_is_known() -> None:
-    comparison = Comparison("0002", "0001", STAGE)
+    comparison = judge.Comparison("0002", "0001", STAGE)
     for number in range(20):
         assert not comparison.is_over(1.0), number
         comparison.add(_pair(EVEN[:8], EVEN[:8]))
@@ -185,13 +178,13 @@ def test_one_large_request_does_not_end_the_comparison_before_the_latency_is_kno
 WINDOW = 40
 
 
-def _even(watch: Watch, version: str, confidence: float = 0.9) -> None:
+def _even(watch: judge.Watch, version: str, confidence: float = 0.9) -> None:
     for _ in range(WINDOW // 4):
         watch.answered(version, _rows([0, 1, 2, 3], confidence))
 
 
-def _watch() -> Watch:
-    watch = Watch(WINDOW)
+def _watch() -> judge.Watch:
+    watch = judge.Watch(WINDOW)
     _even(watch, "0001")
     assert watch.verdict() is None  # nothing to compare the first one with
     return watch
@@ -219,18 +212,20 @@ def test_a_version_that_is_much_less_sure_goes_and_one_that_is_a_little_less_sur
 
 def test_a_version_that_fails_goes_before_it_has_predicted_much() -> None:
     watch = _watch()
-    for _ in range(FAILURES - 1):
+    for _ in range(judge.FAILURES - 1):
         watch.failed("0002")
         assert watch.verdict() is None
     watch.failed("0002")
-    assert watch.verdict() == VersionFault("0002", "errors", f"{FAILURES} of its first {FAILURES} requests failed")
+    assert watch.verdict() == judge.VersionFault(
+        "0002", "errors", f"{judge.FAILURES} of its first {judge.FAILURES} requests failed"
+    )
 
 
 def test_few_failures_among_many_requests_are_borne() -> None:
     watch = _watch()
     for number in range(200):
         watch.answered("0002", _rows([number % 4]))
-    for _ in range(FAILURES):
+    for _ in range(judge.FAILURES):
         watch.failed("0002")
     assert watch.verdict() is None
 
@@ -255,7 +250,7 @@ def test_a_version_that_is_accepted_is_not_judged() -> None:
 
 
 def test_a_window_of_0_watches_nothing() -> None:
-    watch = Watch(0)
+    watch = judge.Watch(0)
     watch.answered("0001", _rows([0]))
     watch.failed("0001")
     assert watch.verdict() is None
@@ -272,7 +267,7 @@ def test_good_versions_stay_and_one_that_names_one_class_goes_also_where_images_
 
 
 def test_failures_that_the_version_before_had_as_well_are_no_reason() -> None:
-    watch = Watch(WINDOW)
+    watch = judge.Watch(WINDOW)
     for version in ("0001", "0002"):
         for number in range(100):
             watch.answered(version, _rows([number % 4]))

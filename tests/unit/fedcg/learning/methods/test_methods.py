@@ -1,6 +1,8 @@
 """The laws that every method keeps, and the example in docs/adding-a-method.md, installed as a user's own package."""
 
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -11,6 +13,7 @@ import torch
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
+from fedcg import errors
 from fedcg.learning import methods, registry
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.errors import DataError, ExtensionError, UnknownMethodError
@@ -249,6 +252,16 @@ def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_t
         told = replace(method, local_round=lambda *_, wrong=wrong: wrong)
         with pytest.raises(ExtensionError, match=problem):
             protected_round(told, state, cases.bright_images(9, 0), None, cases.context(spec))
+    for line, mistake, problem in (
+        ('Descent("both"', 'Descent("all"', "stage smoothed: a Descent of 'all'; its optimisers are both"),
+        ("AverageAggregator(UP", "AverageAggregator(KEPT", "the aggregator averages extractor, which no update"),
+        ("F.cross_entropy", "G.cross_entropy", "NameError: name 'G' is not defined (our_package.py, line 42, in loss)"),
+    ):
+        (folder / "our_package.py").write_text(code("adding-a-stage.md").replace(line, mistake))
+        importlib.reload(sys.modules["our_package"])
+        with pytest.raises(Exception) as failed:
+            simulate(cases.party_of("smoothed", ("a", "b")), Schedule(rounds=1))
+        assert problem in errors.told(failed.value)
     with pytest.raises(ValueError, match="a client's model needs extractor: share it"):
         replace(method, payload=replace(method.payload, private=frozenset()))
 
