@@ -271,7 +271,7 @@ def test_a_disabled_device_is_not_invited_and_an_enabled_one_is_again(made: Fede
     with made.running():
         start(made, "tiny")
         made.world.wait_event("aggregate_stored")
-        assert made.coordinator.services["tiny"].state.barred == {"c": "disabled by an operator: dust on the lens"}
+        assert made.coordinator.services["tiny"].state.barred == {"c": "disabled by an operator: another reason"}
         made.operations.enable("c")
         wait_until(lambda: not made.coordinator.services["tiny"].state.barred, "nobody is barred")
         made.operations.extend("tiny", 1)
