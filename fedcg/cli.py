@@ -166,6 +166,12 @@ def _for_people(error: Exception, words: Sequence[str]) -> Exception:
         return MissingExtraError(words[0], error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return BadInputError(f"{error.filename}: there is no such file or folder", exit_code=NOT_FOUND)
+    if (
+        isinstance(error, FedcgError)
+        and error.exit_code == BAD_INPUT
+        and isinstance(error.__cause__, FileNotFoundError)
+    ):
+        error.exit_code = NOT_FOUND
     if "pydantic" in sys.modules:
         from pydantic import ValidationError
 

@@ -22,7 +22,7 @@ NEXT_STEPS = {
     NOT_CONNECTED: "check that the other side runs, its address, and the token or certificate",
     ALREADY_RUNNING: "stop the other one first, or leave it at that",
     EXISTS: "choose another name or place, or use what is there",
-    NOT_FOUND: "check the name; the commands `list` and `status` show what there is",
+    NOT_FOUND: "check the name or path; the commands `list` and `status` show what names there are",
 }
 """What to do after an error that names no step of its own, by exit code."""
 _IN_CODE = re.compile(r"\[(Errno -?\d+|SSL|[A-Z0-9]+: [A-Z0-9_]+)\] | ?\(_ssl\.c:\d+\)")

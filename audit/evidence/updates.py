@@ -91,7 +91,8 @@ class RecordedUpdates:
         if (client, round_number) not in there:
             raise CaptureError(
                 f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; there are those of "
-                f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}"
+                f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}",
+                exit_code=NOT_FOUND,
             )
         view = self._view(client, round_number, there, auxiliary, secret)
         return view if secret is None else replace(view, colluder=Colluder.of(view.spec, secret, view.before.parts))

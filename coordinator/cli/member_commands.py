@@ -198,7 +198,11 @@ def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result
 
 def _devices(found: Sequence[dict[str, Any]]) -> str:
     columns = ("device", "state", "online in", "last seen", "certificate until", "remarks")
-    return table(columns, map(_device_row, found), "No devices here.\nNext: fedcg token create")
+    return table(
+        columns,
+        map(_device_row, found),
+        "No such devices here.\nNext: fedcg device list for all, or fedcg token create",
+    )
 
 
 def _device_row(values: dict[str, Any]) -> tuple[object, ...]:

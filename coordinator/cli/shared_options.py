@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from coordinator.paths import Home
     from coordinator.storage.store import Store
 
+_NEXT, _COMMAND = re.compile(r"(?m)^Next: .*$"), re.compile(r"fedcg (federation|device|token|coordinator token) [a-z]+")
 HOME_VARIABLE = "FEDCG_HOME"
 Directory = Annotated[Path, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory.")]
 Somewhere = Annotated[
@@ -38,7 +41,11 @@ def asks(command: Callable[..., Result]) -> Callable[..., None]:
         from coordinator.cli.client import client_of
 
         with client_of(directory, url) as client:
-            return command(client, **given)
+            result = command(client, **given)
+        text, place = result[1], f" --url {url}" if url else f" --dir {directory}"
+        if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the next step is for the same coordinator
+            text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
+        return (result[0], text) if len(result) == 2 else (result[0], text, result[2])
 
     return prints(with_options(ask, command, directory=(Somewhere, None), url=(Url, None)))
 

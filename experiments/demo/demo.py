@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -185,23 +186,28 @@ class Demo:
             store.save_roster(roster_of(cards, FEDERATION, "the demo's roster"))
 
     def _start_agent(self, processes: Children, client: str) -> Child:
-        run, bundle = self._run, self._run.bundle(client)
-        environment = {
-            "FEDCG_AGENT_BROKER_PROTOCOL": run.protocol,
-            "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
-            "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
-            "FEDCG_AGENT_TRAINING_SHADOW_EVERY": "1",
-            "FEDCG_AGENT_TRAINING_THREADS": "1",
+        config = self._run.bundle(client) / "agent.toml"
+        settings: dict[str, object] = {
+            "broker.protocol": self._run.protocol,
+            "data.root": f"../../data/{client}",
+            "data.common_test": "../../data/common",
+            "training.shadow_every": 1,
+            "training.threads": 1,
             # All boxes share one machine here: what is faster would mean nothing, and exports would take turns with training.
-            "FEDCG_AGENT_EXPORT_VARIANTS": "false",
-            "FEDCG_AGENT_EXPORT_EACH_BEST": "false",
-            "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ",".join(sorted(part.value for part in self._allowed[0])),
-            "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(sorted(field.value for field in self._allowed[1])),
+            "export.variants": False,
+            "export.each_best": False,
+            "policy.allow_upload": sorted(part.value for part in self._allowed[0]),
+            "policy.allow_report": sorted(field.value for field in self._allowed[1]),
         }
         if len(names := self._backbones) > 1:
-            environment["FEDCG_AGENT_TRAINING_BACKBONE"] = names[self._clients.index(client) % len(names)]
-        arguments = ("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
-        return processes.fork(client, *arguments, environment=environment)
+            settings["training.backbone"] = names[self._clients.index(client) % len(names)]
+        text = config.read_text()
+        for name, value in settings.items():  # in the file, so that a person can start the agent again
+            table, _, key = name.partition(".")
+            text = re.sub(rf"(?m)^{key} = .*\n", "", text)
+            text = text.replace(f"[{table}]\n", f"[{table}]\n{key} = {json.dumps(value)}\n", 1)
+        config.write_text(text)
+        return processes.fork(client, "agent", "run", "--config", config, "--until-finished")
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
         """What the demo's devices may upload and report: the defaults and what the spec requires; more than the defaults is printed."""

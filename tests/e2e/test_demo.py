@@ -98,6 +98,12 @@ def test_a_flipped_byte_in_any_file_that_a_device_has_after_its_rounds_is_named(
         path.write_bytes(whole)
 
 
+def test_an_agent_of_a_demo_finds_its_images_when_a_person_starts_it_again(demo: Path) -> None:
+    told = run_fedcg("doctor", "--config", demo / "devices" / "client-1" / "agent.toml", "--json")
+    findings = {each["check"]: each for each in data_of(told.stdout)["findings"]}
+    assert findings["data"]["state"] == "ok", findings
+
+
 def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     private = [
         argument

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedcg import imaging
+from fedcg.errors import NOT_FOUND
 from fedcg.image_form import ImageForm
 from fedcg.imaging import ImageError, Pixels, is_named_as_image
 from fedcg.learning.data.array_files import ArrayData, is_idx_name, read_idx_folder, read_npz
@@ -61,7 +62,7 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
         DataError: no folder, one that can't be read, images of a class that the spec does not name, or no image at all.
     """
     if not root.is_dir():
-        raise DataError(f"{root}: no such folder")
+        raise DataError(f"{root}: no such folder", exit_code=NOT_FOUND)
     labels = {name: index for index, name in enumerate(classes)}
     found, loose = find_images(root, classes)
     if unknown := next((path.parent for path in found if path.parent.name not in labels), None):
@@ -124,7 +125,7 @@ def read_arrays(root: Path) -> ArrayData | None:
     """
     if root.suffix == ".npz":
         if not root.is_file():
-            raise DataError(f"{root}: no such file")
+            raise DataError(f"{root}: no such file", exit_code=NOT_FOUND)
         return read_npz(root)
     if not root.is_dir():
         return None

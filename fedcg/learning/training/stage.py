@@ -149,7 +149,7 @@ def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
 
     Raises:
         DivergedError: a loss is not finite or exploded.
-        ExtensionError: a step goes down by an optimiser that the stage has not.
+        ExtensionError: a step that is no such generator, or goes down by an optimiser that the stage has not.
     """
     in_training = {name for one in stage.trained.values() for name in one.networks}
     for name, network in stage.networks.items():
@@ -274,12 +274,13 @@ class _Descending:
     def _descend(self, parts: Sequence[Tensors], shares: Sequence[float]) -> list[torch.Tensor]:
         """Take one step on a batch in parts, all of which go down one optimiser after the other together."""
         steps = [self._stage.step(self._networks, part) for part in parts]
-        asked, told = _next(steps, [None] * len(steps))
+        if not isinstance(steps[0], Generator):
+            raise self._wrong("its step yields no Descent")
+        asked, told = self._next(steps, [None] * len(steps))
         while asked:
             name = asked[0].of
             if name not in self._optimisers:
-                known = ", ".join(self._optimisers)
-                raise ExtensionError(f"stage {self._stage.name}: a Descent of {name!r}; its optimisers are {known}")
+                raise self._wrong(f"a Descent of {name!r}; its optimisers are {', '.join(self._optimisers)}")
             private = self._private.get(name)
             if private is not None:
                 answers = [_privately(private, asked[0], len(parts[0][0]))]
@@ -287,27 +288,35 @@ class _Descending:
                 self._optimisers[name].zero_grad()
                 answers = [self._backward(one, share) for one, share in zip(asked, shares, strict=True)]
                 self._optimisers[name].step()
-            asked, told = _next(steps, answers)
+            asked, told = self._next(steps, answers)
         return told
+
+    def _wrong(self, what: str) -> ExtensionError:
+        return ExtensionError(f"stage {self._stage.name}: {what}")
 
     def _backward(self, descent: Descent, share: float) -> torch.Tensor:
         loss = _sum(descent)
+        if loss.dim():
+            raise self._wrong(f"the loss of {descent.of} has the shape {[*loss.shape]}; a Descent takes one number")
         (loss if share == 1.0 else loss * share).backward(inputs=self._weights[descent.of])
         return loss.detach()
 
-
-def _next(
-    steps: Sequence[Descents], answers: Sequence[torch.Tensor | None]
-) -> tuple[list[Descent], list[torch.Tensor]]:
-    """The next descent of each part of a batch, or the losses that each told at its end."""
-    asked, told = [], []
-    for step, answer in zip(steps, answers, strict=True):
-        try:
-            asked.append(step.send(answer))
-        except StopIteration as end:  # noqa: PERF203 - how a generator returns
-            losses = end.value or ()
-            told.append(torch.stack([loss.detach() for loss in losses]) if losses else torch.empty(0))
-    return asked, told
+    def _next(
+        self, steps: Sequence[Descents], answers: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Descent], list[torch.Tensor]]:
+        """The next descent of each part of a batch, or the losses that each told at its end."""
+        asked, told = [], []
+        for step, answer in zip(steps, answers, strict=True):
+            try:
+                asked.append(step.send(answer))
+            except StopIteration as end:  # noqa: PERF203 - how a generator returns
+                losses, names = end.value, self._stage.losses
+                if losses and (not isinstance(losses, list | tuple) or len(losses) != len(names)):
+                    raise self._wrong(
+                        f"its step returns no sequence of {len(names)} losses ({', '.join(names)})"
+                    ) from None
+                told.append(torch.stack([loss.detach() for loss in losses]) if losses else torch.empty(0))
+        return asked, told
 
 
 def _sum(descent: Descent) -> torch.Tensor:

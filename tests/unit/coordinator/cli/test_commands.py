@@ -103,7 +103,7 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     shown = run_fedcg(*words, "--yes").stdout
     assert "`fedcg cohort status` on any device lists who does" in shown
-    assert shown.endswith("fedcg federation watch tiny\n")
+    assert shown.endswith(f"fedcg federation watch --dir {home.root} tiny\n")
     assert ask(home, "federation", "show", "tiny")["forgotten"] == ["a", "b"]
 
 

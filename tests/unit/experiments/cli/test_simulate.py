@@ -11,6 +11,7 @@ from opacus.accountants import RDPAccountant
 from PIL import Image
 
 from experiments.simulation.batch import load_batch
+from fedcg.errors import NOT_FOUND
 from tests.support.commands import data_of, run_fedcg
 from tests.support.simulations import QUIET, fedcg_simulate, records_of
 
@@ -144,6 +145,7 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
         private = folder / "truth" / "client-2-round-2.safetensors"
         compared = run_fedcg("audit", "compare", "--observed", folder, "--private", private)
         assert compared.exit_code == code, compared.output
+        assert run_fedcg("audit", "compare", "--observed", folder / "no", "--private", private).exit_code == NOT_FOUND
     again = resume(out)
     assert again.exit_code == 0
     assert "done before\n" in again.stderr
