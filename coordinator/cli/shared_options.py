@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from coordinator.paths import Home
     from coordinator.storage.store import Store
 
-_NEXT, _COMMAND = re.compile(r"(?m)^Next: .*$"), re.compile(r"fedcg (federation|device|token|coordinator token) [a-z]+")
+_NEXT, _COMMAND = (
+    re.compile(r"(?m)^(Next|To .*): .*$"),
+    re.compile(r"fedcg (federation|device|token|coordinator token) [a-z]+"),
+)
 HOME_VARIABLE = "FEDCG_HOME"
 Directory = Annotated[Path, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory.")]
 Somewhere = Annotated[
