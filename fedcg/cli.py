@@ -8,6 +8,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -166,12 +167,11 @@ def _for_people(error: Exception, words: Sequence[str]) -> Exception:
         return MissingExtraError(words[0], error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return BadInputError(f"{error.filename}: there is no such file or folder", exit_code=NOT_FOUND)
-    if (
-        isinstance(error, FedcgError)
-        and error.exit_code == BAD_INPUT
-        and isinstance(error.__cause__, FileNotFoundError)
-    ):
-        error.exit_code = NOT_FOUND
+    cause = error.__cause__
+    if isinstance(error, FedcgError) and error.exit_code == BAD_INPUT and isinstance(cause, FileNotFoundError):
+        name = str(cause.filename)
+        if any(name.startswith(word) and not Path(word).exists() for word in words):
+            error.exit_code = NOT_FOUND  # and not where a file is missing in a folder that is there
     if "pydantic" in sys.modules:
         from pydantic import ValidationError
 
