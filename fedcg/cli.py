@@ -169,7 +169,7 @@ def _for_people(error: Exception, words: Sequence[str]) -> Exception:
         return BadInputError(f"{error.filename}: there is no such file or folder", exit_code=NOT_FOUND)
     cause = error.__cause__
     if isinstance(error, FedcgError) and error.exit_code == BAD_INPUT and isinstance(cause, FileNotFoundError):
-        name = str(cause.filename)
+        name = str(cause.filename or str(cause).rpartition(": ")[2])  # safetensors gives no file name
         if any(name.startswith(word) and not Path(word).exists() for word in words):
             error.exit_code = NOT_FOUND  # and not where a file is missing in a folder that is there
     if "pydantic" in sys.modules:
