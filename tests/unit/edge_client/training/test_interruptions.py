@@ -250,7 +250,7 @@ def test_an_aggregation_worker_that_hangs_or_whose_card_broke_is_replaced_and_th
     settings = worker_settings(tmp_path)
     said = merged_despite(replace(settings, stall_s=STALL_S) if first_life is driven_worker.hang_once else settings)
     died = [event for event in said if isinstance(event, WorkerDied)]
-    assert [(event.deaths, event.reason) for event in died] == [(1, reason)]
+    assert [(event.deaths, event.reason.startswith(reason)) for event in died] == [(1, True)], died
     assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2
     assert said[-1] == JobDone(1, 1, "9" * 64, 1, "8" * 64)
     assert BROKEN_EXIT != 0

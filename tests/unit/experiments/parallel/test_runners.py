@@ -26,6 +26,7 @@ from experiments.simulation.batch_runner import default_workers
 from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import WireCoding
 from fedcg import cli
+from fedcg.errors import FedcgError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, Update
 from fedcg.learning.networks.plans import initial_parts
@@ -114,7 +115,7 @@ def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
 def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
     one = party_of("fedavg")
     pool.start(one)
-    with pytest.raises(KeyError, match="what is not there"):
+    with pytest.raises(FedcgError, match=r"KeyError: 'what is not there' \(test_runners\.py, line \d+, in faulty\)"):
         list(pool.answers(faulty, [ANY, ANY], None))
     with pytest.raises(RuntimeError, match="PickyError: this and that"):
         list(pool.answers(picky, [ANY], None))
