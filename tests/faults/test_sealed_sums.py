@@ -204,8 +204,11 @@ def test_devices_that_stand_still_sit_out_where_the_list_differs_by_one_of_them(
         wait_for(lambda: len(ended(stack)) == 2, "both rounds' sums have ended", 120)
         assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
         wanted = re.compile("by site-5 alone.*hardly moved")
-        for one in DEVICES[:4]:
-            wait_for(lambda one=one: any(map(wanted.search, refusals(stack, one))), f"{one} sits out", 20)
+
+        def all_sit_out() -> bool:
+            return all(any(map(wanted.search, refusals(stack, one))) for one in DEVICES[:4])
+
+        wait_for(all_sit_out, "each of the four has said why", 20)
 
 
 def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_consents(
