@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def asks(command: Callable[..., Result]) -> Callable[..., None]:
 
         with client_of(directory, url) as client:
             result = command(client, **given)
-        text, place = result[1], f" --url {url}" if url else f" --dir {directory}"
+        text, place = result[1], f" --url {url}" if url else f" --dir {shlex.quote(str(directory))}"
         if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the next step is for the same coordinator
             text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
         return (result[0], text) if len(result) == 2 else (result[0], text, result[2])

@@ -134,7 +134,6 @@ class Children:
         self,
         name: str,
         *arguments: str | Path,
-        environment: Mapping[str, str] | None = None,
         outlives_others: bool = False,
         target: Callable[..., object] = run_command,
     ) -> Child:
@@ -142,7 +141,7 @@ class Children:
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
             offset = output.tell()
-        given = (target, tuple(map(str, arguments)), {**ONE_THREAD, **(environment or {})}, log)
+        given = (target, tuple(map(str, arguments)), ONE_THREAD, log)
         process = self._server.Process(target=_run, args=given, name=name)
         process.start()
         child = Child(name, process, log, offset, outlives_others)
