@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from cryptography import x509
 
@@ -191,6 +192,5 @@ def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_n
 
 def children(pid: int) -> list[int]:
     """The processes that complete a plan for a coordinator."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    found = [int(one) for task in tasks for one in (task / "children").read_text().split()]
-    return [child for child in found if b"create_federation" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = [one.info for one in psutil.process_iter(["pid", "ppid", "cmdline"])]  # leaves out what ends meanwhile
+    return [one["pid"] for one in found if one["ppid"] == pid and "create_federation" in " ".join(one["cmdline"] or ())]
