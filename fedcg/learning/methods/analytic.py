@@ -60,7 +60,10 @@ class AnalyticParams(TrainingParams):
 
     clip: Clip = CLIP
     shrinkage: float = Field(
-        default=0.5, ge=0, le=1, description="of the covariance, towards a multiple of the identity"
+        default=0.5, ge=0, le=1, description="of the cohort's covariance, towards a multiple of the identity"
+    )
+    own_shrinkage: float = Field(
+        default=0.9, ge=0, le=1, description="of the covariance of a client's own images, which are fewer"
     )
 
 
@@ -89,7 +92,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         moments = feature_moments(extractor, data, ctx)
     own = class_gaussians(moments)
     assert own is not None  # there are images
-    head = _head(own, state.parts, log_prior(data.label_counts()), ctx)
+    head = _head(own, state.parts, log_prior(data.label_counts()), _params(ctx).own_shrinkage, ctx)
     kept = {name: tensor.clone() for name, tensor in moments.items()}
     private = {**state.parts, Part.CLASSIFIER: head, Part.STATISTICS: kept}
     return LocalResult(SharedResult({Part.STATISTICS: moments}), ClientState(private), Report(examples=len(data)))
@@ -107,14 +110,17 @@ def align(
     if classes is None:
         return {}
     # With `balance = logits` the prior is added to every classifier that is downloaded.
-    prior = log_prior(data.label_counts())
-    return {Part.CLASSIFIER: _head(classes, own, 0.0 * prior if ctx.privacy.balance == "logits" else prior, ctx)}
+    prior = log_prior(data.label_counts()) * (ctx.privacy.balance != "logits")
+    return {Part.CLASSIFIER: _head(classes, own, prior, _params(ctx).shrinkage, ctx)}
+
+
+def _params(ctx: RoundContext) -> AnalyticParams:
+    return AnalyticParams.model_validate(ctx.spec.params)
 
 
 def _head(
-    classes: ClassGaussians, parts: Mapping[Part, Weights], prior: torch.Tensor, ctx: RoundContext
+    classes: ClassGaussians, parts: Mapping[Part, Weights], prior: torch.Tensor, shrinkage: float, ctx: RoundContext
 ) -> dict[str, torch.Tensor]:
-    shrinkage = AnalyticParams.model_validate(ctx.spec.params).shrinkage
     layer, validation = linear_layer(ctx.spec), ctx.validation
     if validation is None or not len(validation):
         return chosen_head(classes, prior, shrinkage, layer, None)

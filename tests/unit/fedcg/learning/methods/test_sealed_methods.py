@@ -219,6 +219,14 @@ def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_
     head = downloaded_parts({E: extractor.state_dict()}, Aggregate({S: other}), data.train, ctx)[C]
     wanted = lda_head(pooled, log_prior((24, 0, 0)), 0.5, USUAL_TEMPERATURE, "1.")
     assert near(head, wanted, 5e-3 * float(wanted["1.weight"].abs().max()))  # sums have 27 bits
+    # A client's own head, of fewer images, is shrunk more.
+    state = ends[0].states["a"]
+    ctx = replace(party.client_context("a", 1), validation=None)
+    own = class_gaussians(state.parts[S])
+    assert own is not None
+    prior = log_prior(datasets["a"].train.label_counts())
+    found = protected_round(get_method("analytic"), state, datasets["a"].train, None, ctx).private.parts[C]
+    assert near(found, lda_head(own, prior, 0.9, USUAL_TEMPERATURE, "1."), 1e-5)
 
 
 def test_of_all_methods_analytic_alone_is_exact_on_what_is_summed() -> None:
