@@ -133,6 +133,9 @@ class _Reader:
     def __init__(self, form: ImageForm, classes: tuple[str, ...]) -> None:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
+        self._unhashed: dict[
+            int, _Read
+        ] = {}  # by identity: a deal, which outlives this, may give all clients one test set
 
     @property
     def skipped(self) -> tuple[SkippedImage, ...]:
@@ -140,14 +143,19 @@ class _Reader:
         return tuple(self._skipped.values())
 
     def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
-        """Decode in the order in which an agent reads its folder: by `CLASS/NAME`."""
+        """Decode in the order in which an agent reads its folder: by `CLASS/NAME`; the same pictures only once."""
+        if not is_hashed and id(pictures) in self._unhashed:
+            return self._unhashed[id(pictures)]
         named = [
             (f"{self._classes[label]}/{picture.name}", label, picture)
             for label, of_class in enumerate(pictures)
             for picture in of_class
         ]
         named.sort(key=lambda one: one[0])
-        return self._decoded(named, is_hashed=is_hashed)
+        read = self._decoded(named, is_hashed=is_hashed)
+        if not is_hashed:
+            self._unhashed[id(pictures)] = read
+        return read
 
     def unlabelled(self, pictures: Sequence[Picture]) -> torch.Tensor:
         """Decode pictures in the order given: [N, C, H, W] uint8."""

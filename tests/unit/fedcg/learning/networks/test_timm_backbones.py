@@ -173,8 +173,9 @@ def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_th
     first = kept.of(spec, [data], "cpu", lambda: batches.append(1))
     assert first is kept.of(spec, [replace(data)], "cpu", lambda: batches.append(1))
     assert len(batches) == 1
-    kept.of(spec, [images(4)], "cpu", lambda: batches.append(1))
+    both = kept.of(spec, [some := images(4), some], "cpu", lambda: batches.append(1))  # clients may share one test set
     assert len(batches) == 2
+    assert both[0].images is both[1].images
     assert with_features(spec, [data.rows([])], "cpu")[0].images.shape == (0, first[0].images.shape[1])
 
 
