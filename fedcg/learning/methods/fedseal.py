@@ -5,9 +5,9 @@ sealed moments of the mean extractor's features, without training; from these ea
 2021). Clients vote before each sum, on the aggregate that the round starts from:
 
   * the calibrated classifier is taken where most clients' validation losses fall, by those whose own falls too;
-  * a mean that loses more on most clients' validation images than what they trained from is taken back: all go on from that again. Nobody
-    can look into sealed weights. (A head that a client fits itself to features judges an extractor worse: the features of a spoilt one
-    still answer for a few dozen images.)
+  * a mean is taken back that, with the better of both classifiers, loses more on most clients' validation images than what they trained
+    from: all go on from that again. Nobody can look into sealed weights. (A head that a client fits itself to features judges an extractor
+    worse: the features of a spoilt one still answer for a few dozen images.)
   * where the images of half of the clients differ in kind, so that the mean fits them far worse than their own models, all keep their own
     extractors, and go on with the classifiers alone.
 """
@@ -109,10 +109,12 @@ def _bits(state: ClientState, aggregate: Aggregate, head: Parts, data: ImageSet,
     if ctx.validation is None or not len(ctx.validation):
         return 0
     before, loss = _trained_from(state), _loss(aggregate.parts, data, ctx)
+    as_calibrated = _loss({**aggregate.parts, **head}, data, ctx)
     with_own = {**aggregate.parts, Part.EXTRACTOR: state.parts[Part.EXTRACTOR]}
-    with_head = min(_loss({**parts, **head}, data, ctx) for parts in (aggregate.parts, with_own))
+    with_head = min(as_calibrated, _loss({**with_own, **head}, data, ctx))
     found = {
-        UNUSABLE: bool(before) and loss > params.unusable * _validation_loss(before, ctx),
+        # At its best: what was trained from may have had a calibrated classifier too.
+        UNUSABLE: bool(before) and min(loss, as_calibrated) > params.unusable * _validation_loss(before, ctx),
         OTHER_KIND: min(loss, _own_shares_loss(aggregate.parts, data, ctx))
         > params.other_kind * _validation_loss(state.parts, ctx),
         CALIBRATED: bool(head) and with_head < min(loss, _loss(with_own, data, ctx)),

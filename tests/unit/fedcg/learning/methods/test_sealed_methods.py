@@ -143,6 +143,9 @@ def test_a_client_votes_against_a_useless_extractor_and_for_a_calibrated_classif
     state = replace(sealed.states["a"], extras=before)
     assert fedseal.vote(state, sealed.aggregate, data.train, ctx) & UNUSABLE == 0
     assert fedseal.vote(state, Aggregate({**sealed.aggregate.parts, E: dead}), data.train, ctx) & UNUSABLE
+    head = fedseal.align(state.parts, sealed.aggregate, data.train, ctx)[C]  # of far smaller loss than the average
+    calibrated = replace(state, extras={**before, TRAINED_FROM + C.value: head})
+    assert fedseal.vote(calibrated, sealed.aggregate, data.train, ctx) & UNUSABLE == 0
     newcomer = ClientState(state.parts)
     assert fedseal.vote(newcomer, Aggregate({**sealed.aggregate.parts, E: dead}), data.train, ctx) & UNUSABLE == 0
     assert fedseal.vote(state, Aggregate({**sealed.aggregate.parts, E: dead}), data.train, of_kinds) & OTHER_KIND
