@@ -96,7 +96,9 @@ def run(
     ] = None,
     federation: Annotated[str | None, typer.Option(help="which one, where there are several")] = None,
     client: Annotated[str | None, typer.Option(help="whose update, where there are several")] = None,
-    round_number: Annotated[int | None, typer.Option("--round", min=1, help="default: the client's last one")] = None,
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=1, help="default: the last one that the client trained in")
+    ] = None,
     attacks: Annotated[
         list[str] | None,
         typer.Option(help="a name, or several with commas; repeat for more; default: all (`fedcg audit attacks`)"),

@@ -231,7 +231,7 @@ class Case:
         if auxiliary and (self.view.auxiliary is None or len(self.view.auxiliary) < 2 * self.view.spec.class_count):
             return "the attacker needs labelled images of the same kind: give --auxiliary"
         if private and self.truth.before is None and self.view.hidden:
-            return "the gradients of single batches follow from the device's private networks: give --private"
+            return "the gradients of single batches follow from the device's private networks: give --private, a store that has them from before this round"
         if held_out and len(self.truth.held_out) < 2:
             return "there are no images of the device that were not trained on: give some as --held-out"
         return None

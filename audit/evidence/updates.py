@@ -71,7 +71,7 @@ class RecordedUpdates:
 
         Args:
             client: the only one in the folder where it is None.
-            round_number: the last one of the client where it is None.
+            round_number: where it is None, the last one in which the client trained, or its last.
             auxiliary: what the attacker has beside.
             secret: the cohort's, of an attacker whom one of its boxes helps: it opens the means in sealed sums.
 
@@ -87,7 +87,7 @@ class RecordedUpdates:
             )
         client = client or clients[0]
         rounds = sorted(number for name, number in there if name == client)
-        round_number = round_number or (rounds[-1] if rounds else 0)
+        round_number = round_number or max(rounds, key=lambda one: (self.spec.trains_in(one), one), default=0)
         if (client, round_number) not in there:
             raise CaptureError(
                 f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; there are those of "

@@ -217,8 +217,9 @@ def resume_sums_command(
     """
     with alone_with_store(read_config(config)) as store:
         known = store.sum_gate.first_round
-        first = known or store.sum_gate.resume(max(last, store.seen()[1]))
-    text = "Sums are not blocked here. " if known else ""
+        is_due = known is None or 1 < known <= last  # a number that was too low is corrected
+        first = store.sum_gate.resume(max(last, store.seen()[1])) if is_due else known
+    text = "" if is_due else "Sums are not blocked here. "
     return (
         {"was_blocked": known is None, "first_round": first},
         f"{text}This device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",

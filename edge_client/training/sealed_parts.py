@@ -39,7 +39,7 @@ def sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
 def opened_parts(
     work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool
 ) -> dict[Part, dict[str, Array]]:
-    """The means in an aggregate's sealed sums."""
+    """The means in an aggregate's sealed sums; of an earlier round only where nothing is trained from them, so that they stay as good."""
     header, found = decoded.header, dict[Part, dict[str, Array]]()
     sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
     for parts in sorted({one.parts for one in header.sums}):
@@ -47,7 +47,7 @@ def opened_parts(
         one, near = groups[0], (header.round, header.round - 1)
         due = max((number for number in near if spec.sealed_in(number) == parts), default=0)
         secrets = work.store.secrets_of_sum(one.round)
-        if not secrets or (has_state and one.round < due):
+        if not secrets or (has_state and one.round < due and not spec.is_exact):
             continue
         try:
             found |= _opened_by(secrets, sealed, groups, spec)

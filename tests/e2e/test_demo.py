@@ -77,12 +77,12 @@ def test_sealed_numbers_cross_the_broker_and_show_nothing_to_its_observer(tmp_pa
     assert observed["tensors"] >= 4 + 1
     assert observed["is_fair"], observed["text"]
     assert "of sealed numbers show nothing" in done.stdout
-    words = (
-        "--updates run/observer --client client-1 --round 1 --data run/data/client-1 --attacks labels --effort quick"
-    )
+    words = "--updates run/observer --client client-1 --data run/data/client-1 --attacks labels --effort quick"
     audited = _fedcg("audit", "run", *words.split(), "--out", "audit", "--json", cwd=tmp_path)
     assert audited.returncode == 0, audited.stderr
-    assert "extractor" not in data_of(audited.stdout)["subject"]["sent"]
+    subject = data_of(audited.stdout)["subject"]
+    assert "extractor" not in subject["sent"]
+    assert subject["round"] == {"fedseal": 1, "analytic": 2}[method], "the last round that trained"
 
 
 @pytest.mark.slow

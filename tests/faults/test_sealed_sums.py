@@ -227,10 +227,17 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
 
         wait_for(is_over, f"round {rounds} is over: {stack.tail('coordinator')}")
 
+    def outcomes(number: int) -> list[tuple[float, float]]:
+        found = [PrivateStore(stack.store(device)) for device in rest[1:]]
+        wait_for(lambda: all(one.finalised().get("round") == number for one in found), "they have chosen their models")
+        return [(one.finalised()["loss_val_own"], one.finalised()["loss_val_downloaded"]) for one in found]
+
     with stack.up():
         for device in DEVICES:
             stack.start(device, "agent", "run", "--config", str(stack.config(device)))
         await_end(1)
+        before = outcomes(1)
+        assert all(own != downloaded for own, downloaded in before)
         first, images = of_round(stack, 1, part=Part.STATISTICS), images_of(stack, DEVICES)
         own = {device: own_part(stack, device, Part.STATISTICS) for device in DEVICES}
         check_moments(first.mean, own, images)
@@ -243,6 +250,7 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
         assert "`fedcg cohort card --alone`" in told
         await_end(2)
         assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
+        assert outcomes(2) == before, "without a new sum the last one counts"
         for device in rest:
             assert any("by site-5 alone" in why and "card --alone" in why for why in refusals(stack, device))
 

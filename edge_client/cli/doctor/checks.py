@@ -385,6 +385,13 @@ def _sums(config: AgentConfig, now: datetime) -> Result:
         has_roster, first = store.is_made and bool(store.roster().keys), store.sum_gate.first_round
     except EdgeError as error:
         return "failed", str(error), "the next step is in that line"
+    if not has_roster and (spec := spec_of(config)) is not None and spec.sealed:
+        text = f"{spec.federation} seals sums, and this device has no roster of the cohort: it declines every round"
+        return (
+            "warning",
+            text,
+            "`fedcg cohort card` here, add the line to the roster, and `fedcg cohort roster FILE` on every device",
+        )
     if not has_roster:
         return "ok", "no roster of the cohort: this device is in no sum", ""
     if first is not None:

@@ -4,7 +4,7 @@ Our own method. Extractors are a sealed mean, classifiers an open one, so accura
 sealed moments of the mean extractor's features, without training; from these each client calibrates the averaged classifier (CCVR, Luo et al.
 2021). Clients vote before each sum, on the aggregate that the round starts from:
 
-  * the calibrated classifier is taken where most clients' validation losses fall, by those whose own falls too;
+  * the calibrated classifier is taken by all where most clients' validation losses fall;
   * a mean is taken back that, with the better of both classifiers, loses more on most clients' validation images than what they trained
     from: all go on from that again. Nobody can look into sealed weights. (A head that a client fits itself to features judges an extractor
     worse: the features of a spoilt one still answer for a few dozen images.)
@@ -84,17 +84,14 @@ Parts = Mapping[Part, Weights]
 
 
 def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
-    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps."""
+    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps most."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
     head = _calibrated(aggregate, ctx)
     votes = ctx.cohort.votes or {"": _bits(ClientState(own), aggregate, head, data, ctx)}
     changed = {Part.EXTRACTOR: own[Part.EXTRACTOR]} if _share(votes, OTHER_KIND) >= 0.5 else {}
     if _share(votes, CALIBRATED) > 0.5:
-        plain = {**aggregate.parts, **changed}
-        better = {**plain, **head}
-        if _loss(better, data, ctx) < _loss(plain, data, ctx):
-            changed[Part.CLASSIFIER] = better[Part.CLASSIFIER]
+        changed |= head  # for all alike: updates of clients that start apart can't be told from hostile ones
     return changed
 
 
@@ -171,7 +168,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     down = {} if aggregate is None else aggregate.parts
     start = {part: down.get(part, state.parts[part]) for part in sorted(PERSONAL)}
     if not ctx.spec.trains_in(ctx.round):
-        return _moments_of(state, start[Part.EXTRACTOR], data, ctx)
+        return _moments_of(state, start, data, ctx)
     if (before := _trained_from(state)) and _share(ctx.cohort.votes, UNUSABLE) > 0.5:
         ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
         start = before
@@ -183,10 +180,12 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     return replace(result, private=ClientState(parts, {**result.private.extras, **kept}))
 
 
-def _moments_of(state: ClientState, weights: Weights, data: ImageSet, ctx: RoundContext) -> LocalResult:
+def _moments_of(state: ClientState, start: Parts, data: ImageSet, ctx: RoundContext) -> LocalResult:
     usable_rows(len(data), 2)
-    moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, weights, ctx.device), data, ctx)
-    private = {**state.parts, Part.STATISTICS: {name: tensor.clone() for name, tensor in moments.items()}}
+    moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, start[Part.EXTRACTOR], ctx.device), data, ctx)
+    # Who never trained has no better model than the mean.
+    own = state.parts if state.extras else {**state.parts, **start}
+    private = {**own, Part.STATISTICS: {name: tensor.clone() for name, tensor in moments.items()}}
     shared = SharedResult({Part.STATISTICS: moments})
     return LocalResult(shared, replace(state, parts=private), Report(examples=len(data)))
 

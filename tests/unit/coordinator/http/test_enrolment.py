@@ -35,15 +35,7 @@ from edge_client.identity.enrolment_client import ask
 from edge_client.link.https_client import check_ready
 from fedcg.listening import Caps, Connections
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages.enrolment_messages import (
-    ENROL_PATH,
-    MAX_BODY_BYTES,
-    EnrolAnswer,
-    EnrolRequest,
-    Token,
-    enrolment_statement,
-    load_certificate,
-)
+from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -51,8 +43,10 @@ from tests.support.broker.brokers import HOST
 from tests.support.coordinator.enrolments import FEDERATION, Desk, Pretender, json_of, running_desk
 
 
-def request_of(token: Token, device: str, tls: TlsKey, signing: SigningKey, **changes: Any) -> EnrolRequest:
-    proof = signing.sign(enrolment_statement(token.id, device, tls.digest, signing.public.hex)).hex()
+def request_of(
+    token: enrolment_messages.Token, device: str, tls: TlsKey, signing: SigningKey, **changes: Any
+) -> enrolment_messages.EnrolRequest:
+    proof = signing.sign(enrolment_messages.enrolment_statement(token.id, device, tls.digest, signing.public.hex)).hex()
     values: dict[str, Any] = {
         "token": token.id,
         "secret": token.secret.hex(),
@@ -62,11 +56,11 @@ def request_of(token: Token, device: str, tls: TlsKey, signing: SigningKey, **ch
         "proof": proof,
         "nonce": "7" * 32,
     }
-    return EnrolRequest(**{**values, **changes})
+    return enrolment_messages.EnrolRequest(**{**values, **changes})
 
 
-def send(desk: Desk, request: EnrolRequest) -> EnrolAnswer:
-    return ask(desk.url, ENROL_PATH, request, EnrolAnswer, desk.context())
+def send(desk: Desk, request: enrolment_messages.EnrolRequest) -> enrolment_messages.EnrolAnswer:
+    return ask(desk.url, enrolment_messages.ENROL_PATH, request, enrolment_messages.EnrolAnswer, desk.context())
 
 
 def raw(desk: Desk, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
@@ -85,8 +79,8 @@ def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(
     assert (config.broker.host, config.broker.port, config.enrolment.url) == ("127.0.0.1", 8883, desk.url)
     keys = load_keys(config)
     assert keys.coordinator == SigningKey.load(desk.home.signing_key).public
-    certificate = load_certificate((out / "tls" / "device.pem").read_bytes())
-    certificate.verify_directly_issued_by(load_certificate(desk.authority.read_bytes()))
+    certificate = enrolment_messages.load_certificate((out / "tls" / "device.pem").read_bytes())
+    certificate.verify_directly_issued_by(enrolment_messages.load_certificate(desk.authority.read_bytes()))
     assert certificate.subject.rfc4514_string() == "CN=line-4"
     assert 29 <= (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days <= 31
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((out / "tls").stat().st_mode) == 0o700
@@ -172,7 +166,7 @@ def test_the_log_of_a_request_without_a_token_holds_nothing_of_what_it_says(desk
     evil = "x\n2026-11-26 06:00:00 [info] FORGED\x1b[2J"
     valid = {"token": "0" * 16, "secret": "0" * 64, "device": "forged-name", "request": "x", "signing_key": "0" * 64}
     for content in ({evil: 1}, {**valid, "proof": "0" * 128, evil: 1}, {**valid, "proof": "0" * 128}):
-        raw(desk, "POST", ENROL_PATH, json.dumps(content).encode())
+        raw(desk, "POST", enrolment_messages.ENROL_PATH, json.dumps(content).encode())
     refused = desk.events("enrolment_refused")
     assert len(refused) == 3
     assert "forged" not in json.dumps(refused).lower()
@@ -224,7 +218,9 @@ def test_requests_are_bounded_and_strict(home: Home) -> None:
     with running_desk(home, per_address=Rate(100, 1.0)) as desk:
         good = request_of(desk.token("line-4"), "line-4", TlsKey.generate(), SigningKey.generate())
         values = json.loads(good.model_dump_json())
-        assert raw(desk, "POST", ENROL_PATH, b"{" + b" " * MAX_BODY_BYTES)[0] == 413
+        assert (
+            raw(desk, "POST", enrolment_messages.ENROL_PATH, b"{" + b" " * enrolment_messages.MAX_BODY_BYTES)[0] == 413
+        )
         wrong: tuple[object, ...] = (
             {**values, "extra": 1},
             {**values, "device": 4},
@@ -233,10 +229,10 @@ def test_requests_are_bounded_and_strict(home: Home) -> None:
             [],
         )
         for changed in wrong:
-            status, answer = raw(desk, "POST", ENROL_PATH, json.dumps(changed).encode())
+            status, answer = raw(desk, "POST", enrolment_messages.ENROL_PATH, json.dumps(changed).encode())
             assert status == 422
             assert good.secret not in json.dumps(answer)
-        assert raw(desk, "POST", ENROL_PATH, b"not json")[0] == 422
+        assert raw(desk, "POST", enrolment_messages.ENROL_PATH, b"not json")[0] == 422
         assert raw(desk, "GET", "/api/v1/devices", None)[0] == 404
         assert raw(desk, "GET", "/openapi.json", None)[0] == 404
         assert desk.store.devices() == []
@@ -301,7 +297,7 @@ def between(desk: Desk, role: str, change: Change) -> Pretender:
 
     def respond(request: bytes) -> bytes:
         body = json.dumps(json_of(request)).encode()
-        asked = Request(desk.url + ENROL_PATH, body, {"Content-Type": "application/json"})  # noqa: S310 - https, on loopback
+        asked = Request(desk.url + enrolment_messages.ENROL_PATH, body, {"Content-Type": "application/json"})  # noqa: S310 - https, on loopback
         with urlopen(asked, context=ssl.create_default_context(cafile=str(authority)), timeout=20) as answer:  # noqa: S310
             return json.dumps(change(json.loads(answer.read()))).encode()
 

@@ -22,17 +22,8 @@ from edge_client.store.roster import Roster, card_of, roster_mark, roster_of
 from edge_client.sum_keeper import SumKeeper
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.messages.schemas import (
-    CohortVerdict,
-    Hello,
-    RoundAttempt,
-    SumDown,
-    SumExchange,
-    SumMembers,
-    SumShares,
-    SumUp,
-)
 from fedcg.wire.sums import SumRound, SumSecrets
 from tests.support.commands import data_of, fails, run_fedcg
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, newest, toy_generation, toy_spec, write_device
@@ -84,7 +75,7 @@ def test_the_secret_is_its_owners_alone_and_is_replaced_on_request_alone(tmp_pat
 
 def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
+    store.generations.commit(toy_generation(toy_spec(), schemas.RoundAttempt(1, 1)))
     with pytest.raises(StoreError, match="have started here without a cohort secret"):
         create(store)
     assert store.cohort_secret() is None
@@ -95,7 +86,7 @@ def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_comm
 ) -> None:
     config = write_device(tmp_path / "box", DEVICE)
     store = PrivateStore.open(load_config(config, {}).store, FEDERATION, DEVICE)
-    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
+    store.generations.commit(toy_generation(toy_spec(), schemas.RoundAttempt(1, 1)))
     for number, ends in enumerate((BAD_INPUT, EXISTS)):
         code = tmp_path / "code"
         code.write_text(code_of(bytes([number]) * 32))
@@ -118,15 +109,15 @@ def test_devices_without_a_secret_are_alike_and_unlike_one_that_has_it() -> None
     cohorts = Cohorts()
     cohorts.note("site-1", None)
     assert cohorts.note("site-2", None) == ()
-    assert cohorts.verdict("site-1") is CohortVerdict.SAME
+    assert cohorts.verdict("site-1") is schemas.CohortVerdict.SAME
     assert cohorts.note("mine", "m") == ("site-1", "site-2")
-    assert cohorts.verdict("mine") is CohortVerdict.LACKING
-    assert cohorts.verdict("site-1") is CohortVerdict.DIFFERENT
+    assert cohorts.verdict("mine") is schemas.CohortVerdict.LACKING
+    assert cohorts.verdict("site-1") is schemas.CohortVerdict.DIFFERENT
     cohorts.note("like mine", "m")
-    assert cohorts.verdict("mine") is CohortVerdict.LACKING
+    assert cohorts.verdict("mine") is schemas.CohortVerdict.LACKING
     assert "another device has no cohort secret" in str(sentence_of({"event": "cohort", "others": "lacking"}))
     cohorts.note("site-2", "another")
-    assert cohorts.verdict("mine") is CohortVerdict.DIFFERENT
+    assert cohorts.verdict("mine") is schemas.CohortVerdict.DIFFERENT
 
 
 def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: Path) -> None:
@@ -154,10 +145,10 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: 
 def test_an_agent_sends_its_mark_and_records_when_others_have_another_secret(make_world: MakeWorld) -> None:
     world = make_world()
     secret = secret_of(create(PrivateStore.open(world.config.store, FEDERATION, DEVICE)))
-    world.coordinator.cohort = CohortVerdict.DIFFERENT
+    world.coordinator.cohort = schemas.CohortVerdict.DIFFERENT
     world.coordinator.come_online()
     world.start_agent()
-    assert world.coordinator.wait(Hello).cohort == mark_of(secret, FEDERATION)
+    assert world.coordinator.wait(schemas.Hello).cohort == mark_of(secret, FEDERATION)
     world.coordinator.work_until(
         lambda: [event["others"] for event in world.events("cohort")] == ["different"], "the other secret is recorded"
     )
@@ -270,7 +261,7 @@ def cohort(tmp_path: Path) -> tuple[Path, Path]:
     for config in configs:
         store = PrivateStore.open(load_config(config, {}).store, FEDERATION, config.parent.name)
         store.keep_cohort_secret(b"c" * 32)
-        store.generations.commit(toy_generation(toy_spec(), RoundAttempt(4, 1)))
+        store.generations.commit(toy_generation(toy_spec(), schemas.RoundAttempt(4, 1)))
         store.save_seen((1, 4, 1))
     return configs
 
@@ -301,7 +292,7 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
     for config in cohort:
         store = store_of(config)
         assert store.cohort_secret() == secret_of(code)
-        assert newest(store.generations)[0].round_attempt == RoundAttempt(4, 1), "networks stay"
+        assert newest(store.generations)[0].round_attempt == schemas.RoundAttempt(4, 1), "networks stay"
         assert store.sum_gate.first_round == 5, "the open round's sum began under the secret before"
         assert store.secrets_of_sum(4) == (secret_of(code), b"c" * 32), "the last sum is still opened"
         assert store.secrets_of_sum(5) == (secret_of(code),), "who has the one before makes no later one"
@@ -324,7 +315,7 @@ def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one
     gate = store.sum_gate
     assert (gate.first_round, gate.last_round, gate.obstacle(1)) == (1, 0, "")
     for exchange, number in (("weights", 2), ("parts", 3)):
-        store.save_sum_record(cast("SumExchange", exchange), {"round": number})
+        store.save_sum_record(cast("schemas.SumExchange", exchange), {"round": number})
     assert (gate.first_round, gate.last_round) == (1, 3)
     gate.block()
     assert (gate.first_round, gate.last_round) == (None, None)
@@ -367,7 +358,8 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     assert "last round with a sum: unknown" in run_fedcg("cohort", "status", "--config", first).stdout
     with store_of(first).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *sums)
-    assert "in sums from round 18 on" in run_fedcg(*sums).stdout
+    assert "in sums from round 8 on" in run_fedcg("cohort", "resume-sums", "7", "--config", first).stdout
+    assert "in sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
     assert "last round with a sum: 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
         assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
@@ -386,12 +378,12 @@ def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_re
         )
     )
     announced = {name: SumSecrets.draw(name).announce(at, 5, key) for name, key in keys.items()}
-    members = SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
-    asked = SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)
+    members = schemas.SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
+    asked = schemas.SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)
     world.coordinator.tell(asked)
-    assert isinstance(world.coordinator.wait(SumUp).body, SumShares)
+    assert isinstance(world.coordinator.wait(schemas.SumUp).body, schemas.SumShares)
     store.sum_gate.block()
     world.coordinator.tell(asked)
     world.coordinator.work_until(lambda: bool(world.events("refused")), "it refuses")
     assert "the private store was restored" in str(world.events("refused")[0]["detail"])
-    assert sum(isinstance(message, SumUp) for message in world.coordinator.heard) == 1
+    assert sum(isinstance(message, schemas.SumUp) for message in world.coordinator.heard) == 1

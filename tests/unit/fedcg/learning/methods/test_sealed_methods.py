@@ -74,6 +74,10 @@ def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_the_mean_extr
         for kept in (E, C):
             assert cases.same(state.parts[kept], sealed.states[name].parts[kept])
             assert cases.same(first.shadows[name].parts[kept], sealed.shadows[name].parts[kept])
+    newcomer = get_method("fedseal").init_client(party.spec, initial_parts(party.spec, b"cohort"))
+    ctx = party.client_context("a", 2)
+    joined = get_method("fedseal").local_round(newcomer, party.datasets["a"].train, first.aggregate, ctx).private
+    assert cases.same(joined.parts[E], first.aggregate.parts[E]), "who never trained uses the mean"
     extractor = load_part(party.spec, E, first.aggregate.parts[E])
     together = [data.train for data in party.datasets.values()]
     features = torch.cat([extract_features(extractor, one.images, party.spec).flatten(1) for one in together])
@@ -81,9 +85,7 @@ def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_the_mean_extr
     assert near(sealed.aggregate.parts[S], wanted, 1e-4)
 
 
-def test_the_calibrated_classifier_is_taken_where_most_votes_and_the_own_validation_are_for_it(
-    sealed: Simulation,
-) -> None:
+def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it(sealed: Simulation) -> None:
     party = ours()
     own, data = sealed.states["a"].parts, party.datasets["a"]
     classes = class_gaussians(sealed.aggregate.parts[S])
