@@ -24,7 +24,7 @@ _LABEL_COUNTS = {
 }
 
 WHEN: Mapping[str, str] = {
-    "fedseal": "4 or more boxes share a secret: FedAvg's accuracy or more, and nobody outside reads an extractor",
+    "fedseal": "4 or more boxes share a secret: FedAvg's accuracy, and nobody outside reads an extractor",
     "analytic": "the backbone is pretrained and frozen, and boxes share a secret: one exchange, whatever the split of images",
     "fedavg": "everybody may read the networks; with aux=1 ema=0.998 server_momentum=0.3",
     "fedsplit": "no common secret, extractors may not leave: the fewest bytes; with aux=1 ema=0.998",
@@ -54,7 +54,7 @@ def list_methods() -> Result:
     others = [name for name in method_names() if name not in WHEN]
     found = {**WHEN, **{name: _title(name) for name in others}}
     text = table(("method", "take it when"), found.items(), "")
-    return found, f"{text}\nFigures: docs/comparison.md\nNext: fedcg method show NAME"
+    return found, f"{text}\nFigures: docs/comparison.md, comparison-sealed.md and comparison-analytic.md\nNext: fedcg method show NAME"
 
 
 def _title(name: str) -> str:
