@@ -54,7 +54,7 @@ def list_methods() -> Result:
     others = [name for name in method_names() if name not in WHEN]
     found = {**WHEN, **{name: _title(name) for name in others}}
     text = table(("method", "take it when"), found.items(), "")
-    return found, f"{text}\nFigures: docs/comparison.md, comparison-sealed.md and comparison-analytic.md\nNext: fedcg method show NAME"
+    return found, f"{text}\nFigures: docs/comparison*.md\nNext: fedcg method show NAME"
 
 
 def _title(name: str) -> str:
