@@ -20,9 +20,16 @@ from fedcg.config_file import Settings, from_text, nearest, read_toml, section_o
 from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
-from fedcg.wire import parts
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, Host, PresetName
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
+from fedcg.wire.parts import (
+    DEFAULT_ALLOW_REPORT,
+    DEFAULT_ALLOW_UPLOAD,
+    MAX_SUM_DEVICES,
+    MIN_SUM_DEVICES,
+    Part,
+    ReportField,
+)
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.wire.transport.mqtt_config import TlsFiles, is_loopback
 from fedcg.worker_process import STALL_S
@@ -123,8 +130,8 @@ class PolicySection(Settings):
     federations: frozenset[Identifier] = frozenset()
     methods: frozenset[Annotated[str, Field(pattern=METHOD_PATTERN)]] = frozenset()
 
-    allow_upload: frozenset[parts.Part] = parts.DEFAULT_ALLOW_UPLOAD
-    allow_report: frozenset[parts.ReportField] = parts.DEFAULT_ALLOW_REPORT
+    allow_upload: frozenset[Part] = DEFAULT_ALLOW_UPLOAD
+    allow_report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT
     max_epochs: Annotated[int, Field(ge=1, le=1 << 31, description="local epochs of one round at most")] = 200
     max_steps: Annotated[
         int, Field(ge=1, le=1 << 31, description="local steps of one round at most, where steps are asked for")
@@ -135,12 +142,8 @@ class PolicySection(Settings):
     ] = 128
     least_sum: Annotated[
         int,
-        Field(
-            ge=parts.MIN_SUM_DEVICES,
-            le=parts.MAX_SUM_DEVICES,
-            description="fewest devices of a sealed sum that this one is in",
-        ),
-    ] = parts.MIN_SUM_DEVICES
+        Field(ge=MIN_SUM_DEVICES, le=MAX_SUM_DEVICES, description="fewest devices of a sealed sum that this one is in"),
+    ] = MIN_SUM_DEVICES
     least_share: Annotated[
         float,
         Field(

@@ -29,7 +29,17 @@ from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import enrolment_messages
+from fedcg.wire.messages.enrolment_messages import (
+    EnrolAnswer,
+    EnrolRequest,
+    RenewAnswer,
+    RenewRequest,
+    answer_statement,
+    common_name,
+    enrolment_statement,
+    key_digest,
+    renewal_statement,
+)
 from fedcg.wire.messages.envelopes import VerifyKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
@@ -64,7 +74,7 @@ class Admission:
         """The authority's certificate, PEM; public."""
         return credential_of(self.home.pki, CA_NAME).certificate.read_bytes()
 
-    def enrol(self, request: enrolment_messages.EnrolRequest) -> enrolment_messages.EnrolAnswer:
+    def enrol(self, request: EnrolRequest) -> EnrolAnswer:
         """Enrol a device.
 
         Raises:
@@ -85,9 +95,7 @@ class Admission:
                 earlier = self._admit(token, request, key, purpose, now)
             return self._answer(request, earlier, token.federation or self.store.federations()[0].id)
 
-    def renew(
-        self, peer: x509.Certificate | None, request: enrolment_messages.RenewRequest
-    ) -> enrolment_messages.RenewAnswer:
+    def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
         """The next certificate of a device.
 
         Args:
@@ -101,11 +109,7 @@ class Admission:
             now = self.clock()
             device = self._identified(peer, request)
             key = _requested_key(request.request, request.device)
-            if not _verifies(
-                device,
-                request.proof,
-                enrolment_messages.renewal_statement(request.device, enrolment_messages.key_digest(key)),
-            ):
+            if not _verifies(device, request.proof, renewal_statement(request.device, key_digest(key))):
                 raise RefusedError("the request is not signed by the device's message key")
             alive = [
                 record
@@ -117,7 +121,7 @@ class Admission:
             record = self._certify(request.device, key, now)
             self.store.register.add_certificate(record)
         self.events.write("certificate_renewed", client=request.device, serial=record.serial, until=record.expires_at)
-        return enrolment_messages.RenewAnswer(certificate=record.pem)
+        return RenewAnswer(certificate=record.pem)
 
     def _earlier(self, token: TokenRecord, purpose: str, now: float) -> CertificateRecord | None:
         is_repeated = token.used_for == purpose and token.used_at is not None and now < token.used_at + REPEAT_S
@@ -127,12 +131,7 @@ class Admission:
         return known if known is not None and known.revoked_at is None else None
 
     def _admit(
-        self,
-        token: TokenRecord,
-        request: enrolment_messages.EnrolRequest,
-        key: ec.EllipticCurvePublicKey,
-        purpose: str,
-        now: float,
+        self, token: TokenRecord, request: EnrolRequest, key: ec.EllipticCurvePublicKey, purpose: str, now: float
     ) -> CertificateRecord:
         device = request.device
         if not token.replaces and (problem := problem_with_new(self.store, device)):
@@ -159,22 +158,20 @@ class Admission:
         life = timedelta(days=self.config.enrolment.certificate_days)
         return certificate_record(device, certify(self.home.pki, device, key, life), now)
 
-    def _identified(self, peer: x509.Certificate | None, request: enrolment_messages.RenewRequest) -> str:
+    def _identified(self, peer: x509.Certificate | None, request: RenewRequest) -> str:
         """The message key of the device whose certificate the connection showed."""
         if peer is None:
             raise RefusedError("a renewal needs the device's current certificate on the connection")
-        if enrolment_messages.common_name(peer) != request.device:
+        if common_name(peer) != request.device:
             raise RefusedError("the certificate of the connection is another device's")
         known = member_of(self.store, peer)
         if known is None:
             raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
         return known.public_key
 
-    def _answer(
-        self, request: enrolment_messages.EnrolRequest, certificate: CertificateRecord, federation: str
-    ) -> enrolment_messages.EnrolAnswer:
+    def _answer(self, request: EnrolRequest, certificate: CertificateRecord, federation: str) -> EnrolAnswer:
         key = load_signing_identity(self.home, self.store).key
-        answer = enrolment_messages.EnrolAnswer(
+        answer = EnrolAnswer(
             device=request.device,
             federation=federation,
             certificate=certificate.pem,
@@ -185,14 +182,12 @@ class Admission:
             broker_preset=self.config.broker.preset,
             carrier_url=self.config.carrier_url,
         )
-        return answer.model_copy(
-            update={"signature": key.sign(enrolment_messages.answer_statement(request, answer)).hex()}
-        )
+        return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
 
 
 def member_of(store: Store, peer: x509.Certificate) -> DeviceRecord | None:
     """The device that a certificate names; None when it is no member (any more) or the certificate was revoked."""
-    name = enrolment_messages.common_name(peer)
+    name = common_name(peer)
     known = None if name is None else store.device(name)
     shown = store.register.certificate(f"{peer.serial_number:x}")
     if known is None or known.state is not DeviceState.ENROLLED or (shown and shown.revoked_at is not None):
@@ -213,10 +208,8 @@ def _check_token(token: TokenRecord, device: str, now: float) -> None:
         raise RefusedError(f"the token is for device {token.device!r} only", f"token {token.id} used for {device!r}")
 
 
-def _check_proof(request: enrolment_messages.EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:
-    statement = enrolment_messages.enrolment_statement(
-        request.token, request.device, enrolment_messages.key_digest(key), request.signing_key
-    )
+def _check_proof(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:
+    statement = enrolment_statement(request.token, request.device, key_digest(key), request.signing_key)
     if not _verifies(request.signing_key, request.proof, statement):
         raise RefusedError("the request is not signed by the message key that it names")
 
@@ -235,16 +228,14 @@ def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
     key = request.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise RefusedError("the certificate request's key is not a P-256 key")
-    if not is_signed or enrolment_messages.common_name(request) != device:
+    if not is_signed or common_name(request) != device:
         raise RefusedError(f"the certificate request is not signed, or not for {device!r}")
     return key
 
 
-def _purpose(request: enrolment_messages.EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
+def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
     """Digest of device and keys: the same when a device repeats its request, even with other bytes."""
-    return hashlib.sha256(
-        f"{request.device}\0{enrolment_messages.key_digest(key)}\0{request.signing_key}".encode()
-    ).hexdigest()
+    return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()
 
 
 EVICTION_LIFE = timedelta(minutes=10)

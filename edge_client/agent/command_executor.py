@@ -19,7 +19,17 @@ from edge_client.training.trainer_handle import TrainerHandle
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError, SumError, WireError
-from fedcg.wire.messages import schemas
+from fedcg.wire.messages.schemas import (
+    ArtifactRef,
+    DeclineReason,
+    FromDevice,
+    RoundAttempt,
+    SumDealt,
+    SumExchange,
+    SumOff,
+    SumOpened,
+    SumUp,
+)
 from fedcg.wire.sums import SumRound
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 
@@ -55,13 +65,13 @@ class CommandExecutor:
     clock: Callable[[], float]
     _update: ChunkFile | None = field(default=None, init=False)
     _sent: str = field(default="", init=False)
-    why: dict[schemas.DeclineReason, str] = field(default_factory=dict, init=False)
+    why: dict[DeclineReason, str] = field(default_factory=dict, init=False)
     outcome: bool | None = field(default=None, init=False)
-    _announced: tuple[schemas.RoundAttempt, schemas.SumExchange] | None = field(default=None, init=False)
+    _announced: tuple[RoundAttempt, SumExchange] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._sum_key = self.store.sum_key()
-        self._sums = {exchange: self._keeper(exchange) for exchange in get_args(schemas.SumExchange)}
+        self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
         self._handlers: dict[type[Any], Callable[[Any, SessionState], signals.Event | None]] = {
             signals.SendHello: lambda command, state: self.link.hello(state.epoch, state.committed),
             signals.Send: lambda command, state: self.link.send(command.message),
@@ -82,7 +92,7 @@ class CommandExecutor:
             signals.Done: self._done,
         }
 
-    def _keeper(self, exchange: schemas.SumExchange) -> SumKeeper:
+    def _keeper(self, exchange: SumExchange) -> SumKeeper:
         store = self.store
         return SumKeeper(
             self.config.device,
@@ -107,7 +117,7 @@ class CommandExecutor:
         assert generation is not None
         assert generation.outbox is not None
         entry, path = generation.outbox, self.store.generations.update_path(generation)
-        ref = schemas.ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self.chunk_bytes())
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self.chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept while the link takes it
@@ -137,18 +147,15 @@ class CommandExecutor:
             self.transfer.downloads.want(command.downloads, self.clock())
         except WireError as error:
             self.events.write("refused", what="offer", detail=str(error))
-            self.why[schemas.DeclineReason.SPEC_REFUSED] = str(error)
+            self.why[DeclineReason.SPEC_REFUSED] = str(error)
             if state.offer is not None:
                 # stays refused until the agent starts again: a coordinator that asks for this is not sound
-                return signals.SpecChecked(state.offer.spec.id, schemas.DeclineReason.SPEC_REFUSED)
+                return signals.SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 
     def _check_spec(self, command: signals.CheckSpec, state: SessionState) -> signals.Event:
         spec = self.store.spec(command.digest)
-        refusal: tuple[schemas.DeclineReason, str] | None = (
-            schemas.DeclineReason.SPEC_REFUSED,
-            "not a spec of this federation",
-        )
+        refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
         if spec is not None and spec.federation == self.config.federation:
             refusal = self.owner.check(spec) or self._without_roster(spec)
         if spec is not None and refusal is None:
@@ -159,14 +166,11 @@ class CommandExecutor:
         self.why[reason] = detail
         return signals.SpecChecked(command.digest, reason)
 
-    def _without_roster(self, spec: FederationSpec) -> tuple[schemas.DeclineReason, str] | None:
+    def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
         if not spec.sealed or self.store.roster().keys.get(self.config.device) == self._sum_key.public:
             return None
         way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
-        return (
-            schemas.DeclineReason.SPEC_REFUSED,
-            f"sealed sums need the cohort's roster with this device's card: {way}",
-        )
+        return DeclineReason.SPEC_REFUSED, f"sealed sums need the cohort's roster with this device's card: {way}"
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> signals.Event | None:
         """Announce keys for the next sum of the round: of the weights first, where nobody may know them."""
@@ -179,15 +183,15 @@ class CommandExecutor:
         return self._announce_parts(at, state, found)
 
     def _announce_parts(
-        self, at: schemas.RoundAttempt, state: SessionState, found: tuple[int, int, int]
+        self, at: RoundAttempt, state: SessionState, found: tuple[int, int, int]
     ) -> signals.Event | None:
         count, total, vote = found
         return self._announce("parts", at, state, count, vote, total)
 
     def _announce(
         self,
-        exchange: schemas.SumExchange,
-        at: schemas.RoundAttempt,
+        exchange: SumExchange,
+        at: RoundAttempt,
         state: SessionState,
         count: int,
         vote: int,
@@ -203,7 +207,7 @@ class CommandExecutor:
         if self._announced != (at, exchange):
             self._announced = at, exchange
             self.events.write("sum_keys", **where, of=exchange)
-        self.link.send(schemas.SumUp(**state.addressed(at), exchange=exchange, body=keys))
+        self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=keys))
         return None
 
     def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> signals.Event | None:
@@ -211,7 +215,7 @@ class CommandExecutor:
         at, step, exchange = command.round_attempt, command.step, command.exchange
         keeper, sum_round = self._sums[exchange], self._sum_round(at, exchange)
         is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
-        if isinstance(step, schemas.SumOff):
+        if isinstance(step, SumOff):
             if is_due:
                 reason = "too few devices answered in time, or the coordinator refused what this one announced"
                 self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
@@ -219,25 +223,25 @@ class CommandExecutor:
         try:
             if obstacle := self.store.sum_gate.obstacle(at.round):
                 raise SumError(obstacle)  # keys from before a restore, or under another secret
-            if isinstance(step, schemas.SumOpened):
+            if isinstance(step, SumOpened):
                 keeper.opened(sum_round, step)
                 found = keeper.found(sum_round)
                 return None if found is None or not is_due else self._announce_parts(at, state, found)
-            if isinstance(step, schemas.SumDealt):
+            if isinstance(step, SumDealt):
                 keeper.dealt(sum_round, step)
                 if exchange == "parts":
                     return signals.SumReady(at)
-                answer: schemas.FromDevice = keeper.number(sum_round)
+                answer: FromDevice = keeper.number(sum_round)
             else:
                 answer = keeper.answer(sum_round, step)
         except WireError as error:
             self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
-            is_lost = isinstance(step, schemas.SumDealt) and exchange == "parts" and is_due
-            return signals.RoundFailed(at, schemas.DeclineReason.TRAINING_FAILED) if is_lost else None
-        self.link.send(schemas.SumUp(**state.addressed(at), exchange=exchange, body=answer))
+            is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
+            return signals.RoundFailed(at, DeclineReason.TRAINING_FAILED) if is_lost else None
+        self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=answer))
         return None
 
-    def _sum_round(self, at: schemas.RoundAttempt, exchange: schemas.SumExchange) -> SumRound:
+    def _sum_round(self, at: RoundAttempt, exchange: SumExchange) -> SumRound:
         return SumRound(self.config.federation, at.round, at.attempt, exchange)
 
     def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> signals.Event | None:
@@ -288,7 +292,7 @@ class CommandExecutor:
     def _note(self, command: signals.Note, state: SessionState) -> None:
         at, about = command.round_attempt, {}
         if command.reason:
-            about = {"reason": command.reason, "detail": self.why.get(schemas.DeclineReason(command.reason), "")}
+            about = {"reason": command.reason, "detail": self.why.get(DeclineReason(command.reason), "")}
         rounds = 0 if state.offer is None else state.offer.rounds
         self.events.write(command.event, round=at.round, attempt=at.attempt, rounds=rounds, **about)
 

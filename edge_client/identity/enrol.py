@@ -21,7 +21,15 @@ from fedcg.config_file import set_values
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, with_check
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import enrolment_messages
+from fedcg.wire.messages.enrolment_messages import (
+    ENROL_PATH,
+    EnrolAnswer,
+    EnrolRequest,
+    Token,
+    answer_statement,
+    enrolment_statement,
+    message_key_digest,
+)
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import Identifier
 from fedcg.wire.messages.topics import check_device_id
@@ -64,9 +72,7 @@ class Enrolled:
     certificate: x509.Certificate
 
 
-def enrol(
-    token: enrolment_messages.Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA
-) -> Enrolled:
+def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA) -> Enrolled:
     """Enrol this box.
 
     The keys are made before anything is requested and stay in `out` when it fails, so that the same command, run again, asks
@@ -89,8 +95,8 @@ def enrol(
     check_clock(ahead_s, f"The token was not used. {SET_CLOCK.capitalize()}, then enrol again")
     tls_key, signing_key = _keys(folder)
     public = signing_key.public.hex
-    proof = signing_key.sign(enrolment_messages.enrolment_statement(token.id, name, tls_key.digest, public)).hex()
-    request = enrolment_messages.EnrolRequest(
+    proof = signing_key.sign(enrolment_statement(token.id, name, tls_key.digest, public)).hex()
+    request = EnrolRequest(
         token=token.id,
         secret=token.secret.hex(),
         device=name,
@@ -99,14 +105,14 @@ def enrol(
         proof=proof,
         nonce=secrets.token_hex(16),
     )
-    answer = ask(place, enrolment_messages.ENROL_PATH, request, enrolment_messages.EnrolAnswer, trusting(authority))
+    answer = ask(place, ENROL_PATH, request, EnrolAnswer, trusting(authority))
     _check_answer(token, request, answer)
     certificate = check_issued(answer.certificate, authority, name, tls_key)
     _write(folder, answer, authority, place, data)
     return Enrolled(name, answer.federation, folder.config, certificate)
 
 
-def _wanted(token: enrolment_messages.Token, url: str | None, device: str | None) -> tuple[str, str]:
+def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str]:
     place, name = url or token.url, device or token.device
     if place is None:
         raise EnrolError("the token names no coordinator: give --url https://HOST:PORT")
@@ -120,17 +126,15 @@ def _wanted(token: enrolment_messages.Token, url: str | None, device: str | None
         raise EnrolError(f"--device: {error}") from error
 
 
-def _check_answer(
-    token: enrolment_messages.Token, request: enrolment_messages.EnrolRequest, answer: enrolment_messages.EnrolAnswer
-) -> None:
+def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:
     """Check that the coordinator of the token answered this very request."""
-    if enrolment_messages.message_key_digest(answer.coordinator_key) != token.coordinator:
+    if message_key_digest(answer.coordinator_key) != token.coordinator:
         raise EnrolError(
             "the answer names another message key than the token. Either the coordinator's key was replaced after the token was "
             "made, or somebody is in between: ask the operator, and for a new token (`fedcg token create`)"
         )
     key, signature = VerifyKey.from_hex(answer.coordinator_key), bytes.fromhex(answer.signature or "")
-    if not key.verifies(signature, enrolment_messages.answer_statement(request, answer)):
+    if not key.verifies(signature, answer_statement(request, answer)):
         raise EnrolError(
             "the answer is not signed by the coordinator for this request: somebody is in between; ask the operator"
         )
@@ -166,9 +170,7 @@ def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:
     return TlsKey.load(folder.tls_key), signing_key
 
 
-def _write(
-    folder: Folder, answer: enrolment_messages.EnrolAnswer, authority: x509.Certificate, url: str, data: str
-) -> None:
+def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url: str, data: str) -> None:
     text = render_agent_config(
         answer.federation,
         answer.device,

@@ -387,11 +387,8 @@ def _sums(config: AgentConfig, now: datetime) -> Result:
         return "failed", str(error), "the next step is in that line"
     if not has_roster and (spec := spec_of(config)) is not None and spec.sealed:
         text = f"{spec.federation} seals sums, and this device has no roster of the cohort: it declines every round"
-        return (
-            "warning",
-            text,
-            "`fedcg cohort card` here, add the line to the roster, and `fedcg cohort roster FILE` on every device",
-        )
+        advice = "add the line of `fedcg cohort card` to the roster, then `fedcg cohort roster FILE` on every device"
+        return "warning", text, advice
     if not has_roster:
         return "ok", "no roster of the cohort: this device is in no sum", ""
     if first is not None:

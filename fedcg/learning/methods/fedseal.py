@@ -84,14 +84,17 @@ Parts = Mapping[Part, Weights]
 
 
 def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
-    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where it helps most."""
+    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where most clients gain by it; without votes, where this one does."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
     head = _calibrated(aggregate, ctx)
     votes = ctx.cohort.votes or {"": _bits(ClientState(own), aggregate, head, data, ctx)}
     changed = {Part.EXTRACTOR: own[Part.EXTRACTOR]} if _share(votes, OTHER_KIND) >= 0.5 else {}
     if _share(votes, CALIBRATED) > 0.5:
-        changed |= head  # for all alike: updates of clients that start apart can't be told from hostile ones
+        plain = {**aggregate.parts, **changed}
+        # Votes bind all alike: updates of clients that start apart can't be told from hostile ones.
+        if ctx.cohort.votes or _loss({**plain, **head}, data, ctx) < _loss(plain, data, ctx):
+            changed |= head
     return changed
 
 

@@ -22,12 +22,14 @@ from edge_client.errors import NoAnswerError
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.event_log import EventLog
+from fedcg.learning.networks.plans import complete_spec
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import box_config, talk
 from tests.support.edge.world import write_device
+from tests.support.learning.learning_cases import usual_plan
 
 NOBODY = 65534
 
@@ -299,3 +301,8 @@ def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_t
     assert policy().state == "ok"
     (store.root / "consent.json").write_text("{")
     assert policy().state == "failed"
+    sealing = config.model_copy(update={"store": tmp_path / "sealing"})
+    PrivateStore.open(sealing.store, FEDERATION, "a").save_spec(complete_spec(usual_plan("fedseal")).canonical())
+    (sums,) = examine(sealing, datetime.now(timezone.utc), ("sums",))
+    assert (sums.state, "no roster of the cohort" in sums.detail) == ("warning", True), sums
+    assert "`fedcg cohort roster FILE` on every device" in sums.advice

@@ -22,22 +22,32 @@ from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning import export_models
+from tests.support.learning.export_models import (
+    CLASSES,
+    TestImages,
+    encoded,
+    flip_bit,
+    image_form,
+    install_model,
+    labels_by,
+    picture,
+    write_images,
+)
 
-FORM = export_models.image_form()
+FORM = image_form()
 Clock = Callable[..., None]
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return export_models.install_model(tmp_path / "models")
+    return install_model(tmp_path / "models")
 
 
 @pytest.fixture
 def held_out(directory: Path, folder: Path) -> HeldOut:
     """Labelled by the model itself, so that float32 gets all of them right."""
-    pictures, _ = labelled_images(folder, export_models.CLASSES, FORM)
-    return HeldOut(pictures, export_models.labels_by(directory, pictures), pictures[:8])
+    pictures, _ = labelled_images(folder, CLASSES, FORM)
+    return HeldOut(pictures, labels_by(directory, pictures), pictures[:8])
 
 
 def _by_name(manifest: Manifest) -> Mapping[str, Variant]:
@@ -114,10 +124,7 @@ def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     assert manifest.serves == "fp32"
     assert _by_name(manifest)["fp16"].reason == "can't be made: no such operator"
     assert "onnxruntime cannot load it" in _by_name(manifest)["int8"].reason
-    assert Model.load(directory, threads=1).predict(held_out.images).shape == (
-        len(held_out.images),
-        len(export_models.CLASSES),
-    )
+    assert Model.load(directory, threads=1).predict(held_out.images).shape == (len(held_out.images), len(CLASSES))
 
 
 def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_model_says_of_itself(
@@ -125,8 +132,8 @@ def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_mo
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
     manifest = add_variants(directory, held_out, budget=1.0, threads=1)
-    image = np.asarray(export_models.picture(5, 61, 50))
-    fitted = load_image(export_models.encoded(export_models.picture(5, 61, 50), "PNG"), FORM)
+    image = np.asarray(picture(5, 61, 50))
+    fitted = load_image(encoded(picture(5, 61, 50), "PNG"), FORM)
     fronts, answers, told = [], [], []
     for file in manifest.files:
         nodes = onnx.load(directory / file.name).graph.node
@@ -137,7 +144,7 @@ def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_mo
         answers.append(wanted)
         told.append(session.get_modelmeta().custom_metadata_map)
     assert all(told[0].items() <= one.items() for one in told)
-    assert json.loads(told[0]["classes"]) == list(export_models.CLASSES)
+    assert json.loads(told[0]["classes"]) == list(CLASSES)
     assert len(fronts[0]) > 5
     assert fronts[0] == fronts[1] == fronts[2]
     assert not np.array_equal(answers[0], answers[1])
@@ -149,7 +156,7 @@ def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
     add_variants(directory, held_out, budget=1.0, threads=1)
-    export_models.flip_bit(directory / "model-fp16.onnx", 1000)
+    flip_bit(directory / "model-fp16.onnx", 1000)
     with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
         ModelVersions(directory.parent).verify(directory.name)
 
@@ -169,20 +176,17 @@ def test_without_images_there_is_nothing_to_judge_by() -> None:
     ("spoil", "told"),
     [
         (lambda images: (images / "dog").mkdir(), "the model has no such class"),
-        (
-            lambda images: (images / export_models.CLASSES[0] / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n"),
-            r"broken\.png",
-        ),
+        (lambda images: (images / CLASSES[0] / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n"), r"broken\.png"),
         (shutil.rmtree, "no such folder"),
         (lambda images: list(map(shutil.rmtree, images.iterdir())), r"CLASS/\*\.png"),
     ],
     ids=["a class too many", "a broken file", "no folder", "no images"],
 )
 def test_images_that_cannot_be_judged_by_are_named(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
-    images = export_models.write_images(tmp_path / "images").files[0].parent.parent
+    images = write_images(tmp_path / "images").files[0].parent.parent
     spoil(images)
     with pytest.raises(ExportError, match=told):
-        labelled_images(images, export_models.CLASSES, FORM)
+        labelled_images(images, CLASSES, FORM)
 
 
 def _spoilt(content: bytes) -> bytes:
@@ -194,22 +198,16 @@ def _spoilt(content: bytes) -> bytes:
     return done
 
 
-def _install(root: Path, images: export_models.TestImages) -> Path:
+def _install(root: Path, images: TestImages) -> Path:
     """Labelled by the model itself, so that it gets every file right; what chooses the variants is other images."""
-    plain = export_models.install_model(root.with_name("plain"))
-    noise: list[Pixels] = [np.full(export_models.image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
-    chosen_by = HeldOut(noise, export_models.labels_by(plain, noise), noise)
-    return export_models.install_model(
-        root,
-        images=export_models.TestImages(images.files, export_models.labels_by(plain, images.files)),
-        variants=chosen_by,
-    )
+    plain = install_model(root.with_name("plain"))
+    noise: list[Pixels] = [np.full(image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
+    chosen_by = HeldOut(noise, labels_by(plain, noise), noise)
+    return install_model(root, images=TestImages(images.files, labels_by(plain, images.files)), variants=chosen_by)
 
 
 @pytest.mark.usefixtures("quick")
-def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(
-    tmp_path: Path, images: export_models.TestImages
-) -> None:
+def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_path: Path, images: TestImages) -> None:
     root = tmp_path / "models"
     directory = _install(root, images)
     manifest = read_manifest(directory)
@@ -233,7 +231,7 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(
 
 @pytest.mark.usefixtures("quick")
 def test_a_form_that_only_did_well_where_it_was_chosen_is_not_served(
-    tmp_path: Path, images: export_models.TestImages, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, images: TestImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda content, _: _spoilt(content))
     monkeypatch.setattr(package, "add_variants", lambda *a, **k: variants.add_variants(*a, **k, budget=1.0))
@@ -261,7 +259,7 @@ def _optimise(root: Path, folder: Path, *more: str) -> Result:
 
 def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, folder: Path, clock: Clock) -> None:
     for _ in range(3):
-        root = export_models.install_model(tmp_path).parent
+        root = install_model(tmp_path).parent
     before = ModelVersions(root).versions()
     clock()
     told = _optimise(root, folder)
@@ -272,7 +270,7 @@ def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, f
 
 
 def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: Path, clock: Clock) -> None:
-    root = export_models.install_model(tmp_path).parent
+    root = install_model(tmp_path).parent
     clock(fp16=10.0)
     first = data_of(_optimise(root, folder, "--json").stdout)
     assert (first["model"], first["installed"], first["serves"]) == (str(root / "0002"), True, "fp16")
@@ -293,7 +291,7 @@ def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: 
 def test_an_unsigned_version_is_never_put_in_use_over_a_signed_one(
     tmp_path: Path, folder: Path, key: Path, clock: Clock
 ) -> None:
-    root = export_models.install_model(tmp_path, key=key).parent
+    root = install_model(tmp_path, key=key).parent
     clock(fp16=10.0)
     told = _optimise(root, folder)
     assert told.exit_code == 2
@@ -306,8 +304,8 @@ def test_an_unsigned_version_is_never_put_in_use_over_a_signed_one(
 
 
 def test_no_other_writer_puts_an_unsigned_version_over_a_signed_one(tmp_path: Path, key: Path) -> None:
-    root = export_models.install_model(tmp_path, key=key).parent
+    root = install_model(tmp_path, key=key).parent
     with pytest.raises(SlotError, match="--sign"):
-        export_models.install_model(root)
+        install_model(root)
     assert [one.name for one in ModelVersions(root).versions()] == ["0001"]
     assert signer_of(ModelVersions(root).current()) is not None
