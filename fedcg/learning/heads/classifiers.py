@@ -30,7 +30,7 @@ _NEVER = -1000.0
 """The logit of a class that no client has: it is never chosen."""
 
 
-def calibrated(head: Weights, classes: ClassGaussians, ctx: RoundContext) -> dict[str, torch.Tensor]:
+def calibrated(head: Weights, classes: ClassGaussians, lr: float, ctx: RoundContext) -> dict[str, torch.Tensor]:
     """A classifier after Adam steps on features drawn from the classes, at a rate that falls to 0.
 
     Features are drawn from the cohort's secret, for all devices alike; the last digits still differ between processors.
@@ -38,6 +38,7 @@ def calibrated(head: Weights, classes: ClassGaussians, ctx: RoundContext) -> dic
     Args:
         head: the averaged classifier's weights.
         classes: of the cohort's features.
+        lr: at which the cohort trains. The rate is no higher: a head that is ahead of a pretrained extractor keeps it from learning.
         ctx: spec, device, round, cohort.
 
     Raises:
@@ -47,7 +48,8 @@ def calibrated(head: Weights, classes: ClassGaussians, ctx: RoundContext) -> dic
     streams = ctx.cohort.streams.at(ctx.round, "calibrate")
     asked, noise = streams.generator("classes"), streams.generator("noise")
     classifier = load_part(ctx.spec, Part.CLASSIFIER, head, ctx.device).train()
-    optimiser = adam(classifier.parameters(), RATE, 0.0)
+    rate = min(RATE, lr)
+    optimiser = adam(classifier.parameters(), rate, 0.0)
     root = (classes.vectors * classes.values.sqrt()).T.float().to(ctx.device)  # Σ = rootᵀ root
     means, present = classes.means.float().to(ctx.device), classes.present
     highest, shape = highest_feature(ctx.spec), feature_shape(ctx.spec)
@@ -58,7 +60,7 @@ def calibrated(head: Weights, classes: ClassGaussians, ctx: RoundContext) -> dic
         loss = cross_entropy(classifier(features.view(-1, *shape)), labels)
         optimiser.zero_grad()
         loss.backward()
-        optimiser.param_groups[0]["lr"] = RATE * (1.0 - step / STEPS)
+        optimiser.param_groups[0]["lr"] = rate * (1.0 - step / STEPS)
         optimiser.step()
         ctx.callbacks.progress("calibrate", step + 1, STEPS)
     found = weights_of(classifier)

@@ -129,12 +129,14 @@ def _share(votes: Mapping[str, int], bit: int) -> float:
 
 def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
     """The aggregate's classifier, calibrated; nothing where its moments are not of its extractor, or of no use."""
-    is_asked = FedsealParams.model_validate(ctx.spec.params).calibrate
-    if not is_asked or ctx.spec.trains_in(ctx.round - 1) or Part.STATISTICS not in aggregate.parts:
+    params = FedsealParams.model_validate(ctx.spec.params)
+    if not params.calibrate or ctx.spec.trains_in(ctx.round - 1) or Part.STATISTICS not in aggregate.parts:
         return {}
     try:
         classes = class_gaussians(aggregate.parts[Part.STATISTICS])
-        return {} if classes is None else {Part.CLASSIFIER: calibrated(aggregate.parts[Part.CLASSIFIER], classes, ctx)}
+        if classes is None:
+            return {}
+        return {Part.CLASSIFIER: calibrated(aggregate.parts[Part.CLASSIFIER], classes, params.lr, ctx)}
     except DivergedError as error:
         ctx.callbacks.warn(f"{error}: the averaged classifier is used as it came")
         return {}

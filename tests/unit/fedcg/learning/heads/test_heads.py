@@ -183,9 +183,10 @@ def test_calibration_repeats_bit_for_bit_and_teaches_a_head_the_classes() -> Non
     features, labels = drawn_features(300, 3, size=16)
     classes = gaussians(moments_of(features, labels, 3))
     ctx = cases.context(spec)
-    found = calibrated(head, classes, ctx)
-    assert cases.same(found, calibrated(head, classes, ctx))
-    assert not cases.same(found, calibrated(head, classes, replace(ctx, round=4)))
+    found = calibrated(head, classes, 1.0, ctx)
+    assert cases.same(found, calibrated(head, classes, 3e-4, ctx))
+    assert not cases.same(found, calibrated(head, classes, 1e-4, ctx))
+    assert not cases.same(found, calibrated(head, classes, 1.0, replace(ctx, round=4)))
 
     def accuracy(weights: Weights) -> float:
         logits = load_part(spec, Part.CLASSIFIER, weights).eval()(features.view(-1, 16, 1, 1))

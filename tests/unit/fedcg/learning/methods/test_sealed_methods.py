@@ -98,7 +98,12 @@ def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it(sealed: 
         ctx = asked(party.spec, number, votes, data.val)
         found = fedseal.align(own, sealed.aggregate, data.train, ctx)
         if is_taken:
-            assert cases.same(found[C], calibrated(sealed.aggregate.parts[C], classes, ctx))
+            assert cases.same(
+                found[C],
+                calibrated(
+                    sealed.aggregate.parts[C], classes, fedseal.FedsealParams.model_validate(ctx.spec.params).lr, ctx
+                ),
+            )
         else:
             assert found == {}
     spoilt = {**sealed.aggregate.parts, S: {**sealed.aggregate.parts[S], "counts": torch.full((3,), torch.nan)}}
