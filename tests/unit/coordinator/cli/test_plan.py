@@ -34,6 +34,7 @@ def test_the_document_has_a_row_for_every_field() -> None:
 def test_the_example_for_a_frozen_backbone_can_be_used_as_it_is(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(_run("plan", "--example", "--frozen").stdout)
+    assert tomllib.loads(plan.read_text())["image"]["mean"] == [0.5, 0.5, 0.5]  # as its weights were trained
     assert "all fields can be used (analytic)" in _run("plan", str(plan)).stdout
 
 
