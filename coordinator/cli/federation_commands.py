@@ -110,7 +110,7 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
-    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}"
+    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}{_forgotten(found)}"
 
 
 @federation_app.command("start")
@@ -271,6 +271,10 @@ def _sealed(found: Mapping[str, Any]) -> str:
     parts = ", ".join(found["sealed"])
     unseen = "only the devices of the cohort read the mean, and no screening sees one device's numbers: no norm, no comparison"
     return f"\n{parts} sealed: {unseen}" if parts else ""
+
+
+def _forgotten(found: Mapping[str, Any]) -> str:
+    return f"\nforgotten: {', '.join(found['forgotten'])}" if found["forgotten"] else ""
 
 
 def _steered(

@@ -133,7 +133,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     lines = [
         f"mark of the secret {mark}",
         f"{_consents(roster)}mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
-        f"last round with a sum: {'unknown' if last is None else last or 'none'}",
+        f"last round with a sum: {'unknown' if last is None else f'{last}, opened or refused' if last else 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
         "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
     ]
@@ -191,7 +191,9 @@ def roster_command(
         raise BadInputError(f"{file} lacks this device's own card: {card_of(settings.device, federation, own)}")
     store.save_roster(roster)
     mark, names = roster_mark(roster, federation), sorted(roster.keys)
-    text = f"{len(names)} devices: {', '.join(names)}\n{_consents(roster)}mark of the roster {mark}\n{COMPARE}."
+    least = settings.policy.least_sum
+    few = "" if len(names) >= least else f"\nA sealed sum needs {least} devices: get the cards of the others too."
+    text = f"{len(names)} devices: {', '.join(names)}\n{_consents(roster)}mark of the roster {mark}\n{COMPARE}.{few}"
     return {"devices": names, "alone": sorted(roster.alone), "mark": mark}, text
 
 

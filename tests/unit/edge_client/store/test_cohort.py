@@ -219,6 +219,7 @@ def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: P
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("2 devices: first, second\nmark of the roster ")
         assert "Compare this mark with that of every other device" in done.stdout
+        assert "A sealed sum needs 4 devices" in done.stdout
         marks.append(done.stdout.split("mark of the roster ")[1].split()[0])
         values = json.loads(run_fedcg("cohort", "status", "--config", config, "--json").stdout)["data"]
         assert (values["roster"], values["roster_mark"]) == (["first", "second"], marks[0])
