@@ -19,19 +19,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Updates, combined
-from fedcg.learning.method import (
-    Aggregate,
-    Combination,
-    DivergedError,
-    RoundContext,
-    ServerState,
-    Spill,
-    Taught,
-    TrainingParams,
-    Update,
-    Weights,
-)
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.batches import BLOCK_ROWS, frozen_rows, slices
@@ -51,7 +40,7 @@ FLAT = 0.99
 """A loss is flat when it is more than this share of the least one before it."""
 
 
-class DistilledParams(TrainingParams):
+class DistilledParams(fl.TrainingParams):
     """Parameters of methods whose server trains by steps."""
 
     server_iterations: int = Field(default=2000, ge=1, description="steps of the server's training")
@@ -152,7 +141,7 @@ def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, la
     return (label_probabilities(label_counts, classes) * classes).to(torch.float32)[labels]
 
 
-def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:
+def load_pair(parts: Mapping[Part, fl.Weights], ctx: fl.RoundContext) -> Pair:
     """Generator and classifier with copies of these weights, on the round's device."""
     return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in _PAIR}
 
@@ -161,7 +150,7 @@ Watch = Callable[[slice, torch.Tensor], None]
 
 
 @torch.no_grad()
-def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
+def generator_blocks(teacher: Pair, bank: Bank, ctx: fl.RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, features) of a teacher's generator over the whole bank in eval mode, block by block.
 
     The blocks are always the same: how rows are put together shows in their last digits.
@@ -172,7 +161,7 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
 
 
 @torch.no_grad()
-def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | None = None) -> torch.Tensor:
+def teacher_logits(teacher: Pair, bank: Bank, ctx: fl.RoundContext, watch: Watch | None = None) -> torch.Tensor:
     """A teacher's logits C_i(G_i(z, y)) over the whole bank in eval mode, [rows, C] on the CPU.
 
     Args:
@@ -199,7 +188,7 @@ def distillation(
     loss_of: BankLoss,
     tensors_of: Callable[[slice], Tensors],
     settings: Distillation,
-    ctx: RoundContext,
+    ctx: fl.RoundContext,
     *,
     frozen: Mapping[str, nn.Module] | None = None,
     at_once: int = BLOCK_ROWS,
@@ -243,12 +232,12 @@ def train_student(
     student: Pair,
     bank: Bank,
     settings: Distillation,
-    ctx: RoundContext,
+    ctx: fl.RoundContext,
     loss_of: Callable[..., torch.Tensor],
     beside: Callable[[slice], Tensors],
     *,
     is_pure: bool = True,
-) -> dict[Part, Weights]:
+) -> dict[Part, fl.Weights]:
     """Train generator and classifier together over the bank.
 
     Args:
@@ -298,11 +287,11 @@ class TaughtAverage:
     def __init__(
         self,
         parts: frozenset[Part],
-        teach: Callable[[Update], torch.Tensor],
-        learn: Callable[[Merged, torch.Tensor], Mapping[Part, Weights]],
-        spill: Spill,
-        average: Combination = "mean",
-        ensemble: Taught = "sum",
+        teach: Callable[[fl.Update], torch.Tensor],
+        learn: Callable[[Merged, torch.Tensor], Mapping[Part, fl.Weights]],
+        spill: fl.Spill,
+        average: fl.Combination = "mean",
+        ensemble: fl.Taught = "sum",
     ) -> None:
         self._learn, self._spill, self._how = learn, spill, ensemble
         self._spreads: dict[str, float] = {}
@@ -310,14 +299,14 @@ class TaughtAverage:
             parts, spill, average, lambda update: {LOGITS: teach(update)}, self._summed_logits
         )
 
-    def _summed_logits(self, client: str) -> Weights:
+    def _summed_logits(self, client: str) -> fl.Weights:
         logits = self._spill.get(client)[LOGITS]
         if self._how == "standardised":
             spread = self._spreads[client] = _spread(logits)
             logits = logits.to(torch.float64) / spread
         return {LOGITS: logits}
 
-    def add(self, update: Update) -> None:
+    def add(self, update: fl.Update) -> None:
         """Count an update; a second time it counts for nothing."""
         self._average.add(update)
 
@@ -332,10 +321,10 @@ class TaughtAverage:
         robust = combined(self._spill, updates, LOGITS, self._how, lambda rows: rows.to(torch.float64).log_softmax(1))
         return merged, robust.to(torch.float32)
 
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
+    def finish(self, updates: Updates) -> tuple[fl.Aggregate, fl.ServerState]:
         """The student of the ensemble of exactly these updates."""
-        aggregate = Aggregate(self._learn(*self.settle(updates)))
-        return aggregate, ServerState(aggregate)
+        aggregate = fl.Aggregate(self._learn(*self.settle(updates)))
+        return aggregate, fl.ServerState(aggregate)
 
 
 def _spread(logits: torch.Tensor) -> float:
@@ -347,12 +336,16 @@ def _spread(logits: torch.Tensor) -> float:
     centred = logits.to(torch.float64) - logits.to(torch.float64).mean(dim=1, keepdim=True)
     spread = float(centred.square().mean().sqrt())
     if not math.isfinite(spread):
-        raise DivergedError("a weight or an output of an update is not finite")
+        raise fl.DivergedError("a weight or an output of an update is not finite")
     return spread or 1.0
 
 
 def ensemble_aggregator(
-    settings: Distillation, ctx: RoundContext, spill: Spill, average: Combination = "mean", ensemble: Taught = "sum"
+    settings: Distillation,
+    ctx: fl.RoundContext,
+    spill: fl.Spill,
+    average: fl.Combination = "mean",
+    ensemble: fl.Taught = "sum",
 ) -> TaughtAverage:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
@@ -362,10 +355,10 @@ def ensemble_aggregator(
     classes = ctx.spec.class_count
     bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, uniform(classes))
 
-    def teach(update: Update) -> torch.Tensor:
+    def teach(update: fl.Update) -> torch.Tensor:
         return teacher_logits(load_pair(update.parts, ctx), bank, ctx)
 
-    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
+    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, fl.Weights]:
         target = logits.log_softmax(1).to(ctx.device)
         counts = [merged.label_counts.get(client) for client in merged.examples]
         weights = row_weights(counts, classes, bank.labels).to(ctx.device)

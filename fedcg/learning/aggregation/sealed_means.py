@@ -8,32 +8,22 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    DivergedError,
-    Method,
-    RoundContext,
-    ServerState,
-    Spill,
-    Update,
-    Weights,
-)
+from fedcg.learning import method as fl
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import added, clipped, from_numbers, to_numbers
 
-Updates = Mapping[str, Callable[[], Update]]
+Updates = Mapping[str, Callable[[], fl.Update]]
 
 
 def merged(
-    found: tuple[Aggregate, ServerState],
-    before: ServerState,
-    sealed: Mapping[Part, Weights],
+    found: tuple[fl.Aggregate, fl.ServerState],
+    before: fl.ServerState,
+    sealed: Mapping[Part, fl.Weights],
     sums: Collection[object] = (),
-) -> tuple[Aggregate, ServerState]:
+) -> tuple[fl.Aggregate, fl.ServerState]:
     """The aggregate of a round and the server's state: what came in the clear and sealed, and the rest as it was.
 
     Args:
@@ -43,11 +33,11 @@ def merged(
         sums: all that open what is sealed in it.
     """
     parts = {**before.aggregate.parts, **found[0].parts, **sealed}
-    aggregate = Aggregate(parts, found[0].label_distribution, tuple(sums))
-    return aggregate, ServerState(aggregate, {**before.extras, **found[1].extras})
+    aggregate = fl.Aggregate(parts, found[0].label_distribution, tuple(sums))
+    return aggregate, fl.ServerState(aggregate, {**before.extras, **found[1].extras})
 
 
-def server_half(method: Method, state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def server_half(method: fl.Method, state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """A method's aggregator as a simulation runs it, with sealed parts averaged in the clear."""
     inner = method.aggregator(state, ctx, spill)
     return _BesideSums(inner, state, ctx) if ctx.spec.sealed else inner
@@ -55,14 +45,14 @@ def server_half(method: Method, state: ServerState, ctx: RoundContext, spill: Sp
 
 @dataclass(frozen=True)
 class _BesideSums:
-    inner: Aggregator
-    state: ServerState
-    ctx: RoundContext
+    inner: fl.Aggregator
+    state: fl.ServerState
+    ctx: fl.RoundContext
 
-    def add(self, update: Update) -> None:
+    def add(self, update: fl.Update) -> None:
         self.inner.add(self._clear(update))
 
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
+    def finish(self, updates: Updates) -> tuple[fl.Aggregate, fl.ServerState]:
         loaded = {client: updates[client]() for client in sorted(updates)}
         total = sum(update.examples for update in loaded.values())
         shares = {client: clipped(update.examples, total) / total for client, update in loaded.items()}
@@ -70,18 +60,18 @@ class _BesideSums:
         found = self.inner.finish({client: partial(self._clear, update) for client, update in loaded.items()})
         return merged(found, self.state, sealed)
 
-    def _clear(self, update: Update) -> Update:
+    def _clear(self, update: fl.Update) -> fl.Update:
         sealed = self.ctx.spec.sealed
         return replace(update, parts={part: one for part, one in update.parts.items() if part not in sealed})
 
-    def _mean(self, part: Part, updates: Mapping[str, Update], shares: Mapping[str, float]) -> Weights:
+    def _mean(self, part: Part, updates: Mapping[str, fl.Update], shares: Mapping[str, float]) -> fl.Weights:
         told = {client: to_arrays({part: update.parts[part]})[part] for client, update in updates.items()}
         layouts, most = self.ctx.spec.layouts[part], range_of(self.ctx.spec)
         try:
             total = added([to_numbers(told[client], layouts, most, shares[client]) for client in sorted(told)])
             return to_weights({part: from_numbers(total, layouts, most)})[part]
         except WireError as error:
-            raise DivergedError(f"{part.value}: {error}") from error
+            raise fl.DivergedError(f"{part.value}: {error}") from error
 
 
 def range_of(spec: FederationSpec) -> float:

@@ -11,28 +11,9 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator, Then, with_momentum
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    Aux,
-    Average,
-    ClientState,
-    Combination,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    RoundContext,
-    ServerMomentum,
-    ServerState,
-    SharedResult,
-    Spill,
-    TrainingParams,
-    Weights,
-)
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
 from fedcg.learning.training.stage import MovingAverage, average_extras, moving_average
@@ -40,21 +21,21 @@ from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 
-Params = TypeVar("Params", bound=TrainingParams)
-PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], Penalty | None]
+Params = TypeVar("Params", bound=fl.TrainingParams)
+PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, fl.RoundContext], Penalty | None]
 """(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
-MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
+MakeAggregator = Callable[[fl.ServerState, fl.RoundContext, fl.Spill], fl.Aggregator]
 
 
-class MomentumParams(TrainingParams):
+class MomentumParams(fl.TrainingParams):
     """Parameters of methods whose aggregate is the average itself."""
 
-    average: Average = "mean"
-    aux: Aux = 0.0
-    server_momentum: ServerMomentum = 0.0
+    average: fl.Average = "mean"
+    aux: fl.Aux = 0.0
+    server_momentum: fl.ServerMomentum = 0.0
 
 
-def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> Penalty | None:
+def unpenalised(nets: Mapping[Part, nn.Module], params: fl.TrainingParams, ctx: fl.RoundContext) -> Penalty | None:
     """Cross-entropy alone."""
     return None
 
@@ -67,10 +48,10 @@ def averaging_method(
     *,
     penalty_of: PenaltyOf[Params] = unpenalised,
     downloads: frozenset[Part] = frozenset(),
-    label_counts: LabelCounts = LabelCounts.NEVER,
+    label_counts: fl.LabelCounts = fl.LabelCounts.NEVER,
     aggregator: MakeAggregator | None = None,
     needs_public: bool = False,
-) -> Method:
+) -> fl.Method:
     """A method whose clients train extractor and classifier and share some of it.
 
     Args:
@@ -85,12 +66,14 @@ def averaging_method(
         needs_public: the server half needs public images.
     """
     half = LocalHalf(params_type, shared, penalty_of, label_counts)
-    return Method(
+    return fl.Method(
         name=name,
         title=title,
         params_type=params_type,
-        payload=Payload(shared, shared | downloads, PERSONAL - shared, sealable=frozenset() if aggregator else shared),
-        needs=Needs(label_counts, needs_public),
+        payload=fl.Payload(
+            shared, shared | downloads, PERSONAL - shared, sealable=frozenset() if aggregator else shared
+        ),
+        needs=fl.Needs(label_counts, needs_public),
         local_round=half.round_of,
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
@@ -98,12 +81,16 @@ def averaging_method(
 
 
 def average_of(
-    params_type: type[TrainingParams], shared: frozenset[Part], state: ServerState, ctx: RoundContext, spill: Spill
-) -> Aggregator:
+    params_type: type[fl.TrainingParams],
+    shared: frozenset[Part],
+    state: fl.ServerState,
+    ctx: fl.RoundContext,
+    spill: fl.Spill,
+) -> fl.Aggregator:
     """The server half of a method with these parameters that averages these parts, as far as a round brings them in the clear."""
     params = params_type.model_validate(ctx.spec.params)
     clear = shared & ctx.spec.shared_in(ctx.round) - frozenset(ctx.spec.sealed)
-    how: Combination = getattr(params, "average", "mean")
+    how: fl.Combination = getattr(params, "average", "mean")
     momentum: float = getattr(params, "server_momentum", 0.0) if Part.CLASSIFIER in clear else 0.0
     average = AverageAggregator(clear, spill, how)
     return Then(average, lambda found, _: with_momentum(found, state, momentum)) if momentum else average
@@ -114,24 +101,24 @@ def local_result(
     shared: frozenset[Part],
     data: ImageSet,
     loss: float,
-    label_counts: LabelCounts,
+    label_counts: fl.LabelCounts,
     averages: Sequence[MovingAverage] = (),
-) -> LocalResult:
+) -> fl.LocalResult:
     """What a local round returns: copies of all networks for the client, of the shared ones for the server, and a report."""
-    counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
-    return LocalResult(
-        SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
-        ClientState({part: weights_of(net) for part, net in nets.items()}, average_extras(averages)),
+    counts = None if label_counts is fl.LabelCounts.NEVER else data.label_counts()
+    return fl.LocalResult(
+        fl.SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
+        fl.ClientState({part: weights_of(net) for part, net in nets.items()}, average_extras(averages)),
         Report(examples=len(data), loss=loss, label_counts=counts),
     )
 
 
-def with_statistics(result: LocalResult, told: Weights) -> LocalResult:
+def with_statistics(result: fl.LocalResult, told: fl.Weights) -> fl.LocalResult:
     """A local result whose client shares statistics too, and keeps a copy of them."""
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,
-        shared=SharedResult({**result.shared.parts, Part.STATISTICS: told}),
+        shared=fl.SharedResult({**result.shared.parts, Part.STATISTICS: told}),
         private=replace(result.private, parts={**result.private.parts, Part.STATISTICS: kept}),
     )
 
@@ -143,11 +130,11 @@ class LocalHalf(Generic[Params]):
     params_type: type[Params]
     shared: frozenset[Part]
     penalty_of: PenaltyOf[Params]
-    label_counts: LabelCounts
+    label_counts: fl.LabelCounts
 
     def round_of(
-        self, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
-    ) -> LocalResult:
+        self, state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+    ) -> fl.LocalResult:
         """One client's local round."""
         params = self.params_type.model_validate(ctx.spec.params)
         weights = {**state.parts, **(aggregate.parts if aggregate else {})}
@@ -161,7 +148,7 @@ class LocalHalf(Generic[Params]):
         return local_result(nets, self.shared, data, loss, self.label_counts, average)
 
 
-def _aux(params: TrainingParams) -> float:
+def _aux(params: fl.TrainingParams) -> float:
     """Weight of the cross-entropy through the downloaded classifier, of methods that have it."""
     weight: float = getattr(params, "aux", 0.0)
     return weight

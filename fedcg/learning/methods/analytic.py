@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from pydantic import Field
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.prototypes import FinishOnlyAggregator
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.heads.classifiers import chosen_head, linear_layer
@@ -25,24 +26,6 @@ from fedcg.learning.heads.moments import (
 )
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import log_prior
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    ClientState,
-    DivergedError,
-    Example,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    Personal,
-    RoundContext,
-    ServerState,
-    SharedResult,
-    Spill,
-    TrainingParams,
-    Weights,
-)
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
@@ -55,7 +38,7 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 _PROJECTION, _BIAS = "project.weight", "project.bias"
 
 
-class AnalyticParams(TrainingParams):
+class AnalyticParams(fl.TrainingParams):
     """Parameters of the moments, and of the heads; those of training are of the local models beside them."""
 
     clip: Clip = CLIP
@@ -67,7 +50,7 @@ class AnalyticParams(TrainingParams):
     )
 
 
-def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+def client_start(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
     """The initial weights, with a projection that is the same on all clients and loses as little as it can."""
     extractor = dict(initial[Part.EXTRACTOR])
     if _PROJECTION in extractor:
@@ -76,10 +59,12 @@ def client_start(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Clien
         mixed = torch.randn(width, pooled, generator=stream) / pooled**0.5
         extractor[_PROJECTION] = torch.eye(width, pooled) if width >= pooled else mixed
         extractor[_BIAS] = torch.zeros(width)
-    return ClientState({**initial, Part.EXTRACTOR: extractor})
+    return fl.ClientState({**initial, Part.EXTRACTOR: extractor})
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """The moments of the own features, and the head that they alone give; nothing is trained.
 
     Moments that the client has stay as they are: the sums of old and new ones would show what changed. They are 0 before the first round, and
@@ -95,16 +80,18 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     head = _head(own, state.parts, log_prior(data.label_counts()), _params(ctx).own_shrinkage, ctx)
     kept = {name: tensor.clone() for name, tensor in moments.items()}
     private = {**state.parts, Part.CLASSIFIER: head, Part.STATISTICS: kept}
-    return LocalResult(SharedResult({Part.STATISTICS: moments}), ClientState(private), Report(examples=len(data)))
+    return fl.LocalResult(
+        fl.SharedResult({Part.STATISTICS: moments}), fl.ClientState(private), Report(examples=len(data))
+    )
 
 
 def align(
-    own: Mapping[Part, Weights], aggregate: Aggregate, data: ImageSet, ctx: RoundContext
-) -> Mapping[Part, Weights]:
+    own: Mapping[Part, fl.Weights], aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext
+) -> Mapping[Part, fl.Weights]:
     """The head that the cohort's moments give, with the client's own prior."""
     try:
         classes = class_gaussians(aggregate.parts[Part.STATISTICS]) if aggregate.parts else None
-    except DivergedError as error:
+    except fl.DivergedError as error:
         ctx.callbacks.warn(f"{error}: this device keeps its own head")
         return {}
     if classes is None:
@@ -114,12 +101,16 @@ def align(
     return {Part.CLASSIFIER: _head(classes, own, prior, _params(ctx).shrinkage, ctx)}
 
 
-def _params(ctx: RoundContext) -> AnalyticParams:
+def _params(ctx: fl.RoundContext) -> AnalyticParams:
     return AnalyticParams.model_validate(ctx.spec.params)
 
 
 def _head(
-    classes: ClassGaussians, parts: Mapping[Part, Weights], prior: torch.Tensor, shrinkage: float, ctx: RoundContext
+    classes: ClassGaussians,
+    parts: Mapping[Part, fl.Weights],
+    prior: torch.Tensor,
+    shrinkage: float,
+    ctx: fl.RoundContext,
 ) -> dict[str, torch.Tensor]:
     layer, validation = linear_layer(ctx.spec), ctx.validation
     if validation is None or not len(validation):
@@ -127,7 +118,7 @@ def _head(
     extractor = load_part(ctx.spec, Part.EXTRACTOR, parts[Part.EXTRACTOR], ctx.device)
     features = extract_features(extractor, validation.images.to(ctx.device), ctx.spec).flatten(1).cpu()
 
-    def loss_of(head: Weights) -> float:
+    def loss_of(head: fl.Weights) -> float:
         logits = features @ head[f"{layer}weight"].T + head[f"{layer}bias"]
         return float(cross_entropy(logits, validation.labels.cpu()))
 
@@ -145,22 +136,22 @@ def _misfit(spec: NetworkSpec) -> str:
     return ""
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half of a round: nothing comes in the clear."""
-    return FinishOnlyAggregator(spill, lambda _updates: Aggregate({}))
+    return FinishOnlyAggregator(spill, lambda _updates: fl.Aggregate({}))
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="analytic",
     title="linear heads in closed form from one sealed sum of features, for a frozen backbone",
     params_type=AnalyticParams,
-    payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=moments_layout, sealed=SHARED),
-    needs=Needs(cohort=True, networks=_misfit),
-    personal=Personal(align=align),
+    payload=fl.Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=moments_layout, sealed=SHARED),
+    needs=fl.Needs(cohort=True, networks=_misfit),
+    personal=fl.Personal(align=align),
     client_start=client_start,
     local_round=local_round,
     aggregator=aggregator,
-    example=Example(
+    example=fl.Example(
         NetworkChoice(split="timm:test_efficientnet+project:8", noise_dim=8),
         ImageForm(mode="L", height=32, width=32, mean=(0.5,), std=(0.25,)),
     ),

@@ -19,27 +19,12 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    Aux,
-    Average,
-    ClientState,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    RoundContext,
-    ServerState,
-    Spill,
-    Taught,
-)
 from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import NETWORKS, load_part
 from fedcg.learning.networks.gan import ClassGaussians, rows_are_independent
@@ -58,9 +43,9 @@ _GAN_BETAS = (0.5, 0.999)
 class FedcgParams(DistilledParams):
     """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, 0.1 is ours."""
 
-    average: Average = "mean"
-    aux: Aux = 0.0
-    ensemble: Taught = "sum"
+    average: fl.Average = "mean"
+    aux: fl.Aux = 0.0
+    ensemble: fl.Taught = "sum"
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
     ramp_rounds: int = Field(default=50, ge=1, description="rounds over which gamma rises from 0")
@@ -106,7 +91,9 @@ def gamma(round_number: int, params: FedcgParams) -> float:
     return params.gamma_max * (2.0 / (1.0 + math.exp(-10.0 * progress)) - 1.0)
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Algorithm 1: load both shared parts, train E and C on eq. 3, then G and D on eq. 4 with E frozen.
 
     Without an aggregate the client's own shared parts stand in for the global ones.
@@ -131,7 +118,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         draws = local_steps(params, len(data), ctx) * params.batch_size
         source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, draws)
         run_stage(adversarial(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx), ctx)
-    return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL, average)
+    return local_result(nets, SHARED, data, loss, fl.LabelCounts.OPTIONAL, average)
 
 
 def networks(spec: NetworkSpec) -> str:
@@ -141,7 +128,7 @@ def networks(spec: NetworkSpec) -> str:
     return ""
 
 
-def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx: RoundContext) -> None:
+def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx: fl.RoundContext) -> None:
     """Set the generator's Gaussians to the moments of the frozen extractor's features, of both mirror images where the spec flips."""
     assert isinstance(generator, ClassGaussians)  # `networks` has seen to it
     sides = (False, True) if ctx.spec.augment_flip else (False,)
@@ -149,7 +136,7 @@ def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx
     generator.fit(torch.cat(features), data.labels.repeat(len(sides)))
 
 
-def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> Penalty | None:
+def feature_penalty(global_generator: nn.Module, weight: float, ctx: fl.RoundContext) -> Penalty | None:
     """γ · L_dist (eq. 2-3) against the frozen global generator; fresh noise for every image of every epoch."""
     if weight == 0.0:
         return None
@@ -166,7 +153,7 @@ def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContex
 
 
 def adversarial(
-    generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: RoundContext
+    generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: fl.RoundContext
 ) -> Stage:
     """Algorithm 1 lines 10-18: one discriminator and one generator step in turn (eq. 4) on features of the frozen extractor.
 
@@ -222,7 +209,7 @@ def adversarial(
     )
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
     params = FedcgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
@@ -235,12 +222,12 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     return ensemble_aggregator(settings, ctx, spill, params.average, params.ensemble)
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="fedcg",
     title="FedCG: shared classifier and GAN generator, ensemble distillation",
     params_type=FedcgParams,
-    payload=Payload(SHARED, SHARED, PRIVATE),
-    needs=Needs(LabelCounts.OPTIONAL, networks=networks),
+    payload=fl.Payload(SHARED, SHARED, PRIVATE),
+    needs=fl.Needs(fl.LabelCounts.OPTIONAL, networks=networks),
     private_stages=2,
     local_round=local_round,
     aggregator=aggregator,

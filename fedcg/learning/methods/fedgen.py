@@ -30,6 +30,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
 from fedcg.learning.aggregation.distillation import (
     Distillation,
@@ -37,17 +38,6 @@ from fedcg.learning.aggregation.distillation import (
     distillation,
     draw_bank,
     label_probabilities,
-)
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    Aux,
-    Average,
-    LabelCounts,
-    RoundContext,
-    ServerState,
-    Spill,
-    Weights,
 )
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.learning.networks import load_part, weights_of
@@ -63,8 +53,8 @@ SHARED = frozenset({Part.CLASSIFIER})
 class FedgenParams(DistilledParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
-    average: Average = "mean"
-    aux: Aux = 0.0
+    average: fl.Average = "mean"
+    aux: fl.Aux = 0.0
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
     replay_labels: Literal["batch", "uniform"] = Field(
         default="batch",
@@ -75,7 +65,7 @@ class FedgenParams(DistilledParams):
     diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
 
 
-def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: RoundContext) -> Penalty | None:
+def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: fl.RoundContext) -> Penalty | None:
     """The term replay · CE(C(G(z, y')), y') for the labels y' that `replay_labels` names; G is frozen and in eval mode."""
     if params.replay == 0.0:
         return None
@@ -119,7 +109,7 @@ def generator_objective(
     return cross_entropy(votes, labels) + diversity * spread
 
 
-def trained_generator(start: Weights, updates: Updates, merged: Merged, ctx: RoundContext) -> Weights:
+def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: fl.RoundContext) -> fl.Weights:
     """The generator of the last aggregate after its training against all classifiers of the round.
 
     Raises:
@@ -151,14 +141,14 @@ def trained_generator(start: Weights, updates: Updates, merged: Merged, ctx: Rou
     return weights_of(generator)
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half: average the classifiers, train the generator of the last aggregate against all of them."""
     average = AverageAggregator(SHARED, spill, FedgenParams.model_validate(ctx.spec.params).average)
 
-    def with_generator(averaged: Aggregate, updates: Updates) -> ServerState:
+    def with_generator(averaged: fl.Aggregate, updates: Updates) -> fl.ServerState:
         merged = average.settle(updates)
         generator = trained_generator(state.aggregate.parts[Part.GENERATOR], updates, merged, ctx)
-        return ServerState(Aggregate({**averaged.parts, Part.GENERATOR: generator}))
+        return fl.ServerState(fl.Aggregate({**averaged.parts, Part.GENERATOR: generator}))
 
     return Then(average, with_generator)
 
@@ -170,6 +160,6 @@ METHOD = averaging_method(
     SHARED,
     penalty_of=replay_penalty,
     downloads=frozenset({Part.GENERATOR}),
-    label_counts=LabelCounts.OPTIONAL,
+    label_counts=fl.LabelCounts.OPTIONAL,
     aggregator=aggregator,
 )

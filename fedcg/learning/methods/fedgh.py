@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from pydantic import Field
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.distillation import Distillation, distillation
 from fedcg.learning.aggregation.prototypes import (
     HELD,
@@ -19,20 +20,6 @@ from fedcg.learning.aggregation.prototypes import (
     prototypes_of,
 )
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    ClientState,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Payload,
-    RoundContext,
-    ServerState,
-    Spill,
-    TrainingParams,
-    Update,
-)
 from fedcg.learning.methods._averaging import PERSONAL, local_result, with_statistics
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
@@ -41,25 +28,29 @@ from fedcg.learning.training.stage import Nets, Tensors, moving_average, run_sta
 from fedcg.wire.parts import Part
 
 
-class FedGhParams(TrainingParams):
+class FedGhParams(fl.TrainingParams):
     """Training, and the server's training of the head."""
 
     server_steps: int = Field(default=100, ge=1, description="steps of the head on a round's prototypes, all at once")
     server_lr: float = Field(default=1e-3, gt=0, description="learning rate of the head on the server")
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Go on from the global head, train it with the own extractor, send the prototypes of the trained extractor."""
     params, data = FedGhParams.model_validate(ctx.spec.params), data.to(ctx.device)
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(PERSONAL)}
     average = moving_average(nets, params)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, after=average)
-    result = local_result(nets, frozenset(), data, loss, LabelCounts.NEVER, average)
+    result = local_result(nets, frozenset(), data, loss, fl.LabelCounts.NEVER, average)
     return with_statistics(result, prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec))
 
 
-def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Callable[[], Update]]) -> Aggregate:
+def trained_head(
+    state: fl.ServerState, ctx: fl.RoundContext, updates: Mapping[str, Callable[[], fl.Update]]
+) -> fl.Aggregate:
     """The head after its training on all prototypes, in client-id order."""
     params = FedGhParams.model_validate(ctx.spec.params)
     found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
@@ -75,19 +66,19 @@ def trained_head(state: ServerState, ctx: RoundContext, updates: Mapping[str, Ca
     settings = Distillation(params.server_steps, max(1, len(rows)), params.server_lr, params.weight_decay)
     every_row = (features, labels)
     run_stage(distillation({Part.CLASSIFIER: head}, loss_of, lambda _: every_row, settings, ctx, at_once=1), ctx)
-    return Aggregate({Part.CLASSIFIER: weights_of(head)})
+    return fl.Aggregate({Part.CLASSIFIER: weights_of(head)})
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half of a round."""
     return FinishOnlyAggregator(spill, partial(trained_head, state, ctx))
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="fedgh",
     title="FedGH: a head trained on the server from class prototypes",
     params_type=FedGhParams,
-    payload=Payload(
+    payload=fl.Payload(
         up=frozenset({Part.STATISTICS}),
         down=frozenset({Part.CLASSIFIER}),
         private=frozenset({Part.EXTRACTOR}),

@@ -22,24 +22,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator, uniform
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    ClientState,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    RoundContext,
-    ServerState,
-    Spill,
-    Weights,
-)
 from fedcg.learning.methods._averaging import local_result
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
@@ -95,7 +82,9 @@ def ramp(round_number: int, horizon: int, power: float) -> float:
     return float(min(max((round_number - 1) / horizon, 0.0), 1.0) ** power)
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Algorithm 1 lines 7-18: load the classifier; train F, D on eq. 4 with the global G as teacher; then G_i on eq. 9.
 
     Without an aggregate the client's own classifier and generator stand in for the global ones, and p(y) is uniform.
@@ -115,11 +104,11 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         nets[Part.EXTRACTOR], data, ctx.spec, local_steps(params, len(data), ctx) * params.batch_size
     )
     run_stage(imitation(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx), ctx)
-    return local_result(nets, SHARED, data, loss, LabelCounts.REQUIRED, average)
+    return local_result(nets, SHARED, data, loss, fl.LabelCounts.REQUIRED, average)
 
 
 def global_penalty(
-    teacher: nn.Module, label_probabilities: torch.Tensor, params: FedmdCgParams, ctx: RoundContext
+    teacher: nn.Module, label_probabilities: torch.Tensor, params: FedmdCgParams, ctx: fl.RoundContext
 ) -> Penalty | None:
     """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
     factor = ramp(ctx.round, ctx.spec.rounds, params.ramp_power)
@@ -167,7 +156,7 @@ def class_scale(features: torch.Tensor, labels: torch.Tensor, classes: int) -> t
 
 
 def imitation(
-    generator: nn.Module, classifier: nn.Module, source: FeatureSource, params: FedmdCgParams, ctx: RoundContext
+    generator: nn.Module, classifier: nn.Module, source: FeatureSource, params: FedmdCgParams, ctx: fl.RoundContext
 ) -> Stage:
     """Algorithm 1 lines 14-17: train G_i on eq. 9, KL + λ4 MSE + λ5 CE + λ6 diversity, with F_i and D_i frozen."""
     diversity, divergence = DIVERSITIES[params.diversity], Divergence(params.divergence)
@@ -208,23 +197,23 @@ def imitation(
     )
 
 
-def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+def init_server(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ServerState:
     """The first aggregate is the initial generator and classifier, with a uniform p(y)."""
     even = tuple(uniform(spec.class_count).tolist())
-    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
+    return fl.ServerState(fl.Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
 
 
-def _with_labels(inner: Aggregator, settle: Callable[[Updates], Merged]) -> Aggregator:
+def _with_labels(inner: fl.Aggregator, settle: Callable[[Updates], Merged]) -> fl.Aggregator:
     """An aggregation that knows no labels (`average`, `kd`), with p(y) published beside its parts."""
 
-    def published(found: Aggregate, updates: Updates) -> ServerState:
+    def published(found: fl.Aggregate, updates: Updates) -> fl.ServerState:
         counts = counts_of(settle(updates))
-        return ServerState(Aggregate(found.parts, tuple(label_distribution(counts).tolist())))
+        return fl.ServerState(fl.Aggregate(found.parts, tuple(label_distribution(counts).tolist())))
 
     return Then(inner, published)
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares with."""
     params = FedmdCgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
@@ -238,12 +227,12 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     return _with_labels(average, average.settle)
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="fedmd_cg",
     title="FedMD-CG: shared classifier and distilled generator, crossed distillation",
     params_type=FedmdCgParams,
-    payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset({Part.CLASSIFIER})),
-    needs=Needs(LabelCounts.REQUIRED),
+    payload=fl.Payload(SHARED, SHARED, PRIVATE, continued=frozenset({Part.CLASSIFIER})),
+    needs=fl.Needs(fl.LabelCounts.REQUIRED),
     local_round=local_round,
     server_start=init_server,
     aggregator=aggregator,

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.prototypes import (
     HELD,
     PROTOTYPES,
@@ -21,23 +22,6 @@ from fedcg.learning.aggregation.prototypes import (
     prototypes_of,
 )
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    ClientState,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    Personal,
-    RoundContext,
-    ServerState,
-    SharedResult,
-    Spill,
-    TrainingParams,
-    Weights,
-)
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.spec import NetworkSpec
 from fedcg.learning.training.classification import Penalty, train_classifier
@@ -48,13 +32,15 @@ SHARED = frozenset({Part.STATISTICS})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 
 
-class FedProtoParams(TrainingParams):
+class FedProtoParams(fl.TrainingParams):
     """Training, and how firmly features are pulled to the global prototypes."""
 
     pull: float = Field(default=1.0, ge=0, description="weight of the squared distance to the global prototype (eq. 7)")
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Train towards the global prototypes, then compute the client's own."""
     params = FedProtoParams.model_validate(ctx.spec.params)
     known = (aggregate.parts if aggregate else state.parts)[Part.STATISTICS]
@@ -69,10 +55,10 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     for one in average:
         extras[EXTRA + Part.STATISTICS.value] = filled(prototypes_of(one.means[Part.EXTRACTOR], data, ctx.spec), known)
     report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
-    return LocalResult(SharedResult({Part.STATISTICS: ours}), ClientState(kept, extras), report)
+    return fl.LocalResult(fl.SharedResult({Part.STATISTICS: ours}), fl.ClientState(kept, extras), report)
 
 
-def towards(known: Weights, weight: float, device: str) -> Penalty:
+def towards(known: fl.Weights, weight: float, device: str) -> Penalty:
     """The penalty weight · mean over features of (h - prototype of y)², for images of classes that have one."""
     held, prototypes = known[HELD].to(device), known[PROTOTYPES].to(device)
 
@@ -90,7 +76,7 @@ class NearestPrototype(nn.Module):
     prototypes: torch.Tensor
     held: torch.Tensor
 
-    def __init__(self, extractor: nn.Module, statistics: Weights) -> None:
+    def __init__(self, extractor: nn.Module, statistics: fl.Weights) -> None:
         super().__init__()
         self.extractor = extractor
         self.register_buffer("prototypes", statistics[PROTOTYPES].clone())
@@ -103,23 +89,23 @@ class NearestPrototype(nn.Module):
         return torch.where(self.held, logits, logits.amin(1, keepdim=True) - 1)
 
 
-def predict(spec: NetworkSpec, parts: Mapping[Part, Weights]) -> nn.Module:
+def predict(spec: NetworkSpec, parts: Mapping[Part, fl.Weights]) -> nn.Module:
     """The client's model."""
     return NearestPrototype(load_part(spec, Part.EXTRACTOR, parts[Part.EXTRACTOR]), parts[Part.STATISTICS])
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half of a round: the mean of the prototypes by class."""
-    return FinishOnlyAggregator(spill, lambda updates: Aggregate({Part.STATISTICS: merged_prototypes(updates)}))
+    return FinishOnlyAggregator(spill, lambda updates: fl.Aggregate({Part.STATISTICS: merged_prototypes(updates)}))
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="fedproto",
     title="FedProto: class prototypes alone are shared; the nearest one classifies",
     params_type=FedProtoParams,
-    payload=Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=prototype_layout),
-    needs=Needs(LabelCounts.OPTIONAL),
-    personal=Personal(frozenset({Part.EXTRACTOR, Part.STATISTICS}), predict),
+    payload=fl.Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=prototype_layout),
+    needs=fl.Needs(fl.LabelCounts.OPTIONAL),
+    personal=fl.Personal(frozenset({Part.EXTRACTOR, Part.STATISTICS}), predict),
     local_round=local_round,
     aggregator=aggregator,
 )

@@ -18,31 +18,13 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from fedcg.learning import method as fl
 from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.heads.classifiers import calibrated
 from fedcg.learning.heads.moments import CLIP, Clip, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    Average,
-    ClientState,
-    DivergedError,
-    LabelCounts,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    Personal,
-    RoundContext,
-    ServerState,
-    SharedResult,
-    Spill,
-    TrainingParams,
-    Weights,
-)
 from fedcg.learning.methods._averaging import PERSONAL, LocalHalf, MomentumParams, average_of, unpenalised
 from fedcg.learning.networks import load_part
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
@@ -54,10 +36,10 @@ TRAINED_FROM = "trained-from/"
 """Before a part's name, in `ClientState.extras`: what the last round that trained went on from."""
 
 
-class FedsealParams(TrainingParams):
+class FedsealParams(fl.TrainingParams):
     """Training as in FedAvg, with the help that averages like, and the votes' thresholds."""
 
-    average: Average = "mean"
+    average: fl.Average = "mean"
     clip: Clip = CLIP
     aux: float = Field(default=1.0, ge=0, description=MomentumParams.model_fields["aux"].description)
     ema: float = Field(default=0.998, ge=0, lt=1, description=MomentumParams.model_fields["ema"].description)
@@ -79,16 +61,16 @@ class FedsealParams(TrainingParams):
     )
 
 
-HALF = LocalHalf(FedsealParams, PERSONAL, unpenalised, LabelCounts.NEVER)
-Parts = Mapping[Part, Weights]
+HALF = LocalHalf(FedsealParams, PERSONAL, unpenalised, fl.LabelCounts.NEVER)
+Parts = Mapping[Part, fl.Weights]
 
 
-def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
+def align(own: Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> Parts:
     """The own extractor where the cohort's images differ in kind, and the calibrated classifier where most clients gain by it; without votes, where this one does."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
     head = _calibrated(aggregate, ctx)
-    votes = ctx.cohort.votes or {"": _bits(ClientState(own), aggregate, head, data, ctx)}
+    votes = ctx.cohort.votes or {"": _bits(fl.ClientState(own), aggregate, head, data, ctx)}
     changed = {Part.EXTRACTOR: own[Part.EXTRACTOR]} if _share(votes, OTHER_KIND) >= 0.5 else {}
     if _share(votes, CALIBRATED) > 0.5:
         plain = {**aggregate.parts, **changed}
@@ -98,13 +80,13 @@ def align(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -
     return changed
 
 
-def vote(state: ClientState, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> int:
+def vote(state: fl.ClientState, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> int:
     """What this client finds of the aggregate on its validation images; 0 where it has none."""
     is_judged = ctx.round > 1 and aggregate.parts.keys() >= PERSONAL
     return _bits(state, aggregate, _calibrated(aggregate, ctx), data, ctx) if is_judged else 0
 
 
-def _bits(state: ClientState, aggregate: Aggregate, head: Parts, data: ImageSet, ctx: RoundContext) -> int:
+def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: Parts, data: ImageSet, ctx: fl.RoundContext) -> int:
     params = FedsealParams.model_validate(ctx.spec.params)
     if ctx.validation is None or not len(ctx.validation):
         return 0
@@ -127,7 +109,7 @@ def _share(votes: Mapping[str, int], bit: int) -> float:
     return sum(bool(given & bit) for given in votes.values()) / max(1, len(votes))
 
 
-def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
+def _calibrated(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> dict[Part, fl.Weights]:
     """The aggregate's classifier, calibrated; nothing where its moments are not of its extractor, or of no use."""
     params = FedsealParams.model_validate(ctx.spec.params)
     if not params.calibrate or ctx.spec.trains_in(ctx.round - 1) or Part.STATISTICS not in aggregate.parts:
@@ -137,17 +119,17 @@ def _calibrated(aggregate: Aggregate, ctx: RoundContext) -> dict[Part, Weights]:
         if classes is None:
             return {}
         return {Part.CLASSIFIER: calibrated(aggregate.parts[Part.CLASSIFIER], classes, params.lr, ctx)}
-    except DivergedError as error:
+    except fl.DivergedError as error:
         ctx.callbacks.warn(f"{error}: the averaged classifier is used as it came")
         return {}
 
 
-def _loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
+def _loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
     """Of an aggregate's parts, as this client uses them."""
     return _validation_loss(personal_parts({part: parts[part] for part in PERSONAL}, data, ctx), ctx)
 
 
-def _own_shares_loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
+def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
     """The same with this client's label shares in the classifier's last bias: other shares are no other kind of images."""
     try:
         return _loss(parts, data, replace(ctx, privacy=ctx.privacy.model_copy(update={"balance": "logits"})))
@@ -155,20 +137,22 @@ def _own_shares_loss(parts: Parts, data: ImageSet, ctx: RoundContext) -> float:
         return math.inf
 
 
-def _validation_loss(parts: Parts, ctx: RoundContext) -> float:
+def _validation_loss(parts: Parts, ctx: fl.RoundContext) -> float:
     if ctx.validation is None or not len(ctx.validation):
         return 0.0
     return calibrated_loss(logits_of(ctx.spec, parts, ctx.validation, ctx.device), ctx.validation.labels.cpu())
 
 
-def _trained_from(state: ClientState) -> dict[Part, Weights]:
+def _trained_from(state: fl.ClientState) -> dict[Part, fl.Weights]:
     """What the last round that trained went on from, as this client uses it; nothing before the first one."""
     return {
         part: state.extras[name] for part in sorted(PERSONAL) if (name := TRAINED_FROM + part.value) in state.extras
     }
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Train as in FedAvg; or, in every second round, compute the moments of the features of what came."""
     down = {} if aggregate is None else aggregate.parts
     start = {part: down.get(part, state.parts[part]) for part in sorted(PERSONAL)}
@@ -177,35 +161,35 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     if (before := _trained_from(state)) and _share(ctx.cohort.votes, UNUSABLE) > 0.5:
         ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
         start = before
-    result = HALF.round_of(ClientState(start), data, None if aggregate is None else Aggregate(start), ctx)
+    result = HALF.round_of(fl.ClientState(start), data, None if aggregate is None else fl.Aggregate(start), ctx)
     # Where `align` kept the own extractor there is no mean to take back.
     is_own = ctx.round > 1 and down.get(Part.EXTRACTOR) is state.parts[Part.EXTRACTOR]
     kept = {} if is_own else {TRAINED_FROM + part.value: weights for part, weights in start.items()}
     parts = {**result.private.parts, Part.STATISTICS: state.parts[Part.STATISTICS]}
-    return replace(result, private=ClientState(parts, {**result.private.extras, **kept}))
+    return replace(result, private=fl.ClientState(parts, {**result.private.extras, **kept}))
 
 
-def _moments_of(state: ClientState, start: Parts, data: ImageSet, ctx: RoundContext) -> LocalResult:
+def _moments_of(state: fl.ClientState, start: Parts, data: ImageSet, ctx: fl.RoundContext) -> fl.LocalResult:
     usable_rows(len(data), 2)
     moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, start[Part.EXTRACTOR], ctx.device), data, ctx)
     # Who never trained has no better model than the mean.
     own = state.parts if state.extras else {**state.parts, **start}
     private = {**own, Part.STATISTICS: {name: tensor.clone() for name, tensor in moments.items()}}
-    shared = SharedResult({Part.STATISTICS: moments})
-    return LocalResult(shared, replace(state, parts=private), Report(examples=len(data)))
+    shared = fl.SharedResult({Part.STATISTICS: moments})
+    return fl.LocalResult(shared, replace(state, parts=private), Report(examples=len(data)))
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The average of the classifiers, with momentum."""
     return average_of(FedsealParams, PERSONAL, state, ctx, spill)
 
 
 SHARED = PERSONAL | {Part.STATISTICS}
-METHOD = Method(
+METHOD = fl.Method(
     name="fedseal",
     title="FedAvg with sealed extractors, and a classifier calibrated on virtual features",
     params_type=FedsealParams,
-    payload=Payload(
+    payload=fl.Payload(
         SHARED,
         SHARED,
         continued=PERSONAL,
@@ -214,8 +198,8 @@ METHOD = Method(
         sealable=frozenset({Part.CLASSIFIER}),
         alternates=True,
     ),
-    needs=Needs(cohort=True),
-    personal=Personal(align=align),
+    needs=fl.Needs(cohort=True),
+    personal=fl.Personal(align=align),
     vote=vote,
     local_round=local_round,
     aggregator=aggregator,

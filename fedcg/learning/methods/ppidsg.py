@@ -33,29 +33,13 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.params import DEFAULT_BLOCK, Block, EtcParams, ScramblingKey, ScramblingSteps
 from fedcg.learning.defences.scrambling import Scrambling, ScramblingKeys, draw_keys, scrambling_of
 from fedcg.learning.errors import DefenceError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import (
-    Aggregate,
-    Aggregator,
-    ClientState,
-    Example,
-    LocalResult,
-    Method,
-    Needs,
-    Payload,
-    Personal,
-    RoundContext,
-    ServerState,
-    SharedResult,
-    Spill,
-    TrainingParams,
-    Weights,
-)
 from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
@@ -80,7 +64,7 @@ ScoreLoss = Callable[[torch.Tensor], torch.Tensor]
 Adversarial = Literal["logarithm", "least_squares"]
 
 
-class PpidsgParams(TrainingParams):
+class PpidsgParams(fl.TrainingParams):
     """Training, and the encryption that the generator imitates; defaults are the paper's, or the authors' code's where it has none."""
 
     scrambling: ScramblingSteps = ""
@@ -125,7 +109,7 @@ def problem_with(spec: NetworkSpec) -> str:
     return ""
 
 
-def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+def init_client(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
     """A client starts with initial networks.
 
     A classifier's initial weights follow from the public seed, whatever the method; an extractor's from the cohort secret. So the
@@ -136,21 +120,21 @@ def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Client
         digest.update(initial[Part.EXTRACTOR][name].numpy().tobytes())
     params, streams = PpidsgParams.model_validate(spec.params), Streams(digest.digest())
     key = weights_of(build_part(spec, Part.CLASSIFIER, streams.generator("key")))
-    extras: dict[str, Weights] = {_KEY: key}
+    extras: dict[str, fl.Weights] = {_KEY: key}
     if params.key == "cohort":
         extras[SCRAMBLING] = _stored(draw_keys(streams, _size(spec), params.block))
-    return ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)}, extras)
+    return fl.ClientState({part: initial[part] for part in sorted(SHARED | PRIVATE)}, extras)
 
 
 def _size(spec: NetworkSpec) -> tuple[int, int, int]:
     return spec.image.channels, spec.image.height, spec.image.width
 
 
-def _stored(keys: ScramblingKeys) -> Weights:
+def _stored(keys: ScramblingKeys) -> fl.Weights:
     return {field.name: getattr(keys, field.name) for field in fields(keys) if field.name != "block"}
 
 
-def scrambling_by(spec: NetworkSpec, keys: Weights) -> Scrambling:
+def scrambling_by(spec: NetworkSpec, keys: fl.Weights) -> Scrambling:
     """What a generator imitates: the scrambling by a device's keys (its extras `scrambling`)."""
     params = PpidsgParams.model_validate(spec.params)
     return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.etc.order(spec.image.channels))
@@ -265,7 +249,7 @@ def translation(
     data: ImageSet,
     encrypt: Encrypt,
     params: PpidsgParams,
-    ctx: RoundContext,
+    ctx: fl.RoundContext,
     after: tuple[stage.AfterStep, ...] = (),
 ) -> stage.Stage:
     """One round of PPIDSG's local training.
@@ -329,7 +313,7 @@ def translation(
     )
 
 
-def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: RoundContext) -> torch.optim.Optimizer:
+def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: fl.RoundContext) -> torch.optim.Optimizer:
     if name in {"generator", "discriminator"}:
         optimiser = adam(network.parameters(), params.gan_lr, 0.0, GAN_BETAS)
     else:
@@ -340,7 +324,9 @@ def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: RoundCo
     return optimiser
 
 
-def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+def local_round(
+    state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+) -> fl.LocalResult:
     """Go on from the averaged generator; the classifier starts from its key."""
     params, spec = PpidsgParams.model_validate(ctx.spec.params), ctx.spec
     kept = state.extras.get(SCRAMBLING)
@@ -365,11 +351,13 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         SCRAMBLING: {name: tensor.clone() for name, tensor in kept.items()},
         _DISCRIMINATOR: weights_of(nets["discriminator"]),
     }
-    shared = SharedResult({Part.IMAGE_GENERATOR: weights_of(nets["generator"])})
-    return LocalResult(shared, ClientState(parts, extras), Report(examples=len(data), loss=losses["classification"]))
+    shared = fl.SharedResult({Part.IMAGE_GENERATOR: weights_of(nets["generator"])})
+    return fl.LocalResult(
+        shared, fl.ClientState(parts, extras), Report(examples=len(data), loss=losses["classification"])
+    )
 
 
-def _discriminator(state: ClientState, ctx: RoundContext) -> nn.Module:
+def _discriminator(state: fl.ClientState, ctx: fl.RoundContext) -> nn.Module:
     """The client's own; a new one in its first round."""
     make = split_of(ctx.spec).image_discriminator
     assert make is not None
@@ -383,28 +371,28 @@ def _discriminator(state: ClientState, ctx: RoundContext) -> nn.Module:
     return module.to(ctx.device)
 
 
-def predict(spec: NetworkSpec, parts: Mapping[Part, Weights]) -> nn.Module:
+def predict(spec: NetworkSpec, parts: Mapping[Part, fl.Weights]) -> nn.Module:
     """Generator, extractor and classifier, one after the other."""
     order = (Part.IMAGE_GENERATOR, Part.EXTRACTOR, Part.CLASSIFIER)
     return nn.Sequential(*(load_part(spec, part, parts[part]) for part in order))
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half: generators averaged by data size."""
     return AverageAggregator(SHARED, spill)
 
 
-METHOD = Method(
+METHOD = fl.Method(
     name="ppidsg",
     title="PPIDSG: an encrypting image generator is averaged; extractor and classifier stay private",
     params_type=PpidsgParams,
-    payload=Payload(SHARED, SHARED, PRIVATE),
-    needs=Needs(networks=problem_with),
-    personal=Personal(SHARED | PRIVATE, predict),
+    payload=fl.Payload(SHARED, SHARED, PRIVATE),
+    needs=fl.Needs(networks=problem_with),
+    personal=fl.Personal(SHARED | PRIVATE, predict),
     client_start=init_client,
     local_round=local_round,
     aggregator=aggregator,
-    example=Example(
+    example=fl.Example(
         NetworkChoice(split="image_small"), ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.5,))
     ),
 )

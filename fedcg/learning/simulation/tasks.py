@@ -9,24 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from fedcg.learning import method as fl
 from fedcg.learning.aggregation.sealed_means import server_half
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, protected_round
-from fedcg.learning.method import (
-    Aggregate,
-    Callbacks,
-    ClientState,
-    DivergedError,
-    Evaluation,
-    LocalResult,
-    Method,
-    RoundContext,
-    ServerState,
-    Update,
-    Weights,
-    check_finite,
-)
 from fedcg.learning.networks.plans import shadow_spec
 from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
@@ -42,8 +29,8 @@ class LocalTask:
 
     client: str
     number: int
-    state: ClientState
-    shadow: ClientState | None
+    state: fl.ClientState
+    shadow: fl.ClientState | None
     votes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -62,9 +49,9 @@ class LocalOutcome:
 
     client: str
     number: int
-    result: LocalResult | None
+    result: fl.LocalResult | None
     failure: str | None
-    shadow: ClientState | None
+    shadow: fl.ClientState | None
     seconds: float
     shadow_failure: str | None = None
     warning: str | None = None
@@ -75,7 +62,7 @@ class TeacherTask:
     """One update of a round, for the server's half."""
 
     number: int
-    update: Update
+    update: fl.Update
 
 
 @dataclass(frozen=True)
@@ -84,9 +71,9 @@ class MeasureTask:
 
     client: str
     number: int
-    parts: Mapping[Part, Weights]
-    shadow: Mapping[Part, Weights] | None
-    averaged: Mapping[Part, Weights] | None = None
+    parts: Mapping[Part, fl.Weights]
+    shadow: Mapping[Part, fl.Weights] | None
+    averaged: Mapping[Part, fl.Weights] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,13 +118,13 @@ class MemorySpill:
     """A spill that keeps tensors in memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Weights] = {}
+        self._kept: dict[str, fl.Weights] = {}
 
-    def put(self, client: str, tensors: Weights) -> None:
+    def put(self, client: str, tensors: fl.Weights) -> None:
         """Keep tensors of a client."""
         self._kept[client] = tensors
 
-    def get(self, client: str) -> Weights:
+    def get(self, client: str) -> fl.Weights:
         """The tensors of a client."""
         return self._kept[client]
 
@@ -146,14 +133,14 @@ class MemorySpill:
         return client in self._kept
 
 
-def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutcome:
+def local_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> LocalOutcome:
     """One client's local round, and its shadow's on the same streams.
 
     A client that diverges, or has too few images to train on, gives a failure instead of a result.
     """
     method, told = get_method(party.spec.method), list[str]()
     data = party.datasets[task.client].train
-    ctx = replace(_context(party, task), callbacks=Callbacks(warn=told.append))
+    ctx = replace(_context(party, task), callbacks=fl.Callbacks(warn=told.append))
     trained = _attempt(method, task.state, data, aggregate, ctx)
     state, failure = task.shadow, None
     if task.shadow is not None and party.spec.trains_in(task.number):
@@ -166,12 +153,12 @@ def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutc
     )
 
 
-def _context(party: Party, task: LocalTask) -> RoundContext:
+def _context(party: Party, task: LocalTask) -> fl.RoundContext:
     ctx = party.client_context(task.client, task.number)
     return replace(ctx, cohort=replace(ctx.cohort, votes=task.votes))
 
 
-def vote_task(party: Party, task: LocalTask, aggregate: Aggregate) -> tuple[str, int]:
+def vote_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> tuple[str, int]:
     """(client, its vote) before a round, on the aggregate that the round starts from."""
     method = get_method(party.spec.method)
     assert method.vote is not None
@@ -180,49 +167,51 @@ def vote_task(party: Party, task: LocalTask, aggregate: Aggregate) -> tuple[str,
 
 @dataclass(frozen=True)
 class _Attempt:
-    result: LocalResult | None
+    result: fl.LocalResult | None
     failure: str | None
     seconds: float
 
 
 def _attempt(
-    method: Method, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
+    method: fl.Method, state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> _Attempt:
     """A local round that ended with finite weights, or why it is none."""
     started = time.perf_counter()
     try:
         result = protected_round(method, state, data, aggregate, ctx)
         seconds = time.perf_counter() - started
-        check_finite(result.private.parts, "after the round")
-    except (DivergedError, DataError) as error:
+        fl.check_finite(result.private.parts, "after the round")
+    except (fl.DivergedError, DataError) as error:
         return _Attempt(None, str(error), time.perf_counter() - started)
     return _Attempt(result, None, seconds)
 
 
-def teacher_task(party: Party, task: TeacherTask, server: ServerState) -> tuple[str, Weights]:
+def teacher_task(party: Party, task: TeacherTask, server: fl.ServerState) -> tuple[str, fl.Weights]:
     """(client, the rows that `aggregator.add(update)` spills); no rows where the method's server half spills nothing."""
     client, spill = task.update.client, MemorySpill()
     server_half(get_method(party.spec.method), server, party.server_context(task.number), spill).add(task.update)
     return client, spill.get(client) if spill.has(client) else {}
 
 
-def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple[str, RoundRecord]:
+def measure_task(party: Party, task: MeasureTask, aggregate: fl.Aggregate) -> tuple[str, RoundRecord]:
     """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
     spec, data, parts = party.spec_of(task.client), party.datasets[task.client], task.parts
     common = party.common_of(task.client)
 
     def measured(
-        of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None
-    ) -> Evaluation | None:
+        of: FederationSpec, weights: Mapping[Part, fl.Weights] | None, images: ImageSet | None
+    ) -> fl.Evaluation | None:
         if weights is None or images is None or len(images) == 0:
             return None
         return evaluate(of, weights, images, party.device)
 
-    def accuracy(of: FederationSpec, weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> float | None:
+    def accuracy(
+        of: FederationSpec, weights: Mapping[Part, fl.Weights] | None, images: ImageSet | None
+    ) -> float | None:
         found = measured(of, weights, images)
         return None if found is None else found.accuracy
 
-    def loss(of: FederationSpec, weights: Mapping[Part, Weights] | None) -> float | None:
+    def loss(of: FederationSpec, weights: Mapping[Part, fl.Weights] | None) -> float | None:
         if weights is None or len(data.val) == 0:
             return None
         return calibrated_loss(logits_of(of, weights, data.val, party.device), data.val.labels)

@@ -23,24 +23,8 @@ from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SumKeys
 from fedcg.wire.parts import TensorLayout
 from fedcg.wire.sealed_numbers import Numbers, added, clipped, from_numbers, to_numbers
-from fedcg.wire.sums import (
-    Members,
-    SumRound,
-    SumSecrets,
-    Survivors,
-    check_keys,
-    cohort_mask,
-    keys_label,
-    masked,
-    reveal,
-    share_out,
-    sign_survivors,
-    threshold_of,
-    unmask,
-    unsealed,
-)
 
-AT = SumRound("shapes", 3, 1)
+AT = sums.SumRound("shapes", 3, 1)
 SIZE = 7
 SECRET = bytes(range(32))
 
@@ -50,8 +34,8 @@ class World:
     """Devices after the first two steps: keys announced, shares dealt out."""
 
     keys: dict[str, SigningKey]
-    secrets: dict[str, SumSecrets]
-    members: Members
+    secrets: dict[str, sums.SumSecrets]
+    members: sums.Members
     dealt: dict[str, dict[str, bytes]]
     numbers: dict[str, Numbers]
 
@@ -72,25 +56,25 @@ class World:
         return added([self.masked(name, peers, self.numbers[name]) for name in survivors])
 
     def masked(self, name: str, peers: list[str], numbers: Numbers) -> Numbers:
-        return masked(self.secrets[name], self.members, peers, numbers, SECRET)
+        return sums.masked(self.secrets[name], self.members, peers, numbers, SECRET)
 
-    def published(self, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
+    def published(self, survivors: sums.Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
         """What the coordinator has once it has opened the sum of the survivors' numbers."""
-        return unmask(self.total(list(survivors.peers), list(survivors.names)), self.members, survivors, revealed)
+        return sums.unmask(self.total(list(survivors.peers), list(survivors.names)), self.members, survivors, revealed)
 
-    def opened(self, survivors: Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
+    def opened(self, survivors: sums.Survivors, revealed: Mapping[str, Mapping[str, bytes]]) -> Numbers:
         """What a device of the cohort reads in that."""
         published = self.published(survivors, revealed)
-        return unsealed(published, self.members.at, self.members.digest, survivors.names, SECRET)
+        return sums.unsealed(published, self.members.at, self.members.digest, survivors.names, SECRET)
 
-    def signed(self, peers: list[str], survivors: list[str]) -> Survivors:
-        signatures = {name: sign_survivors(self.members, peers, survivors, self.keys[name]) for name in survivors}
-        return Survivors(tuple(peers), tuple(survivors), signatures)
+    def signed(self, peers: list[str], survivors: list[str]) -> sums.Survivors:
+        signatures = {name: sums.sign_survivors(self.members, peers, survivors, self.keys[name]) for name in survivors}
+        return sums.Survivors(tuple(peers), tuple(survivors), signatures)
 
-    def revealed(self, survivors: Survivors, holders: list[str]) -> dict[str, dict[str, bytes]]:
+    def revealed(self, survivors: sums.Survivors, holders: list[str]) -> dict[str, dict[str, bytes]]:
         peers = list(survivors.peers)
         return {
-            name: reveal(self.secrets[name], self.members, self.received(name, peers), survivors, self.roster)
+            name: sums.reveal(self.secrets[name], self.members, self.received(name, peers), survivors, self.roster)
             for name in holders
         }
 
@@ -98,31 +82,31 @@ class World:
         return added([self.numbers[name] for name in survivors])
 
 
-def world_of(count: int, at: SumRound = AT) -> World:
+def world_of(count: int, at: sums.SumRound = AT) -> World:
     """Of the same secrets each time: so are the masks, and what is measured of them."""
     names = [f"box-{number:02}" for number in range(count)]
     drawn = np.random.default_rng(count)
     keys = {name: SigningKey(Ed25519PrivateKey.from_private_bytes(drawn.bytes(32))) for name in names}
-    secrets = {name: SumSecrets(name, drawn.bytes(16), drawn.bytes(16), drawn.bytes(16)) for name in names}
-    members = Members(at, {name: secrets[name].announce(at, 5, keys[name]) for name in names})
+    secrets = {name: sums.SumSecrets(name, drawn.bytes(16), drawn.bytes(16), drawn.bytes(16)) for name in names}
+    members = sums.Members(at, {name: secrets[name].announce(at, 5, keys[name]) for name in names})
     members.check({name: key.public for name, key in keys.items()})
     stream = np.random.default_rng(0)
     numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in names}
-    return World(keys, secrets, members, {name: share_out(secrets[name], members) for name in names}, numbers)
+    return World(keys, secrets, members, {name: sums.share_out(secrets[name], members) for name in names}, numbers)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_sum_of_those_who_sent_is_exact_whoever_is_lost_at_whichever_step(data: st.DataObject) -> None:
     world = world_of(data.draw(st.integers(4, 7), "devices"))
-    needed = max(threshold_of(len(world.names)), 4)
+    needed = max(sums.threshold_of(len(world.names)), 4)
 
     def some_of(names: list[str], least: int, what: str) -> list[str]:
         return sorted(data.draw(st.lists(st.sampled_from(names), min_size=least, unique=True), what))
 
     peers = some_of(world.names, needed, "whose shares came")
     survivors = some_of(peers, needed, "whose numbers came")
-    answered = some_of(survivors, threshold_of(len(world.names)), "who answered last")
+    answered = some_of(survivors, sums.threshold_of(len(world.names)), "who answered last")
     signed = world.signed(peers, survivors)
     assert not np.array_equal(world.total(peers, survivors), world.plain(survivors))
     assert np.array_equal(world.opened(signed, world.revealed(signed, answered)), world.plain(survivors))
@@ -170,7 +154,7 @@ def head_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_too_few_shares_open_nothing() -> None:
     world = world_of(5)
-    assert (threshold_of(4), threshold_of(5), threshold_of(16)) == (3, 4, 9)
+    assert (sums.threshold_of(4), sums.threshold_of(5), sums.threshold_of(16)) == (3, 4, 9)
     signed = world.signed(world.names, world.names)
     answers = world.revealed(signed, world.names[:3])
     with pytest.raises(SumError, match="box-00: 3 of 4 shares of its masks came"):
@@ -195,16 +179,16 @@ def test_a_masked_number_says_nothing_without_the_masks() -> None:
 def test_a_cohorts_mask_is_another_one_for_each_device_secret_view_of_the_members_and_sum() -> None:
     digest, name = "d" * 64, "box-00"
     masks = [
-        cohort_mask(AT, SECRET, digest, name, 256),
-        cohort_mask(AT, SECRET, digest, "box-01", 256),
-        cohort_mask(AT, bytes(32), digest, name, 256),
-        cohort_mask(AT, SECRET, "e" * 64, name, 256),
-        cohort_mask(replace(AT, round=4), SECRET, digest, name, 256),
-        cohort_mask(replace(AT, attempt=2), SECRET, digest, name, 256),
-        cohort_mask(replace(AT, federation="other"), SECRET, digest, name, 256),
-        cohort_mask(replace(AT, exchange="weights"), SECRET, digest, name, 256),
+        sums.cohort_mask(AT, SECRET, digest, name, 256),
+        sums.cohort_mask(AT, SECRET, digest, "box-01", 256),
+        sums.cohort_mask(AT, bytes(32), digest, name, 256),
+        sums.cohort_mask(AT, SECRET, "e" * 64, name, 256),
+        sums.cohort_mask(replace(AT, round=4), SECRET, digest, name, 256),
+        sums.cohort_mask(replace(AT, attempt=2), SECRET, digest, name, 256),
+        sums.cohort_mask(replace(AT, federation="other"), SECRET, digest, name, 256),
+        sums.cohort_mask(replace(AT, exchange="weights"), SECRET, digest, name, 256),
     ]
-    assert np.array_equal(masks[0], cohort_mask(AT, SECRET, digest, name, 256))
+    assert np.array_equal(masks[0], sums.cohort_mask(AT, SECRET, digest, name, 256))
     for first, second in combinations(masks, 2):
         assert np.count_nonzero(first == second) == 0  # each pair by a chance of 2^-24
 
@@ -214,7 +198,7 @@ def test_every_bit_of_the_sum_that_a_coordinator_opens_is_a_fair_coin_unless_the
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of(count)
-    names, masks = world.names, cohort_mask
+    names, masks = world.names, sums.cohort_mask
     layouts = (TensorLayout(name="weight", dtype="float32", shape=(20_000,)),)
     tensors = {"weight": np.linspace(-0.125, 0.125, 20_000, dtype=np.float32)}  # all alike, as after the first round
     world.numbers = dict.fromkeys(names, to_numbers(tensors, layouts, 8.0, 1 / count))
@@ -223,7 +207,7 @@ def test_every_bit_of_the_sum_that_a_coordinator_opens_is_a_fair_coin_unless_the
     assert worst_bit(world.published(signed, revealed)) < 4
     assert np.abs(from_numbers(world.opened(signed, revealed), layouts, 8.0)["weight"] - tensors["weight"]).max() < 7e-6
 
-    def one_for_all(at: SumRound, secret: bytes, digest: str, device: str, size: int) -> Numbers:
+    def one_for_all(at: sums.SumRound, secret: bytes, digest: str, device: str, size: int) -> Numbers:
         return masks(at, secret, digest, names[0], size)
 
     monkeypatch.setattr(sums, "cohort_mask", one_for_all)
@@ -235,20 +219,20 @@ def test_every_bit_of_the_sum_that_a_coordinator_opens_is_a_fair_coin_unless_the
 def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced() -> None:
     world, invented = world_of(4), SigningKey.generate()
     roster = world.roster
-    sybil = SumSecrets.draw("box-99").announce(AT, 5, invented)
+    sybil = sums.SumSecrets.draw("box-99").announce(AT, 5, invented)
     with pytest.raises(SumError, match="box-99 is not on this device's roster"):
-        Members(AT, {**world.members.announced, "box-99": sybil}).check(roster)
-    posing = SumSecrets.draw("box-01").announce(AT, 5, invented)
+        sums.Members(AT, {**world.members.announced, "box-99": sybil}).check(roster)
+    posing = sums.SumSecrets.draw("box-01").announce(AT, 5, invented)
     with pytest.raises(SignatureError, match="box-01: its keys for a sealed sum are not signed by its key for sums"):
-        Members(AT, {**world.members.announced, "box-01": posing}).check(roster)
+        sums.Members(AT, {**world.members.announced, "box-01": posing}).check(roster)
     one = world.members.announced["box-02"]
     changes: list[Any] = [{"weight": 6}, {"mask": bytes(32)}, {"cipher": one.mask}, {"mark": bytes(32)}]
     for change in changes:
         with pytest.raises(SignatureError):
-            check_keys(AT, "box-02", one.model_copy(update=change), roster["box-02"])
-    for other in (SumRound("shapes", 3, 2), SumRound("shapes", 4, 1), SumRound("other", 3, 1)):
+            sums.check_keys(AT, "box-02", one.model_copy(update=change), roster["box-02"])
+    for other in (sums.SumRound("shapes", 3, 2), sums.SumRound("shapes", 4, 1), sums.SumRound("other", 3, 1)):
         with pytest.raises(SignatureError):
-            check_keys(other, "box-02", one, roster["box-02"])
+            sums.check_keys(other, "box-02", one, roster["box-02"])
     told = one.model_dump(mode="json")
     assert SumKeys.model_validate_json(json.dumps(told), strict=True) == one
     for mask in ("ab" * 31, "ab" * 33, "AB" * 32, " ab" * 32, "zz" * 32):
@@ -257,14 +241,14 @@ def test_a_coordinator_can_neither_invent_devices_nor_change_what_they_announced
 
 
 def test_keys_that_nobody_can_agree_on_a_key_with_are_refused_although_they_are_signed() -> None:
-    key, secrets = SigningKey.generate(), SumSecrets.draw("box-00")
+    key, secrets = SigningKey.generate(), sums.SumSecrets.draw("box-00")
     announced = secrets.announce(AT, 5, key)
-    check_keys(AT, "box-00", announced, key.public)
+    sums.check_keys(AT, "box-00", announced, key.public)
     for change in ({"mask": bytes(32)}, {"cipher": bytes(32)}, {"mask": bytes([1]) + bytes(31)}):
         bad = announced.model_copy(update=change)
-        signed = bad.model_copy(update={"signature": key.sign(keys_label(AT, "box-00", bad))})
+        signed = bad.model_copy(update={"signature": key.sign(sums.keys_label(AT, "box-00", bad))})
         with pytest.raises(MalformedError, match="box-00: a public key for a sealed sum is none of X25519"):
-            check_keys(AT, "box-00", signed, key.public)
+            sums.check_keys(AT, "box-00", signed, key.public)
 
 
 def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
@@ -272,8 +256,8 @@ def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
     peers, name = world.names, "box-00"
     received = world.received(name, peers)
 
-    def opened(survivors: Survivors, given: Mapping[str, bytes] = received) -> dict[str, bytes]:
-        return reveal(world.secrets[name], world.members, given, survivors, world.roster)
+    def opened(survivors: sums.Survivors, given: Mapping[str, bytes] = received) -> dict[str, bytes]:
+        return sums.reveal(world.secrets[name], world.members, given, survivors, world.roster)
 
     good = world.signed(peers, peers[:5])
     assert opened(good).keys() == set(peers)
@@ -284,7 +268,7 @@ def test_a_device_opens_only_a_list_that_enough_of_its_cohort_signed() -> None:
     other = world.signed(peers, peers)
     with pytest.raises(SumError, match="0 of 4 devices"):
         opened(replace(good, signatures=other.signatures))
-    forged = {one: sign_survivors(world.members, peers, peers[:5], SigningKey.generate()) for one in peers[:5]}
+    forged = {one: sums.sign_survivors(world.members, peers, peers[:5], SigningKey.generate()) for one in peers[:5]}
     with pytest.raises(SumError, match="0 of 4 devices"):
         opened(replace(good, signatures=forged))
     with pytest.raises(SumError, match="3 devices are too few to open a sum: 4 are needed"):
@@ -313,7 +297,7 @@ def test_a_device_never_gives_both_shares_of_another_one() -> None:
     peers, name = world.names, "box-01"
     received = world.received(name, peers)
     lists = world.signed(peers, peers), world.signed(peers, peers[:4])
-    shares = [reveal(world.secrets[name], world.members, received, signed, world.roster) for signed in lists]
+    shares = [sums.reveal(world.secrets[name], world.members, received, signed, world.roster) for signed in lists]
     assert [len(share) for share in shares[0].values()] == [16] * 5
     assert shares[0]["box-04"] != shares[1]["box-04"]
     assert {one for one in peers if shares[0][one] != shares[1][one]} == {"box-04"}
@@ -325,7 +309,7 @@ def test_shares_that_can_not_be_opened_are_not_given_and_the_sum_is_opened_with_
     signed, received = world.signed(peers, peers), world.received("box-00", peers)
     changed = received["box-02"][:-1] + bytes([received["box-02"][-1] ^ 1])
     for bad in (changed, world.dealt["box-02"]["box-01"]):
-        given = reveal(world.secrets["box-00"], world.members, {**received, "box-02": bad}, signed, world.roster)
+        given = sums.reveal(world.secrets["box-00"], world.members, {**received, "box-02": bad}, signed, world.roster)
         assert given.keys() == {"box-00", "box-01", "box-03"}
         answers = {**world.revealed(signed, peers), "box-00": given}
         assert np.array_equal(world.opened(signed, answers), world.plain(peers))
@@ -355,11 +339,11 @@ def test_shares_of_other_secrets_than_were_announced_are_noticed() -> None:
     world = world_of(4)
     peers = world.names
     signed = world.signed(peers, peers)
-    world.dealt["box-03"] = share_out(replace(world.secrets["box-03"], own=bytes(16)), world.members)
+    world.dealt["box-03"] = sums.share_out(replace(world.secrets["box-03"], own=bytes(16)), world.members)
     with pytest.raises(SumError, match="box-03: the shares of its own mask are not of what it announced"):
         world.opened(signed, world.revealed(signed, peers))
     world = world_of(5)
-    world.dealt["box-04"] = share_out(replace(world.secrets["box-04"], mask=bytes(16)), world.members)
+    world.dealt["box-04"] = sums.share_out(replace(world.secrets["box-04"], mask=bytes(16)), world.members)
     lost = world.signed(world.names, world.names[:4])
     with pytest.raises(SumError, match="box-04: the shares of its pair masks are not of what it announced"):
         world.opened(lost, world.revealed(lost, world.names[:4]))
