@@ -21,7 +21,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
-from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES
+from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES, TAGS
 from fedcg.wire.sealed_numbers import Numbers, added, number_count
 from fedcg.wire.sums import Members, SumRound, Survivors, check_keys, survivors_label, unmask
 
@@ -272,7 +272,7 @@ class SumBoard:
         found = []
         for number, one in enumerate(self.opened):
             told = [np.frombuffer(one.record.told[device], "<u4").astype(np.uint32) for device in one.record.survivors]
-            numbers = added([one.correction(1), *told]).astype("<u4").tobytes()
+            numbers = added([one.correction(1 + TAGS), *told]).astype("<u4").tobytes()
             about = {"digest": one.members.digest, "names": one.record.survivors}
             found.append(schemas.SumOpened(group=number, groups=len(self.opened), numbers=numbers, **about))
         return found

@@ -8,6 +8,7 @@ have the same other devices, and what any combination of their sums shows withou
 It knows no store: the functions that load and save are given.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,19 @@ from edge_client.errors import StoreError
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.parts import TAGS
 from fedcg.wire.sealed_numbers import Numbers, clipped
 from fedcg.wire.sums import (
     Members,
     SumRound,
     SumSecrets,
     Survivors,
+    check_tags,
     masked,
     reveal,
     share_out,
     sign_survivors,
+    tagged,
     unsealed,
 )
 
@@ -37,7 +41,8 @@ MOST_LISTS = 64
 SKETCH_NUMBERS = 256
 LEAST_MOVE = 0.5
 """How far numbers must have moved for another list than before, in distances to the last mean."""
-
+LEAST_SHARE = 1 / 32768
+"""What a device counts for at least: a smaller share leaves less than 12 bits of a number, and sums of rounded numbers tell of single ones."""
 
 _CONSENT = (
     "Numbers of `analytic` never move: there the owners of these devices have to consent to be seen alone (`fedcg cohort card --alone` on each, "
@@ -52,6 +57,7 @@ class Numbered(BaseModel):
         sketch: random sums of the numbers, [SKETCH_NUMBERS]: distances between two sketches are those of the numbers, to some hundredths.
         parts: whose numbers they are.
         to_mean: distance of the numbers to the mean that the round started from, or to the cohort's start before the first mean.
+        digest: of the numbers: behind the masks of one attempt there are never others.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -61,6 +67,7 @@ class Numbered(BaseModel):
     parts: tuple[str, ...]
     sketch: tuple[float, ...]
     to_mean: float
+    digest: str
 
     @staticmethod
     def of(
@@ -71,12 +78,12 @@ class Numbered(BaseModel):
         stream = np.random.default_rng(seed)
         signs, places = stream.choice((-1.0, 1.0), len(numbers)), stream.integers(0, SKETCH_NUMBERS, len(numbers))
         sketch = np.bincount(places, signs * numbers, SKETCH_NUMBERS)
-        told = tuple(sketch.tolist())
-        return Numbered(round=at.round, attempt=at.attempt, parts=parts, sketch=told, to_mean=distance)
+        told, digest = tuple(sketch.tolist()), hashlib.sha256(numbers.tobytes()).hexdigest()
+        return Numbered(round=at.round, attempt=at.attempt, parts=parts, sketch=told, to_mean=distance, digest=digest)
 
 
 class _List(BaseModel):
-    """A list that this device signed, its own numbers in that sum, and what they counted for (`weight`)."""
+    """A list that this device signed, its own numbers in that sum, and what they counted for: `weight` images, `share` of all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,6 +91,7 @@ class _List(BaseModel):
     parts: tuple[str, ...]
     sketch: tuple[float, ...]
     weight: float
+    share: float
 
 
 class _Kept(BaseModel):
@@ -195,10 +203,11 @@ class SumKeeper:
         secrets = SumSecrets(self._device, *kept.secrets)
         if step.announced.get(self._device) != self._announced(at, kept):
             raise SumError("the members of the sum lack this device, or have other keys of it")
-        members = Members(at, step.announced)
+        kept = kept.model_copy(update={"members": step})
+        members = _members(kept, at)
         members.check(self._roster())
         sealed = share_out(secrets, members)
-        self._write(kept.model_copy(update={"members": step, "sealed": sealed}))
+        self._write(kept.model_copy(update={"sealed": sealed}))
         return schemas.SumShares(sealed=sealed)
 
     def dealt(self, at: SumRound, step: schemas.SumDealt) -> None:
@@ -212,13 +221,16 @@ class SumKeeper:
             raise SumError("shares of devices that are no members of the sum")
         if self._device not in step.sealed:
             raise SumError("this device's own shares were not passed on")
-        if len(step.sealed) < (least := max(self._least, Members(at, kept.members.announced).needed)):
+        if len(step.sealed) < (least := max(self._least, _members(kept, at).needed)):
             raise SumError(f"{len(step.sealed)} devices are too few for a sum: {least} are needed here")
         if kept.dealt:
             if kept.dealt != step.sealed:
                 raise SumError("the coordinator passes on other shares than before")
             return
-        self._write(kept.model_copy(update={"dealt": dict(step.sealed)}))
+        kept = kept.model_copy(update={"dealt": dict(step.sealed)})
+        if self._exchange == "parts" and _share(kept, self._device) < LEAST_SHARE:
+            raise SumError(f"this device would count for less than {LEAST_SHARE:.1e} of the sum")
+        self._write(kept)
 
     def survivors(self, at: SumRound, step: schemas.SumSurvivors) -> schemas.SumSigned:
         """Sign the list of survivors, one per attempt.
@@ -231,7 +243,7 @@ class SumKeeper:
         names = tuple(sorted(step.names))
         if kept.members is None or not set(names) <= kept.dealt.keys() or self._device not in names:
             raise SumError("the list of survivors is not of this sum's peers, or lacks this device")
-        members = Members(at, kept.members.announced)
+        members = _members(kept, at)
         if len(names) < (least := max(self._least, members.needed)):
             raise SumError(f"{len(names)} survivors are too few: {least} are needed here")
         if kept.signed not in (None, names):
@@ -249,7 +261,8 @@ class SumKeeper:
             raise SumError("what this device's numbers of the round are is not known") from error
         if (own.round, own.attempt) != (at.round, at.attempt):
             raise SumError("this device has no numbers of the round")
-        new = _List(names=names, parts=own.parts, sketch=own.sketch, weight=_weight(kept))
+        counts = {"weight": _weight(kept), "share": _share(kept, self._device)}
+        new = _List(names=names, parts=own.parts, sketch=own.sketch, **counts)
         for earlier in (one for one in kept.lists if one.parts == own.parts):
             moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
             if moved < LEAST_MOVE * own.to_mean and (problem := self._shown(earlier, new)):
@@ -266,6 +279,8 @@ class SumKeeper:
             return f"sums of several lists would show that of {' and '.join(sorted(others))}, of less than {self._least} devices"
         if earlier.weight != new.weight and self._device not in alone:
             return "this device, which has most images, would count for more or less than in an earlier sum"
+        if not unlike and earlier.share != new.share and not alone & set(new.names):
+            return "the same devices would count for more or less than in an earlier sum"
         return ""
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
@@ -279,7 +294,7 @@ class SumKeeper:
         if kept.members is None or kept.signed != names:
             raise SumError("the sum of another list of survivors than this device signed")
         survivors = Survivors(tuple(sorted(kept.dealt)), names, step.signatures)
-        secrets, members = SumSecrets(self._device, *kept.secrets), Members(at, kept.members.announced)
+        secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
         return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._roster()))
 
     def number(self, at: SumRound) -> schemas.SumNumbers:
@@ -291,8 +306,9 @@ class SumKeeper:
         kept, secret = self._of(at), self._secret()
         if secret is None or kept.members is None:
             raise SumError("this device has no secret of its cohort, or no peers")
-        secrets, members = SumSecrets(self._device, *kept.secrets), Members(at, kept.members.announced)
-        behind = masked(secrets, members, kept.dealt, np.array([kept.count], np.uint32), secret)
+        secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
+        count = tagged(at, secret, np.array([kept.count, *[0] * TAGS], np.uint32))
+        behind = masked(secrets, members, kept.dealt, count, secret)
         return schemas.SumNumbers(numbers=behind.astype("<u4").tobytes())
 
     def opened(self, at: SumRound, step: schemas.SumOpened) -> None:
@@ -307,7 +323,9 @@ class SumKeeper:
         if kept.members is not None and self._device not in step.names and kept.members.announced.keys() & step.names:
             raise SumError("a sum of weights without this device's own: its share would be more than all have together")
         numbers = np.frombuffer(step.numbers, "<u4").astype(np.uint32)
-        found = int(unsealed(numbers, at, step.digest, step.names, secret)[0])
+        numbers = unsealed(numbers, at, step.digest, step.names, secret)
+        check_tags(at, secret, numbers)
+        found = int(numbers[0])
         if not len(step.names) <= found < 1 << 31 or (self._device in step.names and found < kept.count):
             raise SumError("a sum of weights can't be: another secret, or a device lied")
         self._write(kept.model_copy(update={"groups": step.groups, "opened": {**kept.opened, step.group: found}}))
@@ -369,13 +387,13 @@ def masks_in(record: Mapping[str, Any], device: str, at: SumRound, cohort_secret
     kept = _read(record)
     if kept is None or _at(kept, at.exchange) != at or kept.members is None or not kept.dealt:
         return None
-    secrets, members, peers = SumSecrets(device, *kept.secrets), Members(at, kept.members.announced), tuple(kept.dealt)
+    secrets, members, peers = SumSecrets(device, *kept.secrets), _members(kept, at), tuple(kept.dealt)
     votes = {name: keys.vote for name, keys in members.announced.items()}
-    if kept.total is None:
-        share = members.share_of(device, peers, kept.members.total)
-    else:
-        share = clipped(kept.count, kept.total) / kept.total
-    return SumMasks(share, votes, lambda numbers: masked(secrets, members, peers, numbers, cohort_secret))
+
+    def mask(numbers: Numbers) -> Numbers:
+        return masked(secrets, members, peers, tagged(at, cohort_secret, numbers), cohort_secret)
+
+    return SumMasks(_share(kept, device), votes, mask)
 
 
 def _read(record: Mapping[str, Any]) -> _Kept | None:
@@ -386,6 +404,20 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         raise StoreError(
             "the record of sealed sums is damaged: this device takes part in none until it is deleted"
         ) from error
+
+
+def _members(kept: _Kept, at: SumRound) -> Members:
+    """The members of the record's sum, with the total of all weights as this device knows it."""
+    assert kept.members is not None
+    return Members(at, kept.members.announced, kept.members.total if kept.total is None else kept.total)
+
+
+def _share(kept: _Kept, device: str) -> float:
+    """What a device's numbers count for among its peers, of 1."""
+    if kept.total is not None:
+        return clipped(kept.count, kept.total) / kept.total
+    assert kept.members is not None
+    return _members(kept, _at(kept, "parts")).share_of(device, kept.dealt, kept.members.total)
 
 
 def _weight(kept: _Kept) -> float:

@@ -210,7 +210,7 @@ class RoundDriver:
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
-        plateau = plateau_reason(self._store, self._id, self._state.policy)
+        plateau = plateau_reason(self._store, self._id, self._state.policy, self.context.spec.trains_in)
         if plateau:  # before the next attempt opens
             self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
             self.apply(signals.Paused(plateau))

@@ -5,7 +5,7 @@ A function of what is stored: a coordinator that was killed decides the same aga
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from coordinator.config import RobustnessSettings
@@ -83,14 +83,19 @@ def odd_updates(store: Store, federation: str, since_round: int) -> dict[str, Up
     return {client: each for client, each in judged.items() if each.reason}
 
 
-def plateau_reason(store: Store, federation: str, policy: RoundPolicy) -> str:
+def plateau_reason(store: Store, federation: str, policy: RoundPolicy, trains_in: Callable[[int], bool]) -> str:
     """Why the federation ends before its last round, or "": the accuracies of more than half of its clients rise no more.
 
-    Each client is compared with itself, so that what one device reports moves its own vote alone; a single vote ends nothing.
+    Each client is compared with itself, so that what one device reports moves its own vote alone; a single vote ends nothing. Rounds that
+    do not train (`trains_in`) don't count.
     """
     if policy.stop_patience is None:
         return ""
-    closed = [RoundAttempt(each.round, each.attempt) for each in store.aggregates(federation) if each.round]
+    closed = [
+        RoundAttempt(each.round, each.attempt)
+        for each in store.aggregates(federation)
+        if each.round and trains_in(each.round)
+    ]
     merged = [[each for each in store.updates(federation, at) if each.weight] for at in closed]
     recent, earlier = merged[-policy.stop_patience :], merged[: -policy.stop_patience]
     best, before = _best_accuracies(recent), _best_accuracies(earlier)

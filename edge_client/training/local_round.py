@@ -187,14 +187,14 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
     return decoded
 
 
-def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool) -> Aggregate:
+def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, last: int, *, has_state: bool) -> Aggregate:
     """A decoded aggregate in the form that a method takes: its sealed parts opened.
 
     It lacks those without a sum that this device can open, and those whose last sum came to nothing, for a device that has its own from
-    that round (`has_state`): it goes on from them.
+    that round (`has_state`): it goes on from them. `last`: the round that is over; what the coordinator calls it counts for nothing.
     """
     clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED}}
-    found = opened_parts(work, spec, decoded, has_state=has_state) if spec.sealed else {}
+    found = opened_parts(work, spec, decoded, last, has_state=has_state) if spec.sealed else {}
     return Aggregate(to_weights({**clear, **found}), decoded.header.label_distribution)
 
 
@@ -217,7 +217,8 @@ def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
     seen, _ = work.seen(spec, data)
     ctx = replace(work.context(spec, attempt.round, attempt.attempt, progress), validation=seen.val)
     personal = ClientState(to_weights(stored.slots["personal"]), to_weights(stored.extras))
-    return images, method.vote(personal, as_aggregate(work, spec, base, has_state=True), seen.train, ctx)
+    aggregate = as_aggregate(work, spec, base, attempt.round - 1, has_state=True)
+    return images, method.vote(personal, aggregate, seen.train, ctx)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -260,7 +261,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     ctx = replace(ctx, validation=seen.val, cohort=replace(ctx.cohort, votes=votes))
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
-    aggregate = as_aggregate(work, spec, base, has_state=stored is not None)
+    aggregate = as_aggregate(work, spec, base, attempt.round - 1, has_state=stored is not None)
     if spec.sealed and method.vote is None:  # else the cohort judges together
         aggregate = believed(start.personal.parts, aggregate, ctx, work.events)
     result = protected_round(method, start.personal, seen.train, aggregate, ctx)
@@ -457,7 +458,15 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
     sealing = None if done.masks is None else Sealing(done.masks.share, done.masks.mask)
     if sealing is not None:
         at = RoundAttempt(done.ctx.round, done.ctx.attempt)
-        work.store.save_numbered(numbered(work, spec, at, shared, done.aggregate, done.base).model_dump())
+        told, before = numbered(work, spec, at, shared, done.aggregate, done.base).model_dump(), work.store.numbered()
+        if (
+            all(before.get(name) == told[name] for name in ("round", "attempt"))
+            and before.get("digest") != told["digest"]
+        ):
+            raise RoundError(
+                DeclineReason.WITHHELD, "other numbers of this attempt may have left behind the same masks"
+            )
+        work.store.save_numbered(told)
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
     if not work.config.audit.is_on:

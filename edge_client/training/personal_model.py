@@ -100,7 +100,9 @@ def export_model(
             metrics={f"accuracy_{name}": value for name, value in measured.as_scores("personal").items()},
             round_number=round_number,
             variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
-            gate=work.config.export.gate_points / 100,
+            gate=None
+            if spec.is_exact
+            else work.config.export.gate_points / 100,  # who forgets a device has a worse model
             key=work.config.keys.signing,
             before=None if layer is None else layer.layer(spec.image),
         )
@@ -225,7 +227,7 @@ def _models(
     if averaged := averaged_parts(to_weights(stored.extras)):
         yield "ema", averaged
     decoded = decode_aggregate(work.store, spec, method, command.aggregate)
-    aggregate = as_aggregate(work, spec, decoded, has_state=True)
+    aggregate = as_aggregate(work, spec, decoded, decoded.header.round, has_state=True)
     latest = personal_parts(spec, to_weights(stored.slots["personal"]))
     ctx = work.context(spec, decoded.header.round + 1, 0, _sign_of_life(work))
     ctx = replace(ctx, validation=data.val)

@@ -37,14 +37,14 @@ def sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
 
 
 def opened_parts(
-    work: Workplace, spec: FederationSpec, decoded: Artifact, *, has_state: bool
+    work: Workplace, spec: FederationSpec, decoded: Artifact, last: int, *, has_state: bool
 ) -> dict[Part, dict[str, Array]]:
     """The means in an aggregate's sealed sums; of an earlier round only where nothing is trained from them, so that they stay as good."""
     header, found = decoded.header, dict[Part, dict[str, Array]]()
     sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
     for parts in sorted({one.parts for one in header.sums}):
         groups = [one for one in header.sums if one.parts == parts]
-        one, near = groups[0], (header.round, header.round - 1)
+        one, near = groups[0], (last, last - 1)
         due = max((number for number in near if spec.sealed_in(number) == parts), default=0)
         secrets = work.store.secrets_of_sum(one.round)
         if not secrets or (has_state and one.round < due and not spec.is_exact):
@@ -107,7 +107,7 @@ def numbered(
     sealed = spec.sealed_in(at.round)
     before: Mapping[Part, Mapping[str, Array]] = to_arrays(aggregate.parts)
     if not all(part in before for part in sealed):  # the last sum came to nothing: from the mean before it
-        before = opened_parts(work, spec, base, has_state=False)
+        before = opened_parts(work, spec, base, at.round - 1, has_state=False)
     if not all(part in before for part in sealed):  # before the first mean: from the start that all have in common
         before = to_arrays(initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed)))
     known = {part: before[part] for part in sealed}

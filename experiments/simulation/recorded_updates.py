@@ -37,7 +37,7 @@ from fedcg.wire.artifacts.payload import PartArrays
 from fedcg.wire.messages.schemas import COORDINATOR, SealedSum
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, Report
 from fedcg.wire.sealed_numbers import MOST_SHARE, Numbers, number_count, to_numbers
-from fedcg.wire.sums import SumRound, cohort_mask
+from fedcg.wire.sums import SumRound, cohort_mask, tagged
 
 UPDATES_FOLDER = "updates"
 MAX_AUXILIARY = 10_000
@@ -166,7 +166,8 @@ class RecordedUpdates:
             at = SumRound(spec.federation, max(1, number), ATTEMPT)
             sums.append(SealedSum(round=at.round, attempt=ATTEMPT, parts=(part,), digest=digest, names=(name,)))
             mean = to_numbers(parts[part], spec.layouts[part], range_of(spec), MOST_SHARE)
-            numbers[part.value] = mean + cohort_mask(at, self._party.roots.cohort, digest, name, mean.size)
+            secret = self._party.roots.cohort
+            numbers[part.value] = tagged(at, secret, mean) + cohort_mask(at, secret, digest, name, mean.size)
         clear = {part: tensors for part, tensors in parts.items() if part not in spec.sealed}
         return {**clear, Part.SEALED: numbers}, tuple(sums)
 

@@ -88,6 +88,11 @@ class PrivacySettings(Settings):
         return self != OFF
 
     @property
+    def reduces_update(self) -> bool:
+        """Whether a finished update is clipped, gets noise, or is pruned."""
+        return self.update_clip is not None or bool(self.update_noise) or bool(self.prune)
+
+    @property
     def label(self) -> str:
         """What is on, for the name of a run: `update_clip=1.0-update_noise=0.01`; nothing where nothing is."""
         values = self.model_dump(mode="json", exclude_defaults=True)

@@ -154,6 +154,8 @@ PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
 MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
 """Of a sealed sum: one of fewer shows too much of each device; more are in several groups, whose sums are added."""
+TAGS = 32
+"""Numbers of a sealed sum that show whether it came as its devices sent it."""
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]

@@ -2,7 +2,7 @@
 
 A number v within [low, high] of its layout is round(2^27 · share · (v - middle) / half): with shares of at most 0.4 the sum of 32 devices
 stays within 2^31, and modulo 2^32 it can be told. The share itself comes first, so that a sum of fewer devices than announced
-weights still gives their weighted mean. Integer tensors (batch norm's counters) are not sent; a mean has zeros for them.
+weights still gives their weighted mean; then there is room for tags (`fedcg.wire.sums.tagged`). Integer tensors (batch norm's counters) are not sent; a mean has zeros for them.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcg.wire.errors import CodecError, SumError
-from fedcg.wire.parts import MAX_SUM_DEVICES, TensorLayout
+from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, TensorLayout
 
 Numbers = npt.NDArray[np.uint32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
@@ -46,8 +46,8 @@ def bounded(layouts: Sequence[TensorLayout], most: float) -> tuple[TensorLayout,
 
 
 def number_count(layouts: Sequence[TensorLayout]) -> int:
-    """How many numbers a part has in a sum: those of its floating-point tensors, and the share."""
-    return 1 + sum(math.prod(layout.shape) for layout in layouts if layout.dtype == "float32")
+    """How many numbers a part has in a sum: those of its floating-point tensors, the share and tags."""
+    return 1 + TAGS + sum(math.prod(layout.shape) for layout in layouts if layout.dtype == "float32")
 
 
 def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], most: float, share: float) -> Numbers:
@@ -62,7 +62,7 @@ def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], mo
     Raises:
         CodecError: a number beyond its bounds; names the tensor.
     """
-    pieces = [np.array([np.rint(STEPS * share)])]
+    pieces = [np.array([np.rint(STEPS * share)]), np.zeros(TAGS)]
     for layout in bounded(layouts, most):
         array = tensors[layout.name]
         middle, half = _middle_and_half(layout)
@@ -83,7 +83,7 @@ def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float)
         SumError: it is none: opened with another secret, or of a device that sent what it must not.
     """
     signed = numbers.view(np.int32).astype(np.float64) / STEPS
-    total, rest = float(signed[0]), signed[1:]
+    total, rest = float(signed[0]), signed[1 + TAGS :]
     if not 0.0 < total <= 1.0 + _TOLERANCE:
         raise SumError("the shares in an opened sum don't add up: it is opened with another secret, or a device lied")
     if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:

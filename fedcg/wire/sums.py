@@ -13,7 +13,7 @@ own mask. 16 bytes, so that each is one Shamir share over GF(2^128); X25519's 32
 4. `sign_survivors`: all sign the one list of those whose masked numbers came, over one digest of all announcements (`Members.digest`).
 5. `reveal`: against enough signatures over that list, each gives its share of a survivor's own mask, or of a lost device's pair masks, never both.
 6. `unmask`: with `threshold` shares of each the coordinator takes these masks off the sum; with one more it does so although one is wrong.
-7. `unsealed`: a device takes the cohort's masks of the survivors off.
+7. `unsealed`: a device takes the cohort's masks of the survivors off. Its tags (`tagged`) tell it whether the sum came as it was.
 
 With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even when one device and the coordinator work together: of the
 n - 1 honest devices each signs one list, and the one dishonest device both. A coordinator that shows its devices several views of the members
@@ -44,7 +44,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedcg.wire.errors import MalformedError, SignatureError, SumError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.messages.schemas import SealedSum, SumExchange, SumKeys
-from fedcg.wire.parts import MIN_SUM_DEVICES, Part, PartLayouts
+from fedcg.wire.parts import MIN_SUM_DEVICES, TAGS, Part, PartLayouts
 from fedcg.wire.sealed_numbers import Array, Numbers, added, clipped, from_numbers
 
 SEED_BYTES = 16
@@ -195,7 +195,7 @@ class SealedPair:
         Raises:
             MalformedError: a public key that no honest side has.
         """
-        label = members.at.label("shares", members.digest, sender, recipient)
+        label = members.at.label("shares", members.digest, str(members.total), sender, recipient)
         return SealedPair(agreed(private, public, label), label)
 
     def seal(self, content: bytes) -> bytes:
@@ -225,7 +225,9 @@ def threshold_of(devices: int) -> int:
 
 @dataclass(frozen=True)
 class Members:
-    """Who takes part in a sum, by device, and what each announced.
+    """Who takes part in a sum, by device, and what each announced; `total`: of all weights, as a device knows it.
+
+    Devices that were told different totals can't open each other's shares: one's numbers alone could count.
 
     Raises:
         SumError: fewer than four.
@@ -233,6 +235,7 @@ class Members:
 
     at: SumRound
     announced: Mapping[str, SumKeys]
+    total: int = 0
 
     def __post_init__(self) -> None:
         if len(self.announced) < MIN_SUM_DEVICES:
@@ -328,6 +331,34 @@ def masked(
     return added([numbers, cohorts, own_mask(at, secrets.device, secrets.own, size), *pairs])
 
 
+def tagged(at: SumRound, secret: bytes, numbers: Numbers) -> Numbers:
+    """Numbers with their tags in the places 1 to `TAGS`: sums of them by random factors, which add up as the numbers do.
+
+    The factors follow from the cohort's secret, the same for all devices. Masks hide a sum and don't protect it: whoever adds to it without the
+    secret leaves each tag right with a chance of a half at most.
+
+    Args:
+        at: the sum.
+        secret: of the cohort.
+        numbers: [size] uint32, more than `TAGS`.
+    """
+    found = numbers.copy()
+    found[1 : TAGS + 1] = 0
+    factors = (_stream(_derived(secret, at.label("tag", str(tag))), len(found)) for tag in range(TAGS))
+    found[1 : TAGS + 1] = [np.sum(each * found, dtype=np.uint32) for each in factors]
+    return found
+
+
+def check_tags(at: SumRound, secret: bytes, numbers: Numbers) -> None:
+    """Check that an unsealed sum is as its devices' numbers make it.
+
+    Raises:
+        SumError: it is not, or another secret's.
+    """
+    if not np.array_equal(tagged(at, secret, numbers), numbers):
+        raise SumError("a sealed sum was changed on the way, or is opened with another secret")
+
+
 def unsealed(total: Numbers, at: SumRound, digest: str, names: Iterable[str], cohort_secret: bytes) -> Numbers:
     """The sum of numbers that the coordinator has taken all other masks off, [size] uint32; of another secret it is noise.
 
@@ -353,12 +384,15 @@ def opened(
         groups: whose sums were added to it, all of the same parts and attempt; at least one.
         federation: its name.
         cohort_secret: of the cohort.
+
+    Raises:
+        SumError: as of `check_tags`.
     """
-    parts = groups[0].parts
+    parts, at = groups[0].parts, SumRound(federation, groups[0].round, groups[0].attempt)
     total = np.concatenate([sealed[part.value] for part in parts])
     for one in groups:
-        at = SumRound(federation, one.round, one.attempt)
         total = unsealed(total, at, one.digest, one.names, cohort_secret)
+    check_tags(at, cohort_secret, total)
     return dict(zip(parts, np.split(total, np.cumsum([len(sealed[part.value]) for part in parts])[:-1]), strict=True))
 
 

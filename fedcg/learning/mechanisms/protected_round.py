@@ -49,7 +49,7 @@ def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: 
         privacy: `update_clip`, `update_noise` and `prune`; with all of them off the very same parts come back.
         stream: of the noise.
     """
-    if privacy.update_clip is None and not privacy.update_noise and not privacy.prune:
+    if not privacy.reduces_update:
         return parts
     differences = {
         (part, name): parts[part][name] - base[part][name]
@@ -136,6 +136,10 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
     """
     if privacy.dp_sgd is not None:
         check_dp_sgd(spec, method)
+    if privacy.reduces_update and Part.STATISTICS in method.payload.sealed:
+        raise PrivacyError(
+            f"update_clip, update_noise and prune would spoil the statistics that method {method.name} sends: leave them out"
+        )
     if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up:
         last_bias(spec)
 

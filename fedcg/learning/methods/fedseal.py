@@ -30,9 +30,9 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
 from fedcg.wire.parts import Part, Report
 
-CALIBRATED, UNUSABLE, OTHER_KIND = 1, 2, 4
-"""Bits of a vote: the calibrated classifier lowers my loss; I can't use the mean; my images are of another kind than the others'."""
-TRAINED_FROM = "trained-from/"
+CALIBRATED, UNUSABLE, OTHER_KIND, JUDGED = 1, 2, 4, 8
+"""Bits of a vote: the calibrated classifier lowers my loss; I can't use the mean; my images are of another kind than the others'; I could judge."""
+TRAINED_FROM = "trained-from-"
 """Before a part's name, in `ClientState.extras`: what the last round that trained went on from."""
 
 
@@ -101,12 +101,13 @@ def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: Parts, data: Ima
         > params.other_kind * _validation_loss(state.parts, ctx),
         CALIBRATED: bool(head) and with_head < min(loss, _loss(with_own, data, ctx)),
     }
-    return sum(bit for bit, is_so in found.items() if is_so)
+    return JUDGED | sum(bit for bit, is_so in found.items() if is_so)
 
 
 def _share(votes: Mapping[str, int], bit: int) -> float:
-    """Of the clients that set a bit."""
-    return sum(bool(given & bit) for given in votes.values()) / max(1, len(votes))
+    """Of the clients that set a bit, among those that could judge; 0 where these are less than a third of all."""
+    judges = [given for given in votes.values() if given & JUDGED]
+    return sum(bool(given & bit) for given in judges) / len(judges) if 3 * len(judges) >= max(1, len(votes)) else 0.0
 
 
 def _calibrated(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> dict[Part, fl.Weights]:
@@ -140,14 +141,14 @@ def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> floa
 def _validation_loss(parts: Parts, ctx: fl.RoundContext) -> float:
     if ctx.validation is None or not len(ctx.validation):
         return 0.0
-    return calibrated_loss(logits_of(ctx.spec, parts, ctx.validation, ctx.device), ctx.validation.labels.cpu())
+    found = calibrated_loss(logits_of(ctx.spec, parts, ctx.validation, ctx.device), ctx.validation.labels.cpu())
+    return math.inf if math.isnan(found) else found  # logits that overflow
 
 
 def _trained_from(state: fl.ClientState) -> dict[Part, fl.Weights]:
-    """What the last round that trained went on from, as this client uses it; nothing before the first one."""
-    return {
-        part: state.extras[name] for part in sorted(PERSONAL) if (name := TRAINED_FROM + part.value) in state.extras
-    }
+    """What the last round that trained went on from, as this client uses it; nothing before the first one, or where that was its own extractor."""
+    found = {part: state.extras.get(TRAINED_FROM + part.value, {}) for part in sorted(PERSONAL)}
+    return found if all(found.values()) else {}
 
 
 def local_round(
@@ -162,9 +163,11 @@ def local_round(
         ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
         start = before
     result = HALF.round_of(fl.ClientState(start), data, None if aggregate is None else fl.Aggregate(start), ctx)
-    # Where `align` kept the own extractor there is no mean to take back.
-    is_own = ctx.round > 1 and down.get(Part.EXTRACTOR) is state.parts[Part.EXTRACTOR]
-    kept = {} if is_own else {TRAINED_FROM + part.value: weights for part, weights in start.items()}
+    # Where `align` kept the own extractor, and it was not taken back, there is no mean to take back.
+    is_own = ctx.round > 1 and Part.EXTRACTOR in down and start[Part.EXTRACTOR] is state.parts[Part.EXTRACTOR]
+    kept = {
+        TRAINED_FROM + part.value: start[part] for part in sorted(PERSONAL) if part is Part.CLASSIFIER or not is_own
+    }
     parts = {**result.private.parts, Part.STATISTICS: state.parts[Part.STATISTICS]}
     return replace(result, private=fl.ClientState(parts, {**result.private.extras, **kept}))
 

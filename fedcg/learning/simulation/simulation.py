@@ -42,6 +42,7 @@ from fedcg.learning.simulation.tasks import (
     teacher_task,
     vote_task,
 )
+from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part, Report
@@ -315,7 +316,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     )
     if last or number % schedule.evaluate_every == 0:
         after = _measured(party, runner, after, outcomes)
-    return replace(after, ended_early=_stands_still(after, schedule))
+    return replace(after, ended_early=_stands_still(after, schedule, party.spec))
 
 
 def _decoded(party: Party, server: ServerState) -> ServerState:
@@ -435,8 +436,9 @@ def _together(party: Party, names: Sequence[str]) -> ImageSet:
     )
 
 
-def _stands_still(now: Simulation, schedule: Schedule) -> bool:
-    """Whether no client's best validation is younger than the schedule's patience."""
+def _stands_still(now: Simulation, schedule: Schedule, spec: FederationSpec) -> bool:
+    """Whether no client's best validation is younger than the schedule's patience, in rounds that train."""
     if schedule.early_stop is None or not any(now.curves.values()):
         return False
-    return now.rounds - max(now.best(name).round for name in now.curves) >= schedule.early_stop
+    best = max(now.best(name).round for name in now.curves)
+    return sum(spec.trains_in(number) for number in range(best + 1, now.rounds + 1)) >= schedule.early_stop

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
-from fedcg.wire.parts import MAX_SUM_DEVICES, Part, Share, is_absent
+from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, Part, Share, is_absent
 
 DoctorCheck = Literal["clock", "disk", "encrypted disk", "keys", "certificate", "data", "cohort secret", "training"]
 """The checks of `fedcg doctor` that concern the device itself; a closed set, so that a path or a file name can never leave it."""
@@ -178,6 +178,7 @@ _SumKey = Annotated[Hex, Field(min_length=32, max_length=32)]
 _SumSignature = Annotated[Hex, Field(min_length=64, max_length=64)]
 _SumShare = Annotated[Hex, Field(min_length=16, max_length=16)]
 _Sealed = Annotated[Hex, Field(min_length=48, max_length=48)]
+_Weight = Annotated[Hex, Field(min_length=4 * (1 + TAGS), max_length=4 * (1 + TAGS))]
 _Few = Field(max_length=MAX_SUM_DEVICES)
 
 
@@ -207,7 +208,7 @@ class SumNumbers(_Strict):
     """A device's number behind its masks, of a sum that is no part of an update."""
 
     step: Literal["numbers"] = "numbers"
-    numbers: Annotated[Hex, Field(min_length=4, max_length=4)]
+    numbers: _Weight
 
 
 class SumShares(_Strict):
@@ -271,7 +272,7 @@ class SumOpened(_Strict):
     step: Literal["opened"] = "opened"
     group: Annotated[int, Field(ge=0, lt=MAX_SUM_GROUPS)]
     groups: Annotated[int, Field(ge=1, le=MAX_SUM_GROUPS)]
-    numbers: Annotated[Hex, Field(min_length=4, max_length=4)]
+    numbers: _Weight
     digest: Sha256
     names: Annotated[tuple[Identifier, ...], _Few]
 

@@ -10,12 +10,12 @@ from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
 from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
-from fedcg.wire.parts import MIN_SUM_DEVICES
+from fedcg.wire.parts import MIN_SUM_DEVICES, TAGS
 from fedcg.wire.sealed_numbers import Numbers
-from fedcg.wire.sums import SumRound, unsealed
+from fedcg.wire.sums import SumRound, check_tags, unsealed
 
 AT = SumRound("shapes", 3, 1)
-SIZE = 5
+SIZE = 5 + TAGS
 SECRET = bytes(range(32))
 """Of the cohort."""
 
@@ -51,6 +51,8 @@ class Cohort:
         self.now = 0.0
         stream = np.random.default_rng(0)
         self.numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in self.names}
+        for numbers in self.numbers.values():
+            numbers[1 : 1 + TAGS] = 0
         self.weights = dict.fromkeys(self.names, 5)
         self.votes = dict.fromkeys(self.names, 0)
         self.numbered = dict[str, Numbered]()
@@ -79,7 +81,10 @@ class Cohort:
 
     def opened(self, total: Numbers, digest: str, survivors: Iterable[str], at: SumRound = AT) -> Numbers:
         """What a device of the cohort reads in the sum that the coordinator publishes."""
-        return unsealed(total, at, digest, survivors, SECRET)
+        found = unsealed(total, at, digest, survivors, SECRET)
+        check_tags(at, SECRET, found)
+        found[1 : 1 + TAGS] = 0
+        return found
 
     @property
     def roster(self) -> dict[str, VerifyKey]:
@@ -119,7 +124,7 @@ class Cohort:
     def keys_of(self, name: str, at: SumRound = AT) -> schemas.SumKeys | None:
         """A device's announcement; its numbers, which move as far as the mean is, follow in training."""
         self.numbered[name] = Numbered(
-            round=at.round, attempt=at.attempt, parts=("extractor",), sketch=(float(at.round),), to_mean=1.0
+            round=at.round, attempt=at.attempt, parts=("extractor",), sketch=(float(at.round),), to_mean=1.0, digest=""
         )
         return self.keeper(name, at.exchange).announce(at, self.weights[name], self.votes[name])
 

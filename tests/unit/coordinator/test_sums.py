@@ -20,7 +20,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SignatureError, SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import TAGS, Part, TensorLayout
 from fedcg.wire.sealed_numbers import Numbers, added
 from fedcg.wire.sums import Members, SumRound, SumSecrets, keys_label, share_out, sign_survivors, threshold_of
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
@@ -313,7 +313,7 @@ def test_of_devices_that_stand_still_lists_may_differ_by_those_alone_whose_owner
     cohort.alone = {cohort.names[number] for number in alone}
     for round_number, members in enumerate(lists, 1):
         at, names = replace(AT, round=round_number), [cohort.names[number] for number in members]
-        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0)
+        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0, digest="")
         answers = asked_to_sign(cohort, names, own, at)
         for name in names:
             if sits_out and round_number == len(lists):
@@ -330,10 +330,40 @@ def test_a_device_that_stands_still_sits_out_where_it_would_count_for_more_or_le
     for round_number, images in ((1, (20, 20, 20, 20, 100, 5)), (2, (20, 20, 20, 20, 100, 6))):
         at = replace(AT, round=round_number)
         cohort.weights = dict(zip(cohort.names, images, strict=True))
-        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0)
+        own = Numbered(round=at.round, attempt=at.attempt, parts=("statistics",), sketch=(1.0,), to_mean=1.0, digest="")
         answers = asked_to_sign(cohort, cohort.names, own, at)
     assert "this device, which has most images, would count for more or less" in str(answers.pop("box-04"))
     assert all(isinstance(answer, schemas.SumSigned) for answer in answers.values())
+
+
+def test_a_device_that_stands_still_sits_out_of_the_same_list_with_another_total_and_counts_for_something() -> None:
+    """Numbers are rounded after they were multiplied by the share: sums of many shares tell of single numbers."""
+    cohort = Cohort(4)
+    for round_number, more in ((1, 0), (2, 1)):
+        cohort.weights["box-00"] += more
+        at = replace(AT, round=round_number)
+        own = Numbered(round=at.round, attempt=1, parts=("statistics",), sketch=(1.0,), to_mean=1.0, digest="")
+        answers = asked_to_sign(cohort, cohort.names, own, at)
+    assert all("count for more or less" in str(answer) for answer in answers.values())
+    few = Cohort(4)
+    few.weights = dict(zip(few.names, (1, 1 << 20, 1 << 20, 1 << 20), strict=True))
+    board = SumBoard(AT, few.names)
+    dealt = few.answer(board, few.announce(board, set()), set())
+    with pytest.raises(SumError, match="would count for less than"):
+        few.reply(*dealt[0])
+
+
+def test_devices_that_were_told_different_totals_open_no_sum() -> None:
+    """Else one device's numbers alone would count: the others' round to 0."""
+    cohort = Cohort(4)
+    board = SumBoard(AT, cohort.names)
+    (honest, step), *others = cohort.announce(board, set())
+    sends = [(honest, step), *((name, one.model_copy(update={"total": 21})) for name, one in others)]
+    for name, dealt in cohort.answer(board, sends, set()):
+        cohort.reply(name, dealt)
+    cohort.answer(board, cohort.answer(board, board.close(cohort.names, cohort.now), set()), set())
+    with pytest.raises(SumError, match="shares of its masks came"):
+        board.correction(SIZE)
 
 
 def asked_to_sign(cohort: Cohort, names: Sequence[str], own: Numbered, at: SumRound) -> dict[str, object]:
@@ -394,9 +424,9 @@ def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_
         keeper = cohort.keeper(name, "weights")
         keeper.opened(at, opened)
         assert keeper.found(at) == (cohort.weights[name], 1150, cohort.votes[name])
-    other = opened.model_copy(update={"digest": "0" * 64, "numbers": bytes([0, 0, 0, 128])})
+    other = opened.model_copy(update={"numbers": bytes([opened.numbers[0] ^ 128]) + opened.numbers[1:]})
     halved = opened.model_copy(update={"groups": 2})
-    for lie, why in ((other, "a sum of weights can't be"), (halved, "groups of a sum")):
+    for lie, why in ((other, "changed on the way"), (halved, "groups of a sum")):
         with pytest.raises(SumError, match=why):
             cohort.keeper("box-00", "weights").opened(at, lie)
 
@@ -407,7 +437,7 @@ LOW_ORDER = bytes(32)
 
 
 def sealing_spec() -> FederationSpec:
-    weights = TensorLayout(name="weight", dtype="float32", shape=(SIZE - 1,))
+    weights = TensorLayout(name="weight", dtype="float32", shape=(SIZE - 1 - TAGS,))
     spec = tiny_spec(2)
     changes = {"sealed": (Part.EXTRACTOR,), "layouts": {**spec.layouts, Part.EXTRACTOR: (weights,)}}
     return spec.model_copy(update=changes)

@@ -52,7 +52,8 @@ def near(one: Weights, other: Weights, atol: float = 1e-5) -> bool:
 
 
 def asked(spec: FederationSpec, number: int, votes: Mapping[str, int], validation: ImageSet | None) -> RoundContext:
-    cohort = Cohort(Streams(b"cohort").at(spec.federation), votes)
+    judged = {name: given | fedseal.JUDGED for name, given in votes.items()}
+    cohort = Cohort(Streams(b"cohort").at(spec.federation), judged)
     return replace(cases.context(spec, number), cohort=cohort, validation=validation)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fedcg.wire.artifacts.payload import Array
 from fedcg.wire.errors import CodecError, SumError
 from fedcg.wire.messages.schemas import SealedSum
-from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES, Part, TensorLayout
+from fedcg.wire.parts import MAX_SUM_DEVICES, MIN_SUM_DEVICES, TAGS, Part, TensorLayout
 from fedcg.wire.sealed_numbers import MOST_SHARE, STEPS, Numbers, added, clipped, from_numbers, number_count, to_numbers
-from fedcg.wire.sums import SumRound, cohort_mask, opened
+from fedcg.wire.sums import SumRound, cohort_mask, opened, tagged
 
 RANGE = 8.0
 LAYOUTS = (
@@ -49,7 +49,7 @@ def test_the_mean_of_any_shares_and_numbers_within_bounds_is_the_weighted_one(we
     tensors = [drawn(seed + number) for number in range(len(weights))]
     shares = shares_of(weights)
     total = added([to_numbers(one, LAYOUTS, RANGE, share) for one, share in zip(tensors, shares, strict=True)])
-    assert len(total) == number_count(LAYOUTS) == 47
+    assert len(total) == number_count(LAYOUTS) == 47 + TAGS
     found = from_numbers(total, LAYOUTS, RANGE)
     assert not found["count"].any()
     steps = STEPS * sum(shares) - len(weights) / 2
@@ -77,7 +77,7 @@ def test_a_device_that_dominates_counts_for_two_fifths_of_a_mean_and_no_other_fo
 def published(numbers: Mapping[str, Numbers], of: SealedSum) -> Numbers:
     """The sum as the coordinator has it of these devices, of whom every one has the same mask."""
     at = SumRound("shapes", of.round, of.attempt)
-    return added([*numbers.values(), *(cohort_mask(at, SECRET, of.digest, name, 47) for name in numbers)])
+    return added([*numbers.values(), *(cohort_mask(at, SECRET, of.digest, name, 47 + TAGS) for name in numbers)])
 
 
 def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_at_all() -> None:
@@ -87,24 +87,31 @@ def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_
         SealedSum(round=3, attempt=1, parts=(Part.EXTRACTOR,), digest=digest * 64, names=tuple(of))
         for digest, of in (("a", names[:4]), ("b", names[4:]))
     ]
+    at = SumRound("shapes", 3, 1)
+    numbers = {name: tagged(at, SECRET, one) for name, one in numbers.items()}
     total = added([published({name: numbers[name] for name in one.names}, one) for one in groups])
     sealed = {Part.EXTRACTOR.value: total}
     assert np.array_equal(opened(sealed, groups, "shapes", SECRET)[Part.EXTRACTOR], added(list(numbers.values())))
     fewer = groups[1].model_copy(update={"names": tuple(names[4:7])})
-    wrong = [
-        *(opened(sealed, groups, "shapes", bytes([number]) * 32) for number in range(50)),
-        opened(sealed, groups, "other", SECRET),
-        opened(sealed, groups[:1], "shapes", SECRET),
-        opened(sealed, [groups[0], fewer], "shapes", SECRET),
+    added_to = total.copy()
+    added_to[-1] += 1 << 31  # half of all factors don't see it
+    nobodys = [one.model_copy(update={"names": ()}) for one in groups]
+    wrong: list[tuple[Numbers, list[SealedSum], str, bytes]] = [
+        *((total, groups, "shapes", bytes([number]) * 32) for number in range(50)),
+        (total, groups, "other", SECRET),
+        (total, groups[:1], "shapes", SECRET),
+        (total, [groups[0], fewer], "shapes", SECRET),
+        (added_to, groups, "shapes", SECRET),
+        (added(list(numbers.values())) + 1, nobodys, "shapes", SECRET),
     ]
-    for one in wrong:
-        with pytest.raises(SumError, match=r"shares in an opened sum don't add up|no mean of numbers within"):
-            from_numbers(one[Part.EXTRACTOR], LAYOUTS, RANGE)
+    for sent, of, federation, secret in wrong:
+        with pytest.raises(SumError, match="was changed on the way, or is opened with another secret"):
+            opened({Part.EXTRACTOR.value: sent}, of, federation, secret)
 
 
 def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
     honest = added([to_numbers(drawn(number), LAYOUTS, RANGE, 0.25) for number in range(4)])
-    for place, sign in ((1, 1), (46, -1)):
+    for place, sign in ((1 + TAGS, 1), (46 + TAGS, -1)):
         lie = honest.copy()
         lie[place] = np.int32(sign * 1.001 * STEPS).astype(np.uint32)
         with pytest.raises(SumError, match="an opened sum is no mean of numbers within their bounds"):
