@@ -31,19 +31,12 @@ from fedcg.wire.messages.schemas import AnyMessage, RoundAttempt, decode
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
-from tests.support.coordinator.toy_artifacts import (
-    FEDERATION,
-    aggregate_bytes,
-    random_parts,
-    shared_layouts,
-    tiny_spec,
-    update_header,
-)
+from tests.support.coordinator import toy_artifacts
 from tests.support.coordinator.world import PlainWorker, RunningService, World
 from tests.support.edge.world import FakeTrainer, toy_generation
 from tests.support.waiting import wait_until
 
-TOPICS = Topics(FEDERATION)
+TOPICS = Topics(toy_artifacts.FEDERATION)
 CHUNKS = (TopicKind.AGGREGATE, TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK)
 
 
@@ -131,7 +124,7 @@ class DigestWorker(PlainWorker):
 
     def merge(self, spec: object, round_number: int, attempt: int) -> bytes:
         digest = hashlib.sha256(repr(self.merged).encode()).digest()
-        return aggregate_bytes(spec, round_number, attempt, seed=int.from_bytes(digest, "big"))  # type: ignore[arg-type]
+        return toy_artifacts.aggregate_bytes(spec, round_number, attempt, seed=int.from_bytes(digest, "big"))  # type: ignore[arg-type]
 
 
 class DrawingTrainer(FakeTrainer):
@@ -142,9 +135,11 @@ class DrawingTrainer(FakeTrainer):
 
     def commit(self, command: TrainRound) -> None:
         round_attempt = command.round_attempt
-        header = update_header(self.spec, round_attempt.round, round_attempt.attempt, self.device, command.aggregate)
+        header = toy_artifacts.update_header(
+            self.spec, round_attempt.round, round_attempt.attempt, self.device, command.aggregate
+        )
         seed = hashlib.sha256(f"{self.device}{self.images} {round_attempt.round} {command.aggregate}".encode()).digest()
-        parts = random_parts(shared_layouts(self.spec), int.from_bytes(seed, "big"))
+        parts = toy_artifacts.random_parts(toy_artifacts.shared_layouts(self.spec), int.from_bytes(seed, "big"))
         self.store.generations.commit(toy_generation(self.spec, round_attempt, pack(header, parts, self.spec.codec)))
 
 
@@ -160,15 +155,17 @@ class Box:
 
     def start(self, federation: Federation) -> None:
         config = AgentConfig(
-            federation=FEDERATION,
+            federation=toy_artifacts.FEDERATION,
             device=self.name,
             store=self.root / "store",
             broker=BrokerSection(host="127.0.0.1", insecure=True, chunk_bytes=1024),
             data=DataSection(root=self.root),
             export=ExportSection(enabled=False),
         )
-        store = PrivateStore.open(config.store, FEDERATION, self.name)
-        transport = MemoryTransport(federation.broker, self.name, offline_will(FEDERATION, self.name, self.key))
+        store = PrivateStore.open(config.store, toy_artifacts.FEDERATION, self.name)
+        transport = MemoryTransport(
+            federation.broker, self.name, offline_will(toy_artifacts.FEDERATION, self.name, self.key)
+        )
 
         def make_trainer(deliver: Callable[[TrainerReport], None]) -> FakeTrainer:
             self.trainer = DrawingTrainer(store, federation.world.spec, deliver)
@@ -214,13 +211,13 @@ class Federation:
         seed: int = 1,
         clock_speed: float = 4.0,
     ) -> None:
-        spec = tiny_spec(rounds=rounds)
+        spec = toy_artifacts.tiny_spec(rounds=rounds)
         self.broker = HostileBroker(behaviour, seed)
         self.clock_speed = clock_speed
         self.world = World(
             root / "home",
             spec,
-            aggregate_bytes(spec, 0, 0, seed=1),
+            toy_artifacts.aggregate_bytes(spec, 0, 0, seed=1),
             clients=(),
             min_clients=len(devices),
             make_worker=DigestWorker,
@@ -271,7 +268,7 @@ class Federation:
         stored = [(event["client"], event["round"], event["attempt"]) for event in self.world.events("update_stored")]
         assert len(stored) == len(set(stored)), stored
         for opened in self.world.events("attempt_opened"):
-            key = (FEDERATION, RoundAttempt(opened["round"], opened["attempt"]))
+            key = (toy_artifacts.FEDERATION, RoundAttempt(opened["round"], opened["attempt"]))
             clients = [update.client for update in self.world.store.updates(*key)]
             assert len(clients) == len(set(clients)), clients
 

@@ -44,8 +44,8 @@ class Cohort:
         alone: the devices whose owners consent that their numbers are seen alone.
     """
 
-    def __init__(self, count: int) -> None:
-        self.names = [f"box-{number:02}" for number in range(count)]
+    def __init__(self, count: int, *names: str) -> None:
+        self.names = [*names, *(f"box-{number:02}" for number in range(count))]
         self.keys = {name: SigningKey.generate() for name in self.names}
         self.disks = {name: Disk() for name in self.names}
         self.now = 0.0

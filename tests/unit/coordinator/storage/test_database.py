@@ -23,15 +23,8 @@ from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, StorageSettings
 from coordinator.errors import HomeError, StoreError
 from coordinator.paths import Home
+from coordinator.rounds import records
 from coordinator.rounds.engine import Phase
-from coordinator.rounds.records import (
-    AggregateRecord,
-    CertificateRecord,
-    DeviceState,
-    FederationRecord,
-    TokenRecord,
-    UpdateRecord,
-)
 from coordinator.storage import database as database_module
 from coordinator.storage import locks, migrations
 from coordinator.storage.database import PASSWORD_VARIABLE, checkpoint, make_engine, open_database
@@ -68,7 +61,7 @@ def open_round(store: Store, number: int) -> None:
 
 
 def close_round(store: Store, number: int) -> None:
-    store.close_attempt(AggregateRecord("f", number, 1, file_id(number), 5, file_id(0), number + 5.0))
+    store.close_attempt(records.AggregateRecord("f", number, 1, file_id(number), 5, file_id(0), number + 5.0))
 
 
 @pytest.fixture
@@ -79,7 +72,7 @@ def killed(home: Home) -> Iterator[Home]:
         for number in (1, 2):
             open_round(store, number)
             close_round(store, number)
-        store.register.end_membership("c", DeviceState.REVOKED, "stolen", time.time())
+        store.register.end_membership("c", records.DeviceState.REVOKED, "stolen", time.time())
         open_round(store, 3)
         shutil.copytree(home.root, home.root.parent / "killed")
         yield Home(home.root.parent / "killed")
@@ -98,7 +91,7 @@ def flip(path: Path, at: int) -> None:
 def state(home: Home) -> tuple[int, ...]:
     """Aggregates, attempts and revoked devices; opens the database without a look at the mark."""
     with closing(Store(home.database)) as store:
-        revoked = [device for device in store.devices() if device.state is DeviceState.REVOKED]
+        revoked = [device for device in store.devices() if device.state is records.DeviceState.REVOKED]
         return len(store.aggregates("f")), len(store.attempts("f")), len(revoked)
 
 
@@ -214,7 +207,7 @@ def test_commits_lost_in_postgresql_are_noticed(home: Home, postgres: Cluster, m
     home.high_water.unlink()
     with closing(Store.of(home)) as store:
         add_federation(home, "g", ("x",))
-        store.register.end_membership("x", DeviceState.REVOKED, "stolen", time.time())
+        store.register.end_membership("x", records.DeviceState.REVOKED, "stolen", time.time())
     engine = make_engine(url)
     checkpoint(engine)
     with engine.begin() as connection:
@@ -262,19 +255,21 @@ def filled(database: Path | URL) -> Path | URL:
     """A database of this version: an open round 2 after a closed round 1, and a device that was revoked."""
     with closing(Store(database)) as store:
         store.next_epoch()
-        federation = FederationRecord("casting", "fedcg", "5" * 64, policy_of(3, 2), 1.0)
-        store.add_federation(federation, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+        federation = records.FederationRecord("casting", "fedcg", "5" * 64, policy_of(3, 2), 1.0)
+        store.add_federation(federation, records.AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
         for device in ("line-1", "line-2"):
-            store.add_device(device, device * 8, 2.0, CertificateRecord(device, device, 2.0, 9e9, None, "PEM"))
+            store.add_device(device, device * 8, 2.0, records.CertificateRecord(device, device, 2.0, 9e9, None, "PEM"))
         store.register.add_token(
-            TokenRecord("0" * 16, "f" * 64, "line-3", replaces=False, created_at=2.0, expires_at=9e9)
+            records.TokenRecord("0" * 16, "f" * 64, "line-3", replaces=False, created_at=2.0, expires_at=9e9)
         )
-        store.register.end_membership("line-2", DeviceState.REVOKED, "stolen", 50.0)
+        store.register.end_membership("line-2", records.DeviceState.REVOKED, "stolen", 50.0)
         store.open_attempt(*KEY, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
         for device in ("line-1", "line-2"):
-            store.end_update(UpdateRecord("casting", 1, 1, device, device, 9, Outcome.ACCEPTED, "", None, 11.0, 12.0))
+            store.end_update(
+                records.UpdateRecord("casting", 1, 1, device, device, 9, Outcome.ACCEPTED, "", None, 11.0, 12.0)
+            )
         store.weigh(*KEY, {"line-1": 12, "line-2": 9})
-        store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
+        store.close_attempt(records.AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
         store.open_attempt("casting", RoundAttempt(2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
         store.sealed_sums.keep("casting", RoundAttempt(2, 1), '{"phase":"keys"}')
     return database
@@ -296,7 +291,10 @@ def next_version(filled: Path | URL, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def check_content(database: Path | URL) -> None:
     with closing(Store(database)) as store:
         assert (store.epoch() > 0, store.federation("casting").policy.rounds) == (True, 3)
-        assert [device.state for device in store.devices()] == [DeviceState.ENROLLED, DeviceState.REVOKED]
+        assert [device.state for device in store.devices()] == [
+            records.DeviceState.ENROLLED,
+            records.DeviceState.REVOKED,
+        ]
         assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == 1
         ended = [(update.client, update.outcome, update.weight) for update in store.updates(*KEY)]
         assert ended == [("line-1", Outcome.ACCEPTED, 12), ("line-2", Outcome.ACCEPTED, 9)]

@@ -32,14 +32,7 @@ from edge_client.identity.credentials import (
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.messages.enrolment_messages import (
-    RENEW_PATH,
-    RenewAnswer,
-    RenewRequest,
-    certificate_key_digest,
-    load_certificate,
-    renewal_statement,
-)
+from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.coordinator.enrolments import Desk, running_desk
 from tests.support.present import present
@@ -53,11 +46,13 @@ def device(desk: Desk, tmp_path: Path) -> AgentConfig:
 
 
 def certificate_of(config: AgentConfig) -> x509.Certificate:
-    return load_certificate(present(config.tls).cert.read_bytes())
+    return enrolment_messages.load_certificate(present(config.tls).cert.read_bytes())
 
 
 def fits(config: AgentConfig) -> bool:
-    return certificate_key_digest(certificate_of(config)) == TlsKey.load(present(config.tls).key).digest
+    return (
+        enrolment_messages.certificate_key_digest(certificate_of(config)) == TlsKey.load(present(config.tls).key).digest
+    )
 
 
 def days_ahead(days: float) -> datetime:
@@ -69,7 +64,7 @@ def test_a_renewal_brings_a_new_key_and_a_later_end_under_the_same_name(desk: De
     renewed = renew(device, load_keys(device).signing)
     assert certificate_of(device) == renewed
     assert fits(device)
-    assert certificate_key_digest(renewed) != certificate_key_digest(before)
+    assert enrolment_messages.certificate_key_digest(renewed) != enrolment_messages.certificate_key_digest(before)
     assert renewed.subject == before.subject
     assert renewed.not_valid_after_utc >= before.not_valid_after_utc
     assert stat.S_IMODE(present(device.tls).key.stat().st_mode) == 0o600
@@ -99,16 +94,16 @@ def test_a_message_key_alone_and_another_devices_certificate_renew_nothing(
     desk: Desk, device: AgentConfig, tmp_path: Path
 ) -> None:
     signing, key = load_keys(device).signing, TlsKey.generate()
-    proof = signing.sign(renewal_statement("line-4", key.digest)).hex()
-    request = RenewRequest(device="line-4", request=key.request("line-4"), proof=proof)
-    authority = load_certificate(credential_of(desk.home.pki, "ca").certificate.read_bytes())
+    proof = signing.sign(enrolment_messages.renewal_statement("line-4", key.digest)).hex()
+    request = enrolment_messages.RenewRequest(device="line-4", request=key.request("line-4"), proof=proof)
+    authority = enrolment_messages.load_certificate(credential_of(desk.home.pki, "ca").certificate.read_bytes())
     with pytest.raises(EnrolError, match="needs the device's current certificate"):
-        ask(desk.url, RENEW_PATH, request, RenewAnswer, trusting(authority))
+        ask(desk.url, enrolment_messages.RENEW_PATH, request, enrolment_messages.RenewAnswer, trusting(authority))
     other = issue(desk.home.pki, "line-5", life=timedelta(days=1), target=tmp_path)
     context = trusting(authority)
     context.load_cert_chain(other.certificate, other.key)
     with pytest.raises(EnrolError, match="another device's"):
-        ask(desk.url, RENEW_PATH, request, RenewAnswer, context)
+        ask(desk.url, enrolment_messages.RENEW_PATH, request, enrolment_messages.RenewAnswer, context)
     assert len(desk.store.register.certificates("line-4")) == 1
 
 

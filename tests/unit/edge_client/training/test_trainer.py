@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.sums import SumBoard
 from devices.power import Rail
 from edge_client.store.checked_files import LEDGER_FILE, read_lines
 from edge_client.store.private_store import PrivateStore
@@ -18,6 +19,7 @@ from edge_client.training.trainer_child import reason_for
 from edge_client.training.workplace import Measured
 from fedcg.files import checked_secret
 from fedcg.learning.method import ClientState, LocalResult, Method
+from fedcg.learning.methods.fedseal import TRAINED_FROM
 from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
@@ -28,9 +30,26 @@ from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField, TensorLayout
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout
+from fedcg.wire.sums import SumRound
+from tests.support.coordinator.sum_cohort import Cohort
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import CLASSES, aggregate_of, draw_images
+from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, aggregate_of, draw_images
+
+
+def test_the_masks_of_an_attempt_hide_one_set_of_numbers_and_never_another(tmp_path: Path) -> None:
+    """Else the difference of two updates is that of their numbers: a coordinator that goes back an attempt reads it without any help."""
+    site, cohort, at = Site(tmp_path, real_spec("fedseal")), Cohort(3, DEVICE), SumRound(FEDERATION, 1, 1)
+    site.configure(policy={"allow_upload": DEFAULT_ALLOW_UPLOAD | {Part.SEALED}})
+    site.share_cohort_secret()
+    board = SumBoard(at, cohort.names)
+    for name, dealt in cohort.answer(board, cohort.announce(board, set(), at), set(), at):
+        cohort.reply(name, dealt, at)
+    site.store.save_sum_record("parts", cohort.disks[DEVICE].content)
+    for attempt in (1, 2):
+        site.train(1, attempt)
+    assert "may have left behind the same masks" in site.declined(DeclineReason.WITHHELD)
+    assert {TRAINED_FROM + "classifier", TRAINED_FROM + "extractor"} <= site.state().extras.keys(), "a vote needs both"
 
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:

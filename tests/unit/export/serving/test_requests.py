@@ -18,21 +18,13 @@ from PIL import Image, PngImagePlugin
 
 from export.errors import QueueFullError, RefusedError
 from export.model.runtime import Floats
+from export.serving import request_bodies
 from export.serving.batcher import Batcher
-from export.serving.request_bodies import (
-    BODIES_AT_ONCE,
-    JSON_TYPE,
-    Bodies,
-    Limits,
-    check_type,
-    parse_multipart,
-    read_images,
-)
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import encoded, image_form, picture
 from tests.support.serving import multipart
 
-LIMITS = Limits(max_bytes=1_000_000, max_pixels=10_000, max_images=3)
+LIMITS = request_bodies.Limits(max_bytes=1_000_000, max_pixels=10_000, max_images=3)
 FORM = image_form()  # 20 x 24, colour
 ONE = np.arange(20 * 24 * 3, dtype=np.uint32).reshape(20, 24, 3) % 256
 
@@ -42,7 +34,7 @@ Body = tuple[bytes, str]
 
 
 def _json(images: object) -> Body:
-    return json.dumps({"images": images}).encode(), JSON_TYPE
+    return json.dumps({"images": images}).encode(), request_bodies.JSON_TYPE
 
 
 def _multipart(files: Mapping[str, bytes]) -> Body:
@@ -52,14 +44,14 @@ def _multipart(files: Mapping[str, bytes]) -> Body:
 
 def _refusal(content: bytes, content_type: str) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        read_images(content, content_type, FORM, LIMITS)
+        request_bodies.read_images(content, content_type, FORM, LIMITS)
     return caught.value
 
 
 @given(st.lists(st.binary(max_size=60) | st.just(b"\r\n--a boundar\r\n\r\n--"), min_size=1, max_size=3))
 def test_multipart_keeps_every_byte(contents: list[bytes]) -> None:
     files = {f"{number}.png": content for number, content in enumerate(contents)}
-    assert parse_multipart(*_multipart(files), 3) == list(files.items())
+    assert request_bodies.parse_multipart(*_multipart(files), 3) == list(files.items())
 
 
 @given(st.binary(max_size=200), st.integers(0, 250), st.booleans())
@@ -67,7 +59,7 @@ def test_a_multipart_body_that_is_cut_or_changed_is_parsed_or_refused(noise: byt
     whole, content_type = _multipart({"a.png": b"one", "b.png": b"two"})
     content = whole[:keep] + noise if is_cut else noise + whole
     with suppress(RefusedError):
-        assert len(parse_multipart(content, content_type, 3)) <= 3
+        assert len(request_bodies.parse_multipart(content, content_type, 3)) <= 3
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 60, 100, 150, -4])
@@ -85,10 +77,10 @@ def test_multipart_without_a_usable_boundary_is_refused(content_type: str) -> No
 
 
 def test_arrays_are_one_image_or_a_batch() -> None:
-    [(_, image)] = read_images(*_json(ONE.tolist()), FORM, LIMITS)
+    [(_, image)] = request_bodies.read_images(*_json(ONE.tolist()), FORM, LIMITS)
     np.testing.assert_array_equal(image, ONE)
     assert image.dtype == np.uint8
-    images = read_images(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
+    images = request_bodies.read_images(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
     assert [name for name, _ in images] == ["images[0]", "images[1]"]
     np.testing.assert_array_equal(images[1][1], 255 - ONE)
 
@@ -128,11 +120,11 @@ def test_an_array_that_is_no_image_is_refused_with_what_is_taken(images: object,
     "content", [b"", b"{", b"[1]", b'{"image": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
 )
 def test_what_is_no_document_of_images_is_refused(content: bytes) -> None:
-    assert _refusal(content, JSON_TYPE).code == "bad_json"
+    assert _refusal(content, request_bodies.JSON_TYPE).code == "bad_json"
 
 
 def test_more_json_than_the_images_need_is_refused_before_it_is_parsed() -> None:
-    error = _refusal(b"[" * 100_000, JSON_TYPE)
+    error = _refusal(b"[" * 100_000, request_bodies.JSON_TYPE)
     assert (error.status, error.code) == (413, "body_too_large")
 
 
@@ -178,7 +170,7 @@ def test_one_bad_file_refuses_the_request_and_is_named(content: bytes, status: i
     "known", ["image/png", "image/x-whatever", "application/json", "multipart/form-data", "application/octet-stream"]
 )
 def test_known_types_pass(known: str) -> None:
-    check_type(f" {known.upper()} ; q=1")
+    request_bodies.check_type(f" {known.upper()} ; q=1")
 
 
 async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[bytes]:
@@ -187,7 +179,7 @@ async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[byte
         yield bytes(size)
 
 
-def _read(bodies: Bodies, pieces: AsyncIterator[bytes], declared: int = 0) -> int:
+def _read(bodies: request_bodies.Bodies, pieces: AsyncIterator[bytes], declared: int = 0) -> int:
     async def run() -> int:
         async with bodies.read(pieces, declared) as content:
             return len(content)
@@ -196,7 +188,7 @@ def _read(bodies: Bodies, pieces: AsyncIterator[bytes], declared: int = 0) -> in
 
 
 def test_a_body_over_the_limit_is_refused_at_the_piece_that_passes_it() -> None:
-    bodies, taken = Bodies(Limits(100, 1, 1, body_s=5)), list[int]()
+    bodies, taken = request_bodies.Bodies(request_bodies.Limits(100, 1, 1, body_s=5)), list[int]()
     assert _read(bodies, _pieces(10, 10, taken)) == 100
     taken.clear()
     with pytest.raises(RefusedError, match="may have 100 bytes") as caught:
@@ -210,10 +202,10 @@ def test_a_body_over_the_limit_is_refused_at_the_piece_that_passes_it() -> None:
 
 
 def test_all_bodies_together_have_a_limit_that_ends_with_them() -> None:
-    bodies = Bodies(Limits(100, 1, 1, body_s=5))
+    bodies = request_bodies.Bodies(request_bodies.Limits(100, 1, 1, body_s=5))
 
     async def run() -> None:
-        held = [bodies.read(_pieces(1, 100, []), 100) for _ in range(BODIES_AT_ONCE)]
+        held = [bodies.read(_pieces(1, 100, []), 100) for _ in range(request_bodies.BODIES_AT_ONCE)]
         for one in held:
             await one.__aenter__()
         with pytest.raises(RefusedError) as caught:
@@ -233,7 +225,7 @@ def test_a_body_that_does_not_arrive_is_refused() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(RefusedError, match=r"within 0\.01 s") as caught:
-        _read(Bodies(Limits(100, 1, 1, body_s=0.01)), never())
+        _read(request_bodies.Bodies(request_bodies.Limits(100, 1, 1, body_s=0.01)), never())
     assert caught.value.status == 408
 
 

@@ -14,7 +14,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round
 from fedcg.learning.method import Aggregate, Callbacks, ClientState, Cohort, RoundContext, Weights
 from fedcg.learning.methods import fedseal
-from fedcg.learning.methods.fedseal import CALIBRATED, OTHER_KIND, TRAINED_FROM, UNUSABLE
+from fedcg.learning.methods.fedseal import CALIBRATED, JUDGED, OTHER_KIND, TRAINED_FROM, UNUSABLE
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
@@ -137,6 +137,11 @@ def test_an_extractor_that_most_clients_can_not_use_is_taken_back_by_all(sealed:
     taken_back = method.local_round(state, data, spoilt, asked(party.spec, 3, most, None))
     assert cases.same(taken_back.shared.parts[E], wanted.shared.parts[E])
     assert cases.same(taken_back.private.extras[TRAINED_FROM + E.value], good.parts[E])
+    other = {
+        name: given | (given and OTHER_KIND) for name, given in most.items()
+    }  # `align` keeps the own extractor then
+    both = protected_round(method, state, data, spoilt, asked(party.spec, 3, other, None))
+    assert cases.same(both.private.extras[TRAINED_FROM + E.value], good.parts[E])
     kept = method.local_round(state, data, spoilt, asked(party.spec, 3, {"a": UNUSABLE, "b": 0, "c": 0}, None))
     assert not cases.same(kept.shared.parts[E], wanted.shared.parts[E])
 
@@ -157,6 +162,10 @@ def test_a_client_votes_against_a_useless_extractor_and_for_a_calibrated_classif
     newcomer = ClientState(state.parts)
     assert fedseal.vote(newcomer, Aggregate({**sealed.aggregate.parts, E: dead}), data.train, ctx) & UNUSABLE == 0
     assert fedseal.vote(state, Aggregate({**sealed.aggregate.parts, E: dead}), data.train, of_kinds) & OTHER_KIND
+    beyond = {name: one * 0 + 3e38 for name, one in sealed.aggregate.parts[C].items()}
+    assert fedseal.vote(state, Aggregate({**sealed.aggregate.parts, C: beyond}), data.train, ctx) & UNUSABLE
+    assert fedseal._share({"a": UNUSABLE | JUDGED, "b": UNUSABLE | JUDGED, "c": 0, "d": 0}, UNUSABLE) == 1.0
+    assert fedseal._share({"a": UNUSABLE | JUDGED, "b": 0, "c": 0, "d": 0}, UNUSABLE) == 0.0
     assert fedseal.vote(state, sealed.aggregate, data.train, replace(ctx, validation=None)) == 0
     assert fedseal.vote(state, sealed.aggregate, data.train, replace(ctx, round=1)) == 0
 
