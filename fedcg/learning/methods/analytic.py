@@ -96,9 +96,11 @@ def align(
         return {}
     if classes is None:
         return {}
-    # With `balance = logits` the prior is added to every classifier that is downloaded.
-    prior = log_prior(data.label_counts()) * (ctx.privacy.balance != "logits")
-    return {Part.CLASSIFIER: _head(classes, own, prior, _params(ctx).shrinkage, ctx)}
+    prior = log_prior(data.label_counts())
+    head = _head(classes, own, prior, _params(ctx).shrinkage, ctx)
+    if ctx.privacy.balance == "logits":  # then it is added to every classifier that is downloaded
+        head[f"{linear_layer(ctx.spec)}bias"] -= prior
+    return {Part.CLASSIFIER: head}
 
 
 def _params(ctx: fl.RoundContext) -> AnalyticParams:

@@ -15,18 +15,8 @@ import pytest
 
 from edge_client.cli.status import read_status
 from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, seal
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    Finished,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Receipt,
-    RoundAttempt,
-    Welcome,
-)
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import RunningService
@@ -122,7 +112,7 @@ def foreign(federation: Callable[[], Federation]) -> Behaviour:
             return [passing]
         message = passing.message.model_copy(update={"federation": "other"})
         home = federation()
-        key = home.world.key if passing.identity == COORDINATOR else home.boxes[passing.identity].key
+        key = home.world.key if passing.identity == schemas.COORDINATOR else home.boxes[passing.identity].key
         return [replace(passing, payload=seal(message, key), retain=passing.retain), passing]
 
     return imports
@@ -205,7 +195,11 @@ def test_withheld_offers_only_delay_the_rounds_and_the_end(make: Run, undisturbe
 
 def recorded(federation: Federation, kind: type) -> list[Passing]:
     """What the coordinator said so far."""
-    said = [passing for passing in federation.broker.seen if passing.identity == COORDINATOR and not passing.is_chunk]
+    said = [
+        passing
+        for passing in federation.broker.seen
+        if passing.identity == schemas.COORDINATOR and not passing.is_chunk
+    ]
     return [passing for passing in said if isinstance(passing.message, kind)]
 
 
@@ -216,7 +210,12 @@ def test_recordings_of_earlier_epochs_and_sessions_are_refused_on_both_sides(mak
 
     def replays(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
         """With the second manifest of a, all that epoch 1 had; retained where it was."""
-        if passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, Manifest) and not played:
+        if (
+            passing.identity == "a"
+            and not passing.is_chunk
+            and isinstance(passing.message, schemas.Manifest)
+            and not played
+        ):
             played.extend(item for item in broker.seen if not item.is_chunk and kind_of(item) is not TopicKind.STATUS)
             return [*played, passing]
         return [passing]
@@ -231,7 +230,7 @@ def test_recordings_of_earlier_epochs_and_sessions_are_refused_on_both_sides(mak
         counted = second.service.refusals
     federation.assert_completed()
     assert federation.final == undisturbed
-    assert first.service.epoch in {item.message.epoch for item in played if item.identity == COORDINATOR}
+    assert first.service.epoch in {item.message.epoch for item in played if item.identity == schemas.COORDINATOR}
     assert counted["other_session"] > 0
     assert all({"older_epoch", "other_session"} <= box.refused() for box in federation.boxes.values())
 
@@ -264,7 +263,7 @@ def test_an_agent_refuses_whatever_a_broker_makes_of_earlier_messages(make: Run)
     held: list[Passing] = []
 
     def holds_receipts(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
-        if not passing.is_chunk and isinstance(passing.message, Receipt):
+        if not passing.is_chunk and isinstance(passing.message, schemas.Receipt):
             held.append(passing)
             return []
         return [passing]
@@ -274,7 +273,7 @@ def test_an_agent_refuses_whatever_a_broker_makes_of_earlier_messages(make: Run)
         federation.start_boxes()
         wait_until(lambda: bool(held), "the update is delivered")
         seen = box.events("agent_started")
-        offer, welcome = recorded(federation, Offer)[-1], recorded(federation, Welcome)[-1]
+        offer, welcome = recorded(federation, schemas.Offer)[-1], recorded(federation, schemas.Welcome)[-1]
         key, epoch = federation.world.key, offer.message.epoch
         older = offer.message.model_copy(update={"epoch": epoch - 1, "round": 7})
         earlier = offer.message.model_copy(update={"attempt": 0})
@@ -291,7 +290,7 @@ def test_an_agent_refuses_whatever_a_broker_makes_of_earlier_messages(make: Run)
             federation.broker.deliver(replace(item, retain=False))
             wait_until(lambda: len(box.events("refused")) > before, expected)  # noqa: B023
             assert box.events("refused")[-1]["reason"] == expected
-        for item in (welcome, recorded(federation, Invite)[-1], recorded(federation, Need)[-1]):
+        for item in (welcome, recorded(federation, schemas.Invite)[-1], recorded(federation, schemas.Need)[-1]):
             before = len(box.events("refused"))
             federation.broker.deliver(item)
             wait_until(lambda: len(box.events("refused")) > before, f"{item.message.kind} again")  # noqa: B023
@@ -312,10 +311,10 @@ def test_an_offer_played_again_after_the_end_does_not_open_the_round_again(make:
     ended: list[Passing] = []
 
     def reopens(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
-        if passing.is_chunk or not isinstance(passing.message, Finished):
+        if passing.is_chunk or not isinstance(passing.message, schemas.Finished):
             return [passing]
         ended.append(passing)
-        return [passing, recorded(federation, Offer)[-1], passing]
+        return [passing, recorded(federation, schemas.Offer)[-1], passing]
 
     federation.broker.behaviour = reopens
     federation.run()
@@ -363,7 +362,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     held: list[Passing] = []
 
     def holds_manifests(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
-        is_manifest = passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, Manifest)
+        is_manifest = passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, schemas.Manifest)
         held.extend([passing] if is_manifest else [])
         return [] if is_manifest else [passing]
 
@@ -385,7 +384,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert (first["round"], first["outcome"]) == (1, "accepted")
     assert (second["round"], second["outcome"]) == (1, "conflict")
     assert first["artifact"] != second["artifact"]
-    kept = federation.world.store.updates(FEDERATION, RoundAttempt(1, 1))
+    kept = federation.world.store.updates(FEDERATION, schemas.RoundAttempt(1, 1))
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
     (refused,) = federation.world.events("update_refused")
     assert (refused["client"], refused["outcome"]) == ("a", "conflict")

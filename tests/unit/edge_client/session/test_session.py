@@ -7,20 +7,8 @@ from hypothesis import strategies as st
 from edge_client.session import signals
 from edge_client.session.state import SUM_EVERY_S, TRAINER_DEATHS, SessionState, next_deadline
 from edge_client.session.state_machine import step
-from fedcg.wire.messages.schemas import (
-    Accept,
-    ArtifactRef,
-    Decline,
-    DeclineReason,
-    Finished,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
-    RoundAttempt,
-    SumOff,
-)
+from fedcg.wire.messages import schemas
+from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, Outcome, Receipt, RoundAttempt
 
 DIRECT = {"federation": "shapes", "sender": "coordinator", "recipient": "site-1"}
 BROADCAST = {**DIRECT, "recipient": "*"}
@@ -42,20 +30,20 @@ AT_HAND = (signals.ArtifactStored(SPEC.id), signals.SpecChecked(SPEC.id, None), 
 
 def offer(round_number: int, attempt: int = 1, *, spec: ArtifactRef = SPEC) -> signals.Offered:
     at = {"epoch": 1, "round": round_number, "attempt": attempt}
-    message = Offer(**BROADCAST, **at, spec=spec, aggregate=aggregate(round_number), rounds=3, deadline_at=0.0)
+    message = schemas.Offer(**BROADCAST, **at, spec=spec, aggregate=aggregate(round_number), rounds=3, deadline_at=0.0)
     return signals.Offered(message, live=False)
 
 
-def ended() -> Finished:
-    return Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9))
+def ended() -> schemas.Finished:
+    return schemas.Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9))
 
 
 def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED, reason: str = "") -> Receipt:
     return Receipt(**DIRECT, artifact=artifact, outcome=outcome, reason=reason)
 
 
-def need(artifact: str) -> Need:
-    return Need(**DIRECT, artifact=artifact, ranges=((0, 4),))
+def need(artifact: str) -> schemas.Need:
+    return schemas.Need(**DIRECT, artifact=artifact, ranges=((0, 4),))
 
 
 def drive(state: SessionState, *events: signals.Input, now: float = 0.0) -> tuple[SessionState, list[signals.Command]]:
@@ -73,7 +61,7 @@ def sent(commands: list[signals.Command]) -> list[str]:
 
 def reasons(commands: list[signals.Command]) -> list[DeclineReason]:
     messages = [command.message for command in commands if isinstance(command, signals.Send)]
-    return [message.reason for message in messages if isinstance(message, Decline)]
+    return [message.reason for message in messages if isinstance(message, schemas.Decline)]
 
 
 def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
@@ -288,7 +276,7 @@ def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_i
     asked = signals.Invited(at, share=0.25, predicted_s=12.5)
     _, commands = drive(ready, offer(1), asked, *AT_HAND)
     told = [command.message for command in commands if isinstance(command, signals.Send)]
-    assert [message.predicted_s for message in told if isinstance(message, Accept)] == [12.5]
+    assert [message.predicted_s for message in told if isinstance(message, schemas.Accept)] == [12.5]
     assert signals.TrainRound(at, SPEC.id, aggregate(1).id, share=0.25) in commands
 
 
@@ -315,8 +303,8 @@ def test_a_sealed_round_counts_its_images_announces_keys_until_answered_and_trai
     state, early = drive(state, signals.Tick(), now=SUM_EVERY_S - 0.1)
     state, due = drive(state, signals.Tick(), now=SUM_EVERY_S)
     assert (early, due) == ([], [announce])
-    state, commands = drive(state, signals.SumStepped(at, SumOff()), now=SUM_EVERY_S)
-    assert commands == [signals.AnswerSum(at, SumOff())]
+    state, commands = drive(state, signals.SumStepped(at, schemas.SumOff()), now=SUM_EVERY_S)
+    assert commands == [signals.AnswerSum(at, schemas.SumOff())]
     state, commands = drive(state, signals.SumReady(at), now=SUM_EVERY_S)
     assert commands == [train]
     _, later = drive(state, signals.Tick(), signals.SumReady(at), now=10 * SUM_EVERY_S)
@@ -432,9 +420,9 @@ class Shell:
             self.outbox = None
         elif isinstance(command, signals.Send):
             assert self.state.up
-            if isinstance(command.message, Manifest):
+            if isinstance(command.message, schemas.Manifest):
                 assert command.message.artifact == self.outbox
-            elif isinstance(command.message, Accept):
+            elif isinstance(command.message, schemas.Accept):
                 assert command.message.at == self.state.invited
         elif isinstance(command, signals.SendChunks):
             assert command.update == self.outbox

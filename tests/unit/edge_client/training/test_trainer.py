@@ -18,6 +18,7 @@ from edge_client.training import trainer_child
 from edge_client.training.trainer_child import reason_for
 from edge_client.training.workplace import Measured
 from fedcg.files import checked_secret
+from fedcg.learning.aggregation.sealed_means import range_of
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.methods.fedseal import TRAINED_FROM
 from fedcg.learning.networks import NETWORKS
@@ -26,15 +27,38 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, pack, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
-from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
+from fedcg.wire.messages.schemas import COORDINATOR, DeclineReason, RoundAttempt, SealedSum
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout
-from fedcg.wire.sums import SumRound
+from fedcg.wire.sealed_numbers import added, number_count, to_numbers
+from fedcg.wire.sums import SumRound, cohort_mask, tagged
 from tests.support.coordinator.sum_cohort import Cohort
 from tests.support.edge.training_site import Site, real_spec
-from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, aggregate_of, draw_images
+from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, aggregate_of, draw_images, header_of
+
+
+def test_a_device_reckons_itself_which_round_a_sum_must_be_of(tmp_path: Path) -> None:
+    """An honest aggregate that is served again would bring back numbers that were in another list's sum."""
+    spec = real_spec("fedseal")
+    site, names, secret, digest = Site(tmp_path, spec), ("a", "b", "c", "d"), b"c" * 32, "0" * 64
+    site.share_cohort_secret()
+    sealed = {part.value: np.zeros(number_count(spec.layouts[part]), np.uint32) for part in spec.sealed}
+    mean = to_arrays(initial_parts(spec, secret, frozenset({Part.EXTRACTOR})))[Part.EXTRACTOR]
+    at = SumRound(FEDERATION, 1, 1)
+    plain = tagged(at, secret, to_numbers(mean, spec.layouts[Part.EXTRACTOR], range_of(spec), 0.4))
+    sealed["extractor"] = added([plain, *(cohort_mask(at, secret, digest, name, len(plain)) for name in names)])
+    classifier = to_arrays(initial_parts(spec, secret, frozenset({Part.CLASSIFIER})))
+    sums = (SealedSum(round=1, attempt=1, parts=(Part.EXTRACTOR,), digest=digest, names=names),)
+    for called in (1, 5):
+        header = header_of(spec, RoundAttempt(called, 1), kind="aggregate", client=COORDINATOR)
+        header = header.model_copy(update={"sums": sums})
+        one = site.store.artifacts.put(pack(header, {**classifier, Part.SEALED: sealed}, spec.aggregate_codec))
+        decoded = training.decode_aggregate(site.store, spec, get_method("fedseal"), one)
+        for last, is_taken in ((1, True), (2, True), (5, False)):
+            found = training.as_aggregate(site.trainer()._work, spec, decoded, last, has_state=True)
+            assert (Part.EXTRACTOR in found.parts) == is_taken
 
 
 def test_the_masks_of_an_attempt_hide_one_set_of_numbers_and_never_another(tmp_path: Path) -> None:

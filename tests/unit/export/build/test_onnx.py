@@ -25,16 +25,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import (
-    CLASSES,
-    TestImages,
-    image_form,
-    install_model,
-    make_parts,
-    make_spec,
-    random_pixels,
-    write_images,
-)
+from tests.support.learning import export_models
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
 
@@ -57,13 +48,13 @@ def _torch_logits(spec: FederationSpec, parts: Parts, pixels: np.ndarray) -> np.
 @pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn"])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_the_file_gives_the_logits_of_the_trained_networks_for_any_batch(tmp_path: Path, split: str, mode: str) -> None:
-    spec = make_spec(image_form(mode), split)
-    parts = make_parts(spec)
+    spec = export_models.make_spec(export_models.image_form(mode), split)
+    parts = export_models.make_parts(spec)
     path = tmp_path / "model.onnx"
     assert export_personal(spec, parts, path).exporter == "torchscript"
     session = onnxruntime.InferenceSession(path)  # plain onnxruntime, none of our code in between
     for count in (1, 3, 70):
-        pixels = random_pixels(spec.image, count)
+        pixels = export_models.random_pixels(spec.image, count)
         logits, probabilities = session.run(["logits", "probabilities"], {"images": pixels})
         expected = _torch_logits(spec, parts, pixels)
         np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -82,7 +73,10 @@ def test_the_file_passes_the_checker_states_its_opset_and_says_what_it_is(
     assert exported.opset == OPSET
     assert proto.ir_version <= 10  # what the onnxruntime of JetPack 6 (1.20 and later) reads
     told = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
-    assert (json.loads(told["classes"]), json.loads(told["image"])["mean"]) == (list(CLASSES), [0.5, 0.4, 0.3])
+    assert (json.loads(told["classes"]), json.loads(told["image"])["mean"]) == (
+        list(export_models.CLASSES),
+        [0.5, 0.4, 0.3],
+    )
     assert (told["federation"], told["round"], told["spec"]) == ("garden", "4", spec.digest)
     assert told["takes"] == "pixels"
     assert path.read_bytes() == exported.content
@@ -93,14 +87,14 @@ def test_the_same_weights_give_the_same_bytes_and_other_weights_others(
 ) -> None:
     first = export_personal(spec, parts, tmp_path / "a.onnx")
     assert export_personal(spec, parts, tmp_path / "b.onnx").content == first.content
-    assert export_personal(spec, make_parts(spec, seed=2), tmp_path / "c.onnx").content != first.content
+    assert export_personal(spec, export_models.make_parts(spec, seed=2), tmp_path / "c.onnx").content != first.content
 
 
 def test_equal_weights_in_two_layers_both_stay(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
     even = {part: {name: torch.full_like(tensor, 0.01) for name, tensor in parts[part].items()} for part in parts}
     path = tmp_path / "model.onnx"
     export_personal(spec, even, path)
-    pixels = random_pixels(spec.image, 2)
+    pixels = export_models.random_pixels(spec.image, 2)
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
     np.testing.assert_allclose(logits, _torch_logits(spec, even, pixels), rtol=1e-5)
 
@@ -123,7 +117,7 @@ def test_the_second_exporter_is_used_when_the_first_is_gone_and_gives_the_same_l
     assert export_personal(spec, parts, path).exporter == "dynamo"
     predictor = Predictor(path.read_bytes(), spec.image, spec.class_count)
     for count in (1, 3):
-        pixels = random_pixels(spec.image, count)
+        pixels = export_models.random_pixels(spec.image, count)
         np.testing.assert_allclose(predictor.run(pixels).logits, _torch_logits(spec, parts, pixels), atol=1e-4)
 
 
@@ -141,10 +135,10 @@ def test_a_network_that_no_exporter_can_write_is_an_error_with_every_reason(
 
 
 def test_verification_counts_what_both_models_get_right(
-    path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+    path: Path, spec: FederationSpec, parts: Parts, images: export_models.TestImages
 ) -> None:
     checked = to_onnx.verify(path, spec, parts, images.files, images.labels)
-    data, entries = load_folder(images.files[0].parent.parent, CLASSES, spec.image)
+    data, entries = load_folder(images.files[0].parent.parent, export_models.CLASSES, spec.image)
     assert len(entries) == checked.images == len(images.files)
     expected = evaluate(spec, parts, data).accuracy
     assert checked.accuracy_torch == checked.accuracy_onnx == pytest.approx(expected)
@@ -157,21 +151,21 @@ def test_without_files_random_pixels_are_compared_and_no_accuracy_is_claimed(
 ) -> None:
     checked = to_onnx.verify(path, spec, parts, [], [])
     assert (checked.source, checked.accuracy_onnx, checked.images) == ("noise", None, to_onnx.NOISE_IMAGES)
-    export_personal(spec, make_parts(spec, seed=2), path)
+    export_personal(spec, export_models.make_parts(spec, seed=2), path)
     with pytest.raises(VerificationError):
         to_onnx.verify(path, spec, parts, [], [])
 
 
 @pytest.mark.parametrize("what", ["weights", "normalisation", "one small weight"])
 def test_a_file_that_is_not_the_trained_model_is_refused(
-    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages, what: str
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: export_models.TestImages, what: str
 ) -> None:
     path = tmp_path / "model.onnx"
     if what == "weights":
-        export_personal(spec, make_parts(spec, seed=2), path)
+        export_personal(spec, export_models.make_parts(spec, seed=2), path)
     elif what == "normalisation":
-        swapped = image_form().model_copy(update={"mean": (0.3, 0.4, 0.5)})
-        export_personal(make_spec(swapped), parts, path)
+        swapped = export_models.image_form().model_copy(update={"mean": (0.3, 0.4, 0.5)})
+        export_personal(export_models.make_spec(swapped), parts, path)
         proto = onnx.load(path)
         [told] = [one for one in proto.metadata_props if one.key == "image"]
         told.value = spec.image.model_dump_json()  # which it does not do
@@ -185,17 +179,22 @@ def test_a_file_that_is_not_the_trained_model_is_refused(
 
 
 def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
-    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: export_models.TestImages
 ) -> None:
-    directory = install_model(tmp_path, images=images, metrics={"accuracy_personal": 0.75}, round_number=2)
+    directory = export_models.install_model(
+        tmp_path, images=images, metrics={"accuracy_personal": 0.75}, round_number=2
+    )
     model = Model.load(tmp_path, threads=1)
     assert model.directory == directory == tmp_path / "0001"
     manifest = model.manifest
     assert (manifest.federation, manifest.round, manifest.spec) == ("garden", 2, spec.digest)
-    assert (manifest.classes, manifest.metrics) == (CLASSES, {"accuracy_personal": 0.75})
+    assert (manifest.classes, manifest.metrics) == (export_models.CLASSES, {"accuracy_personal": 0.75})
     assert manifest.versions["torch"] == torch.__version__
     rows = model.predict([load_image(file, manifest.image) for file in images.files])
-    right = [model.top(row, 1)[0].label == CLASSES[label] for row, label in zip(rows, images.labels, strict=True)]
+    right = [
+        model.top(row, 1)[0].label == export_models.CLASSES[label]
+        for row, label in zip(rows, images.labels, strict=True)
+    ]
     assert sum(right) / len(right) == pytest.approx(manifest.verification.accuracy_onnx)
     broken = {name: tensor * float("inf") for name, tensor in parts[Part.CLASSIFIER].items()}
     with pytest.raises(VerificationError):  # and the last good one stays
@@ -205,12 +204,12 @@ def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    return install_model(tmp_path)
+    return export_models.install_model(tmp_path)
 
 
 def test_many_images_are_predicted_in_batches_as_one_by_one(model_dir: Path, spec: FederationSpec) -> None:
     model = Model.load(model_dir, threads=1)
-    pixels = random_pixels(spec.image, 300)
+    pixels = export_models.random_pixels(spec.image, 300)
     together = model.predict(pixels)
     assert together.shape == (300, 3)
     np.testing.assert_allclose(together.sum(axis=1), 1, atol=1e-5)
@@ -238,18 +237,18 @@ def test_an_image_of_another_shape_or_type_is_refused(model_dir: Path, image: Pi
 
 OTHERS: dict[str, dict[str, object]] = {
     "classes": {"classes": ("ant", "bee")},
-    "height": {"image": image_form(height=21)},
-    "mean": {"image": image_form().model_copy(update={"mean": (0.5, 0.4, 0.2)})},
+    "height": {"image": export_models.image_form(height=21)},
+    "mean": {"image": export_models.image_form().model_copy(update={"mean": (0.5, 0.4, 0.2)})},
 }
 
 
 @pytest.mark.parametrize("takes", ["pixels", "normalised"])
 @pytest.mark.parametrize("what", [*OTHERS, "takes"])
 def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, takes: Takes, what: str) -> None:
-    directory = install_model(tmp_path, takes=takes)
+    directory = export_models.install_model(tmp_path, takes=takes)
     manifest = read_manifest(directory)
     assert manifest.takes == takes
-    assert Model.load(directory).predict(random_pixels(manifest.image, 2)).shape == (2, 3)
+    assert Model.load(directory).predict(export_models.random_pixels(manifest.image, 2)).shape == (2, 3)
     other = OTHERS.get(what, {"takes": "normalised" if takes == "pixels" else "pixels"})
     write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):
@@ -257,13 +256,13 @@ def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, take
 
 
 @pytest.mark.parametrize("split", [pytest.param("resnet18@layer3", marks=pytest.mark.slow), "mobilenet_v3_small"])
-def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images: TestImages) -> None:
-    spec = make_spec(image_form(height=32, width=32), split)
-    parts = make_parts(spec)
+def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images: export_models.TestImages) -> None:
+    spec = export_models.make_spec(export_models.image_form(height=32, width=32), split)
+    parts = export_models.make_parts(spec)
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
     assert to_onnx.verify(path, spec, parts, images.files, images.labels).top1_agreement == 1.0
-    pixels = random_pixels(spec.image, 5)
+    pixels = export_models.random_pixels(spec.image, 5)
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
     np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
     assert np.ptp(logits, axis=0).max() > 1e-2
@@ -296,7 +295,7 @@ def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple
     checked = run_fedcg("model", "verify", raw)
     assert checked.exit_code == 0
     assert checked.stdout.startswith("0001  as its manifest says")
-    write_images(tmp_path)
+    export_models.write_images(tmp_path)
     answers = _answers(raw, tmp_path)
     assert len(answers) == 12
     assert answers == _answers(whole, tmp_path)

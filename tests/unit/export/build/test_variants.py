@@ -22,19 +22,10 @@ from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
-from tests.support.learning.export_models import (
-    CLASSES,
-    TestImages,
-    encoded,
-    flip_bit,
-    image_form,
-    install_model,
-    labels_by,
-    picture,
-    write_images,
-)
+from tests.support.learning import export_models
+from tests.support.learning.export_models import CLASSES, TestImages, install_model, labels_by
 
-FORM = image_form()
+FORM = export_models.image_form()
 Clock = Callable[..., None]
 
 
@@ -132,8 +123,8 @@ def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_mo
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
     manifest = add_variants(directory, held_out, budget=1.0, threads=1)
-    image = np.asarray(picture(5, 61, 50))
-    fitted = load_image(encoded(picture(5, 61, 50), "PNG"), FORM)
+    image = np.asarray(export_models.picture(5, 61, 50))
+    fitted = load_image(export_models.encoded(export_models.picture(5, 61, 50), "PNG"), FORM)
     fronts, answers, told = [], [], []
     for file in manifest.files:
         nodes = onnx.load(directory / file.name).graph.node
@@ -156,7 +147,7 @@ def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
 ) -> None:
     clock(fp32=3.0, fp16=2.0, int8=1.0)
     add_variants(directory, held_out, budget=1.0, threads=1)
-    flip_bit(directory / "model-fp16.onnx", 1000)
+    export_models.flip_bit(directory / "model-fp16.onnx", 1000)
     with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
         ModelVersions(directory.parent).verify(directory.name)
 
@@ -183,7 +174,7 @@ def test_without_images_there_is_nothing_to_judge_by() -> None:
     ids=["a class too many", "a broken file", "no folder", "no images"],
 )
 def test_images_that_cannot_be_judged_by_are_named(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
-    images = write_images(tmp_path / "images").files[0].parent.parent
+    images = export_models.write_images(tmp_path / "images").files[0].parent.parent
     spoil(images)
     with pytest.raises(ExportError, match=told):
         labelled_images(images, CLASSES, FORM)
@@ -201,7 +192,7 @@ def _spoilt(content: bytes) -> bytes:
 def _install(root: Path, images: TestImages) -> Path:
     """Labelled by the model itself, so that it gets every file right; what chooses the variants is other images."""
     plain = install_model(root.with_name("plain"))
-    noise: list[Pixels] = [np.full(image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
+    noise: list[Pixels] = [np.full(export_models.image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
     chosen_by = HeldOut(noise, labels_by(plain, noise), noise)
     return install_model(root, images=TestImages(images.files, labels_by(plain, images.files)), variants=chosen_by)
 

@@ -15,18 +15,10 @@ from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.simulation import (
-    NONE_MERGED,
-    NONE_TRAINED,
-    Failure,
-    Schedule,
-    Simulation,
-    participants,
-    simulate,
-    simulated_rounds,
-)
+from fedcg.learning.simulation.simulation import Failure, Schedule, participants, simulate
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
@@ -61,7 +53,7 @@ def test_what_the_server_screens_out_is_not_merged_and_its_client_has_trained_al
     assert cases.same_parts(screened.aggregate.parts, alone.aggregate.parts)
     assert all(cases.same_parts(screened.states[name].parts, plain.states[name].parts) for name in "ab")
     nobody = simulate(one, replace(first, screen=lambda number, updates, base: {}))
-    assert [failure.reason for failure in nobody.server_failures] == [NONE_MERGED]
+    assert [failure.reason for failure in nobody.server_failures] == [simulation.NONE_MERGED]
 
 
 def test_what_owners_would_be_told_is_kept_by_client_and_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +75,7 @@ def test_a_round_in_which_everybody_diverges_changes_nothing_and_the_run_goes_on
     first = get_method("fedavg").init_server(wild.spec, initial_parts(wild.spec, wild.roots.cohort))
     assert done.rounds == 2
     assert cases.same_parts(done.aggregate.parts, first.aggregate.parts)
-    assert done.server_failures == (Failure(1, NONE_TRAINED), Failure(2, NONE_TRAINED))
+    assert done.server_failures == (Failure(1, simulation.NONE_TRAINED), Failure(2, simulation.NONE_TRAINED))
     assert set(done.failures) == set(done.shadow_failures) == set(cases.NAMES)
     assert all(torch.isfinite(weights).all() for part in done.states["a"].parts.values() for weights in part.values())
 
@@ -137,7 +129,7 @@ def test_the_method_local_has_no_shadow_for_it_is_its_own() -> None:
 
 @pytest.mark.parametrize("method", [pytest.param("fedcg", marks=pytest.mark.slow), "fedmd_cg"])
 def test_going_on_from_any_round_ends_where_the_uninterrupted_simulation_ends(method: str) -> None:
-    stages: list[Simulation] = []
+    stages: list[simulation.Simulation] = []
     whole = simulate(cases.party_of(method), Schedule(rounds=3), on_round=stages.append)
     resumed = simulate(cases.party_of(method), Schedule(rounds=3), resume=stages[0])
     cases.assert_same_simulation(resumed, whole)
@@ -194,7 +186,7 @@ def test_the_best_round_has_the_best_validation_then_the_lowest_loss_then_comes_
     assert best(record(1, None, None), record(2, None, None)) == 2  # without validation images the newest counts
 
 
-def run(name: str, order: tuple[str, ...] = cases.NAMES, *, shadow: bool = True) -> Simulation:
+def run(name: str, order: tuple[str, ...] = cases.NAMES, *, shadow: bool = True) -> simulation.Simulation:
     return simulate(cases.party_of(name, order), Schedule(rounds=2, shadow=shadow))
 
 
@@ -341,7 +333,7 @@ def test_every_client_spends_by_its_own_images_and_all_stages() -> None:
 def test_a_client_whose_budget_ends_takes_no_part_any_more() -> None:
     party = private_party(budget_epsilon=1.001 * epsilon(12, 8 / 24))
     more = replace(party, datasets={**party.datasets, "b": cases.client_data("b", 80)})
-    stood = list(simulated_rounds(more, Schedule(rounds=4, shadow=False)))
+    stood = list(simulation.simulated_rounds(more, Schedule(rounds=4, shadow=False)))
     now, after_two = stood[-1], stood[1]
     for name in ("a", "c"):
         assert [failure.round for failure in now.failures[name]] == [3, 4]
