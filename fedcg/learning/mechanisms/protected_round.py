@@ -136,9 +136,10 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
     """
     if privacy.dp_sgd is not None:
         check_dp_sgd(spec, method)
-    if privacy.reduces_update and Part.STATISTICS in method.payload.sealed:
+    if (privacy.reduces_update or privacy.balance == "bias") and Part.STATISTICS in method.payload.sealed:
         raise PrivacyError(
-            f"update_clip, update_noise and prune would spoil the statistics that method {method.name} sends: leave them out"
+            f"update_clip, update_noise and prune would spoil the statistics that method {method.name} sends, and balance = bias a calibrated "
+            "classifier: leave them out; balance = logits goes with it"
         )
     if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up:
         last_bias(spec)

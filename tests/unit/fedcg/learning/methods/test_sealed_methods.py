@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fedcg.learning.errors import NetworkError
+from fedcg.learning.errors import NetworkError, PrivacyError
 from fedcg.learning.heads.classifiers import USUAL_TEMPERATURE, calibrated, lda_head
 from fedcg.learning.heads.moments import class_gaussians, feature_moments, moments_of
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.mechanisms.protected_round import downloaded_parts, log_prior, protected_round
+from fedcg.learning.mechanisms.protected_round import check_mechanisms, downloaded_parts, log_prior, protected_round
 from fedcg.learning.method import Aggregate, Callbacks, ClientState, Cohort, RoundContext, Weights
 from fedcg.learning.methods import fedseal
 from fedcg.learning.methods.fedseal import CALIBRATED, JUDGED, OTHER_KIND, TRAINED_FROM, UNUSABLE
@@ -270,3 +271,11 @@ def test_analytic_refuses_classifiers_of_several_layers_and_backbones_that_diffe
     two = NetworkChoice(split="timm:test_efficientnet+project:8", backbones=(BackboneChoice(name="timm:test_resnet"),))
     with pytest.raises(NetworkError, match=r"the same features: leave network\.backbones out"):
         complete_spec(cases.plan("analytic", two, get_method("analytic").example.image))
+
+
+@pytest.mark.parametrize("name", ["fedseal", "analytic"])
+@pytest.mark.parametrize("wrong", [{"update_clip": 1.0}, {"update_noise": 0.01}, {"prune": 0.5}, {"balance": "bias"}])
+def test_mechanisms_that_would_spoil_moments_or_their_head_are_refused(name: str, wrong: dict[str, Any]) -> None:
+    spec = federation().spec
+    with pytest.raises(PrivacyError, match="would spoil the statistics"):
+        check_mechanisms(spec, get_method(name), PrivacySettings(**wrong))
