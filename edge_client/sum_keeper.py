@@ -99,6 +99,8 @@ class _Kept(BaseModel):
 
     Attributes:
         count: this device's images. `total`: of all devices', where that is known from a sum of its own; else weights are announced.
+        voted: the highest round in which it voted: another attempt of that round, or an earlier one, gets the same vote. The coordinator chooses
+            what is judged, and many answers would tell it of this device's images.
         sealed: shares that this device dealt out; `dealt` those that it got.
         opened: of a sum of weights, that of each group by its number, of `groups`.
         signed: the list that it signed.
@@ -115,6 +117,7 @@ class _Kept(BaseModel):
     count: int
     total: int | None = None
     vote: int = 0
+    voted: int = 0
     members: schemas.SumMembers | None = None
     sealed: dict[str, schemas.Hex] = {}
     dealt: dict[str, schemas.Hex] = {}
@@ -179,7 +182,10 @@ class SumKeeper:
             seeds = (drawn.cipher, drawn.mask, drawn.own)
             where = {"federation": at.federation, "round": at.round, "attempt": at.attempt}
             lists = () if before is None else before.lists
+            if before is not None and at.round <= before.voted:
+                vote = before.vote
             told: dict[str, Any] = {"count": count, "total": total, "vote": vote}
+            told["voted"] = max(at.round, 0 if before is None else before.voted)
             kept = _Kept(**where, secrets=seeds, **told, masked_until=masked_until, lists=lists)
             self._write(kept)
         return self._announced(at, kept).model_copy(update={"key": self._key.public.raw})
