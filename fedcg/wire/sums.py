@@ -342,7 +342,7 @@ def tagged(at: SumRound, secret: bytes, numbers: Numbers) -> Numbers:
         secret: of the cohort.
         numbers: [size] uint32, more than `TAGS`.
     """
-    found = numbers.copy()
+    found: Numbers = numbers.copy()
     found[1 : TAGS + 1] = 0
     factors = (_stream(_derived(secret, at.label("tag", str(tag))), len(found)) for tag in range(TAGS))
     found[1 : TAGS + 1] = [np.sum(each * found, dtype=np.uint32) for each in factors]
