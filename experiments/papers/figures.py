@@ -1,7 +1,7 @@
 """Figures of our runs over seeds: the lines of one row of a table, with the best of a search and clients below local-only, and bytes of an update against accuracy.
 
-`personal` is accuracy_personal, `local` accuracy_last, `global` global_accuracy_last, `after` accuracy_after, all means over
-clients in percent. `adr` is the share of the global accuracy that a row loses against the reference row of the same seed.
+All are means over clients in percent: `personal` is accuracy_personal and `after` accuracy_after, at each client's best validation
+round; `local` and `last` are accuracy_last, `download` is the last download, `global` global_accuracy_last. `adr` is the share of the global accuracy that a row loses against the reference row of the same seed.
 """
 
 import json
@@ -81,14 +81,23 @@ ADR = "adr"
 FIELDS = {
     "personal": "accuracy_personal",
     "after": "accuracy_after",
+    "download": "download_last",
+    "last": "accuracy_last",
     "local": "accuracy_last",
     "global": "global_accuracy_last",
     "deployed": "accuracy_deployed",
     "ema": "accuracy_ema",
     ADR: "global_accuracy_last",
 }
-BEST_FIELDS = {**FIELDS, "local": "accuracy_personal", "global": "global_accuracy_best", ADR: "global_accuracy_best"}
-_OF_LAST_ROUND = frozenset({"local", "global", ADR})
+BEST_FIELDS = {
+    **FIELDS,
+    "download": "accuracy_after",
+    "last": "accuracy_personal",
+    "local": "accuracy_personal",
+    "global": "global_accuracy_best",
+    ADR: "global_accuracy_best",
+}
+_OF_LAST_ROUND = frozenset({"download", "local", "global", ADR})
 FAR_STDS = 2.0
 # Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
 _ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images", "codec", "aggregate_codec"})

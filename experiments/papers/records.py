@@ -92,7 +92,9 @@ class RunRecord(_Part):
         return None if self.paper is None else self.paper.partition("@")[0]
 
     def figure(self, name: str) -> float | None:
-        """A mean over clients in percent; of the moving average, records have each client's alone."""
+        """A mean over clients in percent; of the moving average and the last download, records have each client's alone."""
+        if name == "download_last":
+            return self.after_download(last=True)
         share = self.mean.get(name)
         if name == "accuracy_ema":
             told = [client.accuracy_ema for client in self.clients if client.accuracy_ema is not None]

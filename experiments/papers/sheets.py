@@ -11,6 +11,8 @@ from experiments.papers.plan import Missing
 MEASURE_NAMES = {
     "personal": "accuracy",
     "after": "after download",
+    "download": "last download",
+    "last": "at the end",
     "deployed": "deployed",
     "ema": "moving average",
     "local": "L.acc",
@@ -60,7 +62,12 @@ def comparison_sheet(found: Comparison) -> Sheet:
         notes.append(found.preset.stand_in)
     notes += [f"{file} fits no row of this table" for file in found.strangers]
     title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
-    columns += [*([] if "after" in measures else ["after download"]), "local-only", "alone is better", "remarks"]
+    columns += [
+        *([] if {"after", "download"} & measures.keys() else ["after download"]),
+        "local-only",
+        "alone is better",
+        "remarks",
+    ]
     return Sheet(title, tuple(columns), tuple(rows), tuple(notes))
 
 
@@ -160,7 +167,7 @@ def _cells(
             mark = " !" if is_exact and is_far(ours, paper) else ""
             difference = f"{ours.mean - paper.mean:+.2f}{mark}"
         cells += [figure_text(paper), figure_text(ours), difference] if is_printed else [figure_text(ours)]
-    after = [] if "after" in measures else [figure_text(None if line is None else line.after)]
+    after = [] if {"after", "download"} & measures.keys() else [figure_text(None if line is None else line.after)]
     if line is None:
         return (*cells, *after, _NONE, _NONE, "not run" if row.needs is None else f"can't be run: needs {row.needs}")
     losing = f"{line.losing} of {line.compared} clients" if line.compared else _NONE

@@ -417,3 +417,11 @@ def test_the_command_shows_it_and_no_column_of_a_paper_that_prints_nothing(tmp_p
     assert "| FedSplit | -5.0 ± 1.3 | 1 of 2 | 1 | -5.0 |" in shown
     assert "| row | ours after download | ours accuracy | ours moving average | ours deployed |" in shown
     assert "| 30.50 (1) |" in shown, "the mean over clients of 35 and 26"
+
+
+def test_the_last_download_is_that_of_the_last_round_not_of_the_best() -> None:
+    run = record("fedseal", 9, 0.3, paper="sealed:alike:cifar10-4x500", last=0.2, after=0.4)
+    for client, ended in zip(run["clients"], (0.5, 0.6), strict=True):
+        client["curve"]["after"] = [0.4, ended]
+    line = next(one for one in _only(run).lines if one.row.key == "fedseal")
+    assert [round(line.figures[one].mean) for one in ("download", "personal", "last")] == [55, 30, 20]

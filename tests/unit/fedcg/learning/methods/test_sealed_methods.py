@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,8 +88,13 @@ def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_the_mean_extr
     assert near(sealed.aggregate.parts[S], wanted, 1e-4)
 
 
-def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it(sealed: Simulation) -> None:
-    party = ours()
+def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it_and_computed_once(
+    sealed: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party, count = ours(), Mock(side_effect=calibrated)
+    monkeypatch.setattr(fedseal, "calibrated", count)
+    fedseal._LATEST.clear()
+    lr = fedseal.FedsealParams.model_validate(party.spec.params).lr
     own, data = sealed.states["a"].parts, party.datasets["a"]
     classes = class_gaussians(sealed.aggregate.parts[S])
     assert classes is not None
@@ -100,14 +106,14 @@ def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it(sealed: 
         ctx = asked(party.spec, number, votes, data.val)
         found = fedseal.align(own, sealed.aggregate, data.train, ctx)
         if is_taken:
-            assert cases.same(
-                found[C],
-                calibrated(
-                    sealed.aggregate.parts[C], classes, fedseal.FedsealParams.model_validate(ctx.spec.params).lr, ctx
-                ),
-            )
+            assert cases.same(found[C], calibrated(sealed.aggregate.parts[C], classes, lr, ctx))
         else:
             assert found == {}
+    assert count.call_count == 1
+    cohort = replace(ctx.cohort, streams=Streams(b"another").at(ctx.spec.federation))
+    other = replace(asked(party.spec, 3, {"a": CALIBRATED}, data.val), cohort=cohort)
+    fedseal.align(own, sealed.aggregate, data.train, other)
+    assert count.call_count == 2, "another secret, another classifier"
     spoilt = {**sealed.aggregate.parts, S: {**sealed.aggregate.parts[S], "counts": torch.full((3,), torch.nan)}}
     warnings: list[str] = []
     ctx = replace(asked(party.spec, 3, {"a": CALIBRATED}, data.val), callbacks=Callbacks(warn=warnings.append))
