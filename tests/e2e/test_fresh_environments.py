@@ -175,9 +175,7 @@ def model_root(box: Box) -> Path:
     return box.home / "models"
 
 
-def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_does(
-    box: Box, model_root: Path
-) -> None:
+def test_a_box_with_only_the_infer_extra_classifies_as_the_trained_model_does(box: Box, model_root: Path) -> None:
     images = write_images(box.home / "images")
     document = data_of(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
     model = Model.load(model_root)

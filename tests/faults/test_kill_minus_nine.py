@@ -118,9 +118,7 @@ def test_a_killed_agent_and_then_a_killed_coordinator_resume_the_same_attempt_an
     assert stack.final_aggregate() == undisturbed
 
 
-def test_a_broker_killed_while_boxes_train_and_while_they_deliver_changes_nothing(
-    stack: Stack, undisturbed: str
-) -> None:
+def test_a_broker_killed_while_boxes_train_and_deliver_changes_nothing(stack: Stack, undisturbed: str) -> None:
     stack.wait_event(VICTIM, _under_way, "training is under way")
     _kill_broker(stack)
     stack.wait_event("coordinator", lambda event: event["event"] == "update_stored", "the first update is there")

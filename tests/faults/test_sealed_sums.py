@@ -28,7 +28,8 @@ from fedcg.wire.errors import SumError
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.wire.sealed_numbers import Numbers, from_numbers
-from fedcg.wire.sums import opened
+from fedcg.wire.sums import SumRound, opened, unsealed
+from tests.support.commands import fails
 from tests.support.learning.networks import SPLIT, write_tiny_weights
 from tests.support.stack import Stack, wait_for, write_images
 
@@ -53,6 +54,14 @@ def made(root: Path, devices: tuple[str, ...] = DEVICES, *, without_roster: str 
     return stack
 
 
+def add_images(stack: Stack, device: str, per_class: int) -> None:
+    """Gives a device more training images."""
+    more = stack.root / f"more-{device}"
+    write_images(more, per_class=per_class, seed=300 + DEVICES.index(device))
+    for image in more.rglob("*.png"):
+        image.rename(stack.root / "data" / device / "train" / image.parent.name / f"more-{image.name}")
+
+
 def ended(stack: Stack) -> list[tuple[str, int]]:
     found = [(event["event"], event["round"]) for event in stack.events("coordinator") if "round" in event]
     return [one for one in found if one[0] in ("sum_opened", "sum_off")]
@@ -60,10 +69,14 @@ def ended(stack: Stack) -> list[tuple[str, int]]:
 
 @dataclass
 class Seen:
-    """A round as it crossed: the sum that the coordinator published, numbers and images of each update, and the mean that a secret opens."""
+    """A round as it crossed: the sum that the coordinator published, numbers and images of each update, and the mean that a secret opens.
+
+    `bare` are the numbers of each update as a member sees them who has the secret.
+    """
 
     total: Numbers
     told: dict[str, Numbers]
+    bare: dict[str, Numbers]
     images: dict[str, int]
     mean: Mapping[str, Array]
 
@@ -87,7 +100,9 @@ def of_round(stack: Stack, number: int, secret: bytes = SECRET, part: Part = Par
     found = opened(numbers, [one], "shapes", secret)[part]
     mean = from_numbers(found, spec.layouts[part], spec.sealed_range)
     crossed = {name: cast("Numbers", each.parts[Part.SEALED][part.value]) for name, each in told.items()}
-    return Seen(numbers[part.value], crossed, images_of(stack, told), mean)
+    at = SumRound("shapes", one.round, one.attempt)
+    bare = {name: unsealed(each, at, one.digest, [name], secret) for name, each in crossed.items()}
+    return Seen(numbers[part.value], crossed, bare, images_of(stack, told), mean)
 
 
 def images_of(stack: Stack, devices: Iterable[str]) -> dict[str, int]:
@@ -104,9 +119,10 @@ def own_part(stack: Stack, device: str, part: Part = Part.EXTRACTOR) -> dict[str
 
 
 def check_mean(stack: Stack, seen: Seen, devices: tuple[str, ...]) -> None:
-    """That the opened mean is that of the private extractors of these devices, by their images."""
+    """That the opened mean is that of the private extractors of these devices, by their images, where none has over two fifths of it."""
     private = [own_part(stack, device) for device in devices]
-    images = [seen.images[device] for device in devices]
+    total = sum(seen.images.values())
+    images = [min(seen.images[device], (total - seen.images[device]) * 0.4 / 0.6) for device in devices]
     for name, mean in seen.mean.items():
         wanted = np.average(np.stack([one[name] for one in private]), axis=0, weights=images)
         assert np.abs(mean - wanted).max() < 7e-6
@@ -133,7 +149,7 @@ def test_holders_of_the_secret_open_the_mean_of_all_extractors_and_for_others_al
     seen = of_round(undisturbed, 2)
     check_mean(undisturbed, seen, DEVICES)
     assert looks_uniform(seen.total), "the coordinator's own sum"
-    assert all(looks_uniform(numbers) for numbers in seen.told.values())
+    assert all(looks_uniform(numbers) for numbers in [*seen.told.values(), *seen.bare.values()])
     with pytest.raises(SumError, match="another secret"):
         of_round(undisturbed, 2, b"d" * 32)
 
@@ -142,11 +158,14 @@ def test_with_everything_sealed_counts_are_of_the_boxes_alone_and_the_mean_is_we
     stack = made(tmp_path, sealed=("extractor", "classifier"), rounds=1)
     for image in sorted((tmp_path / "data" / "site-1" / "train").rglob("*.png"))[::3]:
         image.unlink()
+    add_images(stack, "site-5", per_class=200)
     with stack.up(agents=True):
         stack.wait_finished()
     assert ended(stack) == [("sum_opened", 1)]
     seen = of_round(stack, 1)
-    assert len(set(seen.images.values())) > 1
+    assert seen.images["site-5"] > 0.7 * sum(seen.images.values()), (
+        "without the bound the mean would be this one's extractor"
+    )
     check_mean(stack, seen, DEVICES)
     with contextlib.closing(Store.of(Home(stack.home))) as store:
         kept = json.loads(store.sealed_sums.of("shapes", RoundAttempt(1, 1)) or "")
@@ -241,9 +260,7 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
         first, images = of_round(stack, 1, part=Part.STATISTICS), images_of(stack, DEVICES)
         own = {device: own_part(stack, device, Part.STATISTICS) for device in DEVICES}
         check_moments(first.mean, own, images)
-        write_images(tmp_path / "more", per_class=3, seed=77)
-        for image in (tmp_path / "more").rglob("*.png"):
-            image.rename(tmp_path / "data" / "site-1" / "train" / image.parent.name / f"more-{image.name}")
+        add_images(stack, "site-1", per_class=3)
         stack.command("federation", "set", "shapes", "min_clients=4", *home)
         told = stack.command("federation", "forget", "shapes", "site-5", "--yes", *home)
         assert "round 2 of 2" in told
@@ -283,19 +300,30 @@ def check_moments(mean: Mapping[str, Array], own: Mapping[str, Mapping[str, Arra
         assert torch.allclose(weight, heads[1][name], rtol=1e-3, atol=1e-3 * float(weight.abs().max()))
 
 
-def test_a_device_declines_a_sealed_round_of_next_to_no_training(tmp_path: Path) -> None:
-    stack = made(tmp_path, attack="hurry", rounds=1)
+@pytest.mark.parametrize(
+    ("attack", "epochs", "said"), [("hurry", 4, "policy.least_share"), ("", 10**9, "policy.max_epochs")]
+)
+def test_a_device_declines_next_to_no_training_and_training_without_end(
+    tmp_path: Path, attack: str, epochs: int, said: str
+) -> None:
+    stack = made(tmp_path, attack=attack, params={"epochs": epochs}, rounds=1)
     with stack.up(agents=True):
         declined = stack.wait_event("site-1", lambda event: event["event"] == "declined", "it declines")
-        assert "least_share" in declined["detail"]
+        assert said in declined["detail"]
+
+
+def test_a_sum_in_which_the_coordinator_changed_one_number_is_used_by_nobody(tmp_path: Path) -> None:
+    stack = made(tmp_path, attack="changed")
+    with stack.up(agents=True):
+        stack.wait_finished()
+        assert ended(stack) == [("sum_opened", 1), ("sum_opened", 2)]
+        assert all(any("was changed on the way" in text for text in refusals(stack, one)) for one in DEVICES)
 
 
 def test_a_mean_that_a_lying_device_makes_useless_costs_a_round_and_no_model(tmp_path: Path) -> None:
     stack = made(tmp_path, liar="site-5", params={"epochs": 4})
-    for number, device in enumerate(DEVICES):  # enough of them to judge by
-        write_images(tmp_path / device, per_class=80, seed=300 + number)
-        for image in (tmp_path / device).rglob("*.png"):
-            image.rename(tmp_path / "data" / device / "train" / image.parent.name / f"more-{image.name}")
+    for device in DEVICES:
+        add_images(stack, device, per_class=80)  # enough of them to judge by
     with stack.up(agents=True):
         stack.wait_finished(deadline_s=120.0)
         assert ended(stack) == [("sum_opened", 1), ("sum_opened", 2)]
@@ -308,6 +336,12 @@ def test_a_mean_that_a_lying_device_makes_useless_costs_a_round_and_no_model(tmp
 def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret_is_in_no_sum(tmp_path: Path) -> None:
     rest = ("site-2", "site-3", "site-4", "site-6")
     stack = made(tmp_path, (*DEVICES, "site-6"), without_roster="site-1", min_clients=4, rounds=1)
+    lines = (tmp_path / "roster.txt").read_text().splitlines()
+    (tmp_path / "forged.txt").write_text(
+        "\n".join([lines[0].replace(lines[0].split()[2], lines[1].split()[2]), *lines[1:]])
+    )
+    forged = fails(2, "cohort", "roster", tmp_path / "forged.txt", "--config", stack.config("site-1"))
+    assert "the card of site-1 is not signed by its own key" in forged
     (stack.store("site-5") / "secrets" / "cohort.key").write_bytes(checked_secret(b"d" * 32))
     with stack.up(agents=True):
         stack.wait_finished(deadline_s=90.0)

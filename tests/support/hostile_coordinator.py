@@ -4,7 +4,7 @@ python -m tests.support.hostile_coordinator ATTACK coordinator run ...
 """
 
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from coordinator.aggregation.jobs import OpenedSum
@@ -77,7 +77,18 @@ def hurry() -> None:
     Publisher.invite = lambda publisher, device, at, share=1.0: invited(publisher, device, at, 1e-6)  # type: ignore[assignment,method-assign]
 
 
-ATTACKS: dict[str, Callable[[], None]] = {"split-view": split_view, "freeze": freeze, "hurry": hurry}
+def changed() -> None:
+    """Changes one number of the sum that the devices open."""
+    opened = SealedSums._opened
+
+    def other(sums: SealedSums, board: SumBoard) -> OpenedSum:
+        found = opened(sums, board)
+        return replace(found, correction=found.correction[:-4] + bytes(4))
+
+    SealedSums._opened = other  # type: ignore[assignment,method-assign]
+
+
+ATTACKS = {"split-view": split_view, "freeze": freeze, "hurry": hurry, "changed": changed}
 
 if __name__ == "__main__":
     ATTACKS[sys.argv.pop(1)]()

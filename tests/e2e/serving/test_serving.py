@@ -84,9 +84,7 @@ def _python(code: str, home: Path) -> str:
 
 
 @pytest.mark.parametrize("root", ["models", pytest.param("raw", marks=pytest.mark.slow)])
-def test_the_model_runs_in_plain_onnxruntime_without_code_of_ours_and_gives_the_same_answer(
-    home: Path, root: str
-) -> None:
+def test_the_model_runs_in_plain_onnxruntime_without_our_code_and_gives_the_same_answer(home: Path, root: str) -> None:
     best = load(home / "models").classify(home / "image.png")[0]
     told, loaded = _python(_snippet(f'InferenceSession("{root}/'), home).splitlines()
     assert loaded == "[]"

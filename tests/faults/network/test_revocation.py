@@ -107,9 +107,7 @@ def silenced(plant: Plant) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [revoked, left, silenced])
-def test_a_live_session_is_cut_off_even_after_the_broker_is_killed(
-    plant: Plant, change: Callable[[Plant], None]
-) -> None:
+def test_a_live_session_is_cut_off_even_after_the_broker_died(plant: Plant, change: Callable[[Plant], None]) -> None:
     coordinator, bad, good = (plant.connect(name) for name in ("coordinator", "a", "b"))
     wait_cut_off(coordinator, bad, good, expected=False)
     change(plant)

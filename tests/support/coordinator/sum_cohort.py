@@ -57,6 +57,7 @@ class Cohort:
         self.votes = dict.fromkeys(self.names, 0)
         self.numbered = dict[str, Numbered]()
         self.alone = set[str]()
+        self.least = MIN_SUM_DEVICES
 
     def later(self) -> float:
         """A time at which all that was waited for is late."""
@@ -93,7 +94,7 @@ class Cohort:
     def keeper(self, name: str, exchange: schemas.SumExchange = "parts") -> SumKeeper:
         told = self.numbered[name].model_dump() if name in self.numbered else {}
         disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster, lambda: self.alone)
-        return SumKeeper(*signs, disk.load, disk.save, lambda: told, MIN_SUM_DEVICES, exchange, lambda: SECRET)
+        return SumKeeper(*signs, disk.load, disk.save, lambda: told, self.least, exchange, lambda: SECRET)
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
         """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""

@@ -183,6 +183,19 @@ def test_a_device_without_shares_takes_part_in_the_round_without_a_sum() -> None
     assert board.record.peers == tuple(cohort.names[:5])
 
 
+def test_a_device_is_in_no_sum_of_fewer_devices_than_its_owner_wants() -> None:
+    cohort, board, sends = begun(6)
+    cohort.least = 6
+    dealt = dict(cohort.answer(board, sends, {"box-05"}))["box-00"]
+    assert isinstance(dealt, schemas.SumDealt)
+    with pytest.raises(SumError, match="5 devices are too few for a sum: 6 are needed here"):
+        cohort.keeper("box-00").dealt(AT, dealt)
+    cohort.least = 5
+    cohort.keeper("box-00").dealt(AT, dealt)
+    with pytest.raises(SumError, match="4 survivors are too few: 5 are needed here"):
+        cohort.keeper("box-00").survivors(AT, schemas.SumSurvivors(names=tuple(cohort.names[:4])))
+
+
 def answered(step: Callable[[], Answer]) -> Answer | str:
     """What a device answers, or why it does not."""
     try:

@@ -295,9 +295,7 @@ def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_know
     assert jetson_stats(ORIN) == ((), None)
 
 
-def test_only_commands_ask_the_service_since_it_may_take_seconds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_commands_ask_the_service_as_it_takes_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = tmp_path / "box"
     (root / "proc/device-tree").mkdir(parents=True)
     (root / "proc/device-tree/compatible").write_bytes((ORIN / "proc/device-tree/compatible").read_bytes())

@@ -216,6 +216,7 @@ def test_a_report_without_what_the_method_needs_is_refused() -> None:
         ({"params": {"steps": 100_000}}, PolicySection(), None, ""),
         ({"params": {"steps": 20, "epochs": 10**9}}, PolicySection(), None, ""),
         ({"params": {"steps": 10**9, "epochs": 1}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "policy.max_steps"),
+        ({"params": {"align_steps": 10**9}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "policy.max_steps"),
         ({"params": {"batch_size": 10**9}}, PolicySection(), DeclineReason.NEEDS_APPROVAL, "policy.max_batch"),
     ],
 )

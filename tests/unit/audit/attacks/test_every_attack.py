@@ -117,8 +117,6 @@ def of_one_class(case: Case) -> Case:
         ("epsilon", {"method": "fedcg"}, as_it_is, None),
     ],
 )
-def test_what_a_case_lacks_is_named_with_the_remedy(
-    name: str, setting: Setting, change: Change, why: str | None
-) -> None:
+def test_what_a_case_lacks_is_named_with_a_remedy(name: str, setting: Setting, change: Change, why: str | None) -> None:
     missing = get_attack(name).lacks(change(simulated_case(**setting)))
     assert (missing is None) if why is None else (why in (missing or ""))

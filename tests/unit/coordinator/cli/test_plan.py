@@ -161,9 +161,7 @@ WRONG: dict[str, list[Row]] = {
 @pytest.mark.parametrize(
     ("command", "wrong"), [*(("plan", wrong) for wrong in WRONG), ("create", "fields"), ("create", "parameters alone")]
 )
-def test_everything_wrong_with_a_plan_is_reported_at_once_with_its_line(
-    tmp_path: Path, command: str, wrong: str
-) -> None:
+def test_all_that_is_wrong_with_a_plan_is_reported_at_once_by_line(tmp_path: Path, command: str, wrong: str) -> None:
     home, plan, rows = tmp_path / "home", tmp_path / "plan.toml", WRONG[wrong]
     run_fedcg("coordinator", "init", "--dir", home)
     plan.write_text("\n".join(line for line, _ in rows))

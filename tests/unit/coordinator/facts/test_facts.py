@@ -55,9 +55,7 @@ def test_failed_attempts_stall_it_which_is_a_problem_that_a_resume_ends(make_wor
 
 
 @pytest.mark.parametrize(("min_cohort", "lower"), [(1, "min_clients=N"), (2, "min_clients=N min_cohort=N")])
-def test_too_few_devices_have_a_remedy_that_lowers_the_bound(
-    make_world: MakeWorld, min_cohort: int, lower: str
-) -> None:
+def test_too_few_devices_have_a_remedy_of_a_lower_bound(make_world: MakeWorld, min_cohort: int, lower: str) -> None:
     made = Federations(make_world(clients=("a", "b"), min_clients=2))
     made.operations.change_policy("tiny", {"min_cohort": min_cohort})
     with made.running():

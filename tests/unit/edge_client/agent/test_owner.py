@@ -232,7 +232,7 @@ def test_a_request_reaches_the_agent_and_gets_its_answer_and_no_file_is_left(tmp
         ({"reason": "x" * owner.MAX_REQUEST_BYTES}, str(owner.MAX_REQUEST_BYTES)),
     ],
 )
-def test_a_request_outside_the_schema_is_refused_by_field(
+def test_a_request_outside_its_schema_is_refused_by_field(
     tmp_path: Path, change: dict[str, object], field: str
 ) -> None:
     reply = reply_to(tmp_path, json.dumps({**VALID, **change}).encode())

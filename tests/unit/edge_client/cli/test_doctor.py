@@ -160,9 +160,7 @@ def test_a_path_of_the_settings_that_cannot_be_used_is_named(
 
 
 @pytest.mark.parametrize("place", [".", "train"])
-def test_images_in_the_folder_itself_are_named_as_such_and_not_as_a_class_of_its_name(
-    tmp_path: Path, place: str
-) -> None:
+def test_images_in_the_folder_itself_are_named_as_such_not_as_a_class_of_its_name(tmp_path: Path, place: str) -> None:
     config = box_config(tmp_path)
     folders = config.data.root / place
     draw(folders)
@@ -255,7 +253,7 @@ def checks_of(config: Path) -> list[str]:
     return [one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))]
 
 
-def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
+def test_a_running_agent_is_undisturbed_and_what_it_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = box_config(tmp_path)

@@ -269,9 +269,7 @@ def test_no_training_process_runs_while_paused_and_a_deadline_that_passed_keeps_
     assert signals.StartTrainer() in drive(paused, signals.ObstacleChanged(None))[1]
 
 
-def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_it_will_take(
-    ready: SessionState,
-) -> None:
+def test_a_share_of_the_steps_is_trained_as_asked_and_the_accept_says_how_long_it_takes(ready: SessionState) -> None:
     at = RoundAttempt(1, 1)
     asked = signals.Invited(at, share=0.25, predicted_s=12.5)
     _, commands = drive(ready, offer(1), asked, *AT_HAND)

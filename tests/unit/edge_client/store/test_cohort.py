@@ -81,9 +81,7 @@ def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: P
     assert store.cohort_secret() is None
 
 
-def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_commands_of_the_refusal(
-    tmp_path: Path,
-) -> None:
+def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_refusals_commands(tmp_path: Path) -> None:
     config = write_device(tmp_path / "box", DEVICE)
     store = PrivateStore.open(load_config(config, {}).store, FEDERATION, DEVICE)
     store.generations.commit(toy_generation(toy_spec(), schemas.RoundAttempt(1, 1)))

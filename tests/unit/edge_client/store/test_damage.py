@@ -73,9 +73,7 @@ def test_a_state_file_that_can_not_be_read_is_an_error_that_names_it(store: Priv
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b'{"highest": [1, 2]}'])
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "accepted.json"])
-def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
-    store: PrivateStore, name: str, content: bytes
-) -> None:
+def test_a_damaged_state_file_is_an_error_never_an_empty_one(store: PrivateStore, name: str, content: bytes) -> None:
     WRITES[name](store, 1)
     (store.root / name).write_bytes(content)
     with pytest.raises(StoreError, match=rf"{name} is damaged. .*(estore|delete it)"):
@@ -83,9 +81,7 @@ def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
-def test_a_damaged_snapshot_of_a_round_that_was_not_committed_is_taken_anew(
-    store: PrivateStore, content: bytes
-) -> None:
+def test_a_damaged_snapshot_of_a_round_without_a_commit_is_taken_anew(store: PrivateStore, content: bytes) -> None:
     WRITES["accepted.json"](store, 1)
     (store.root / "accepted.json").write_bytes(content)
     assert store.accept_snapshot(SPEC.digest, 1, lambda: toy_snapshot(2)) == toy_snapshot(2)

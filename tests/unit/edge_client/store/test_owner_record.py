@@ -127,9 +127,7 @@ def test_an_update_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None
 
 
 @given(cut=st.integers(min_value=0, max_value=400), noise=st.binary(max_size=30))
-def test_a_torn_line_costs_itself_and_no_other(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, noise: bytes
-) -> None:
+def test_a_torn_line_costs_itself_alone(tmp_path_factory: pytest.TempPathFactory, cut: int, noise: bytes) -> None:
     root = tmp_path_factory.mktemp("torn")
     record(root).receipt("first", "accepted")
     record(root).self_report({"number": 1})

@@ -72,9 +72,7 @@ def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) ->
 
 
 @pytest.mark.parametrize("damaged", ["state.safetensors", "state.json", "update.bin", "snapshot.json"])
-def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
-    store: PrivateStore, damaged: str
-) -> None:
+def test_a_damaged_generation_falls_back_to_the_one_before_and_says_so(store: PrivateStore, damaged: str) -> None:
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     second = store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
     path = store.root / "generations" / str(second.number) / damaged

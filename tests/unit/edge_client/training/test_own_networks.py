@@ -183,9 +183,7 @@ def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection
     assert set(site.state().slots["personal"][Part.EXTRACTOR]) == {"project.weight", "project.bias"}
 
 
-def test_a_spec_whose_weights_are_not_here_is_declined_before_anything_is_trained(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_a_spec_whose_weights_are_not_here_is_declined_before_training(tmp_path: Path, weights: Path) -> None:
     site = site_of(tmp_path, weights)
     assert check_spec(site.spec, PolicySection()) is None
     weights.unlink()

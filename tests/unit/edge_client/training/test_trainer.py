@@ -313,9 +313,7 @@ def test_a_spec_that_is_not_what_its_method_and_networks_need_is_refused(site: S
 @pytest.mark.parametrize(
     ("changes", "why"), [({"federation": "letters"}, "letters"), ({"aggregate_codec": "f32"}, "coded")]
 )
-def test_an_aggregate_of_another_federation_or_codec_is_not_loaded(
-    site: Site, changes: dict[str, Any], why: str
-) -> None:
+def test_an_aggregate_of_another_federation_or_codec_stays_out(site: Site, changes: dict[str, Any], why: str) -> None:
     other = site.spec.model_copy(update=changes)
     site.aggregate = site.store.artifacts.put(aggregate_of(site.brought(), other, 0))
     assert why in site.declined(DeclineReason.TRAINING_FAILED)

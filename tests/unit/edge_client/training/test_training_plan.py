@@ -171,9 +171,7 @@ def test_three_deaths_with_memory_near_its_end_halve_and_a_round_that_goes_well_
     [(True, 4, "b0"), (True, 9, "b1"), (False, 9, "b0")],
     ids=["killed by hand", "power cut", "killed between rounds"],
 )
-def test_other_ends_of_a_process_leave_the_share_as_it_is(
-    tmp_path: Path, in_round: bool, kills: int, boot: str
-) -> None:
+def test_other_ends_of_a_process_leave_the_share_alone(tmp_path: Path, in_round: bool, kills: int, boot: str) -> None:
     root = box(tmp_path, kills=4)
     first = MemoryShare(tmp_path, 1.0, "cpu 4", root)
     first.round_begins()

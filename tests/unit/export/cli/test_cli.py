@@ -131,9 +131,7 @@ def test_a_name_that_would_steer_the_terminal_is_escaped(slots_root: Path, image
     assert r"\u001b[31m\n\u202e.png" in done.stdout
 
 
-def test_an_image_over_the_pixel_limit_is_refused_and_no_empty_table_printed(
-    slots_root: Path, images: TestImages
-) -> None:
+def test_an_image_over_the_pixel_limit_is_refused_without_an_empty_table(slots_root: Path, images: TestImages) -> None:
     done = run_fedcg("infer", "--model", slots_root, "--max-pixels", "10", images.files[0])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "over the limit of 10" in done.stderr
@@ -204,9 +202,7 @@ def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_pa
 @pytest.mark.parametrize(
     ("broken", "named"), [("spec", "spec.json"), ("weights", "state.safetensors"), ("unfitting weights", "do not fit")]
 )
-def test_export_names_the_input_that_is_bad(
-    checkpoint: tuple[Path, Path], tmp_path: Path, broken: str, named: str
-) -> None:
+def test_export_names_the_bad_input(checkpoint: tuple[Path, Path], tmp_path: Path, broken: str, named: str) -> None:
     spec, weights = checkpoint
     if broken == "unfitting weights":
         save_file({f"best/{part.value}/x": torch.zeros(1) for part in Part}, weights)

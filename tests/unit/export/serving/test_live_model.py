@@ -40,9 +40,7 @@ class Watched:
         return self.models.current.version if self.models.current else ""
 
 
-def test_a_version_that_gives_no_numbers_or_does_not_run_is_refused(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_without_numbers_or_that_does_not_run_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Model, images: Sequence[Pixels]) -> Floats:
         raise RuntimeError(f"no memory for {len(images)}")
 

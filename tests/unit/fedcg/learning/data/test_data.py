@@ -240,9 +240,7 @@ def test_a_member_that_unpacks_to_more_than_the_limit_is_refused_by_its_declared
 
 
 @pytest.mark.parametrize("name", ["d.npz", "data_batch_1"])
-def test_whatever_bytes_are_damaged_the_answer_is_data_or_an_error_that_names_the_file(
-    tmp_path: Path, name: str
-) -> None:
+def test_whatever_bytes_are_damaged_the_answer_is_data_or_an_error_with_the_file(tmp_path: Path, name: str) -> None:
     if name == "d.npz":
         np.savez_compressed(tmp_path / name, images=pixels(2, 4, 4), labels=np.array([0, 1]))
     else:

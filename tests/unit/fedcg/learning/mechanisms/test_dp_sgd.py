@@ -241,9 +241,7 @@ def test_gradient_noise_and_dropout_change_every_stage_and_repeat(name: str) -> 
         (PrivacySettings(update_clip=1.0), ("bf16", True)),
     ],
 )
-def test_steps_with_their_own_noise_run_in_f32_without_graphs(
-    privacy: PrivacySettings, machine: tuple[str, bool]
-) -> None:
+def test_steps_with_own_noise_run_in_f32_without_graphs(privacy: PrivacySettings, machine: tuple[str, bool]) -> None:
     seen: list[Machine] = []
     spec, method = private_spec("fedavg"), get_method("fedavg")
 

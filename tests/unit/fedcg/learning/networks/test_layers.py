@@ -28,9 +28,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize(("smaller", "kernel"), SHAPES)
-def test_a_form_gives_a_convolution_and_gradients(
-    smaller: tuple[int, int], kernel: tuple[int, int], grows: bool
-) -> None:
+def test_a_form_gives_convolution_and_gradients(smaller: tuple[int, int], kernel: tuple[int, int], grows: bool) -> None:
     size = smaller if grows else (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
     maps = drawn(3, 5, *size).requires_grad_()
     weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()

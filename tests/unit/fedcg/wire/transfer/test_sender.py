@@ -116,9 +116,7 @@ def test_a_chunk_that_still_waits_is_not_sent_twice_and_a_lost_one_is(
     assert link.indices("t") == [0, 1, 2, 3, 4, 1]
 
 
-def test_receivers_take_turns_and_a_greedy_one_is_bounded(
-    sender: ChunkSender, link: SlowLink, source: ChunkFile
-) -> None:
+def test_receivers_take_turns_and_greed_is_bounded(sender: ChunkSender, link: SlowLink, source: ChunkFile) -> None:
     sender.serve("greedy", source, ((0, 1 << 20),) * 256)
     sender.serve("modest", source, ((100, 5), (200, 1)))
     while len(link.sent) < 102:
