@@ -45,8 +45,8 @@ LEAST_SHARE = 1 / 32768
 """What a device counts for at least: a smaller share leaves less than 12 bits of a number, and sums of rounded numbers tell of single ones."""
 
 _CONSENT = (
-    "Numbers of `analytic` never move: there the owners of these devices have to consent to be seen alone (`fedcg cohort card --alone` on each, "
-    "then the new roster on every device), or a new federation begins"
+    "What is trained moves on, and sums come back with it, or in a new federation. Numbers of `analytic` never move: there the owners of these devices "
+    "have to consent to be seen alone (`fedcg cohort card --alone` on each, then the new roster on every device)"
 )
 
 

@@ -237,7 +237,8 @@ class CommandExecutor:
         except WireError as error:
             self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
             is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
-            return signals.RoundFailed(at, DeclineReason.TRAINING_FAILED) if is_lost else None
+            self.why[DeclineReason.NO_SUM] = str(error)
+            return signals.RoundFailed(at, DeclineReason.NO_SUM) if is_lost else None
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=answer))
         return None
 

@@ -244,7 +244,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
             f"the coordinator asks for {command.share:g} of the local steps, and policy.least_share of this device is {least:g}: sums of "
             "devices that stand still give away one of them by their difference"
         )
-        raise RoundError(DeclineReason.WITHHELD, problem)
+        raise RoundError(DeclineReason.NO_SUM, problem)
     started, attempt = work.clock(), command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
@@ -463,9 +463,7 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
             all(before.get(name) == told[name] for name in ("round", "attempt"))
             and before.get("digest") != told["digest"]
         ):
-            raise RoundError(
-                DeclineReason.WITHHELD, "other numbers of this attempt may have left behind the same masks"
-            )
+            raise RoundError(DeclineReason.NO_SUM, "other numbers of this attempt may have left behind the same masks")
         work.store.save_numbered(told)
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)

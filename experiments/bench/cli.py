@@ -182,8 +182,9 @@ def coordinator_command(
         float, typer.Option(min=0.0, max=0.4, help="With --sum-devices: share that vanishes after it sent keys.")
     ] = 0.1,
     numbers: Annotated[
-        int, typer.Option(min=1, max=10_000_000, help="With --sum-devices: numbers of a device.")
-    ] = 2873,
+        int,
+        typer.Option(min=34, max=10_000_000, help="With --sum-devices: numbers of a device, with share and 32 tags."),
+    ] = 2905,
 ) -> Result:
     """Lost updates, MB/s of updates, seconds from the last one to the next offer, and memory of a coordinator and a Mosquitto of its own.
 

@@ -57,7 +57,7 @@ def measure_sum(devices: int, lost: float, size: int) -> SumCost:
     for names in drawn:
         numbers = {name: stream.integers(0, 1 << 20, size, dtype=np.uint32) for name in names}
         there = names[: len(names) - round(lost * len(names))]
-        whole = added([whole, *(numbers[name] for name in there)])
+        whole = added([whole, *(sums.tagged(_AT, _SECRET, numbers[name]) for name in there)])
         cost, found, digest = _group(names, there, numbers)
         total = added([total, found])
         costs.append(cost)
@@ -65,6 +65,7 @@ def measure_sum(devices: int, lost: float, size: int) -> SumCost:
     began, opened = time.process_time(), total
     for digest, there in lists:
         opened = sums.unsealed(opened, _AT, digest, there, _SECRET)
+    sums.check_tags(_AT, _SECRET, opened)
     opening_ms = 1000.0 * (time.process_time() - began)
     if not np.array_equal(opened, whole):
         raise RuntimeError(f"the sum of {devices} devices is wrong")
@@ -89,7 +90,8 @@ def _group(names: list[str], there: list[str], numbers: dict[str, Numbers]) -> t
     for _ in names:
         members.check(roster)
     dealt = {name: sums.share_out(secrets[name], members) for name in names}
-    sent = {name: sums.masked(secrets[name], members, names, numbers[name], _SECRET) for name in there}
+    told = {name: sums.tagged(_AT, _SECRET, numbers[name]) for name in there}
+    sent = {name: sums.masked(secrets[name], members, names, told[name], _SECRET) for name in there}
     signatures = {name: sums.sign_survivors(members, names, there, keys[name]) for name in there}
     survivors = sums.Survivors(tuple(names), tuple(there), signatures)
     revealed = {

@@ -283,7 +283,9 @@ class Members:
         """
         for name in self.names:
             if name not in roster:
-                raise SumError(f"{name} is not on this device's roster of the cohort")
+                raise SumError(
+                    f"{name} is not on this device's roster of the cohort: bring it the whole one (`fedcg cohort roster FILE`)"
+                )
             check_keys(self.at, name, self.announced[name], roster[name])
 
 
@@ -356,7 +358,9 @@ def check_tags(at: SumRound, secret: bytes, numbers: Numbers) -> None:
         SumError: it is not, or another secret's.
     """
     if not np.array_equal(tagged(at, secret, numbers), numbers):
-        raise SumError("a sealed sum was changed on the way, or is opened with another secret")
+        raise SumError(
+            "a sealed sum was changed on the way, or is of another secret: who joined after `fedcg cohort renew` opens none from before"
+        )
 
 
 def unsealed(total: Numbers, at: SumRound, digest: str, names: Iterable[str], cohort_secret: bytes) -> Numbers:

@@ -301,15 +301,22 @@ def check_moments(mean: Mapping[str, Array], own: Mapping[str, Mapping[str, Arra
 
 
 @pytest.mark.parametrize(
-    ("attack", "epochs", "said"), [("hurry", 4, "policy.least_share"), ("", 10**9, "policy.max_epochs")]
+    ("attack", "epochs", "policy", "reason", "said"),
+    [
+        ("hurry", 4, "", "no_sum", "policy.least_share"),
+        ("", 10**9, "", "needs_approval", "policy.max_epochs"),
+        ("", 4, "least_sum = 6", "no_sum", "5 devices are too few for a sum: 6 are needed here"),
+    ],
 )
-def test_a_device_declines_next_to_no_training_and_training_without_end(
-    tmp_path: Path, attack: str, epochs: int, said: str
+def test_a_device_declines_what_its_owner_does_not_want(
+    tmp_path: Path, attack: str, epochs: int, policy: str, reason: str, said: str
 ) -> None:
     stack = made(tmp_path, attack=attack, params={"epochs": epochs}, rounds=1)
+    config = stack.config("site-1")
+    config.write_text(config.read_text().replace("[policy]\n", f"[policy]\n{policy}\n"))
     with stack.up(agents=True):
         declined = stack.wait_event("site-1", lambda event: event["event"] == "declined", "it declines")
-        assert said in declined["detail"]
+        assert (declined["reason"], said in declined["detail"]) == (reason, True), declined
 
 
 def test_a_sum_in_which_the_coordinator_changed_one_number_is_used_by_nobody(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class DeclineReason(str, Enum):
     DIVERGED = "diverged"
     INTERRUPTED = "interrupted"
     WITHHELD = "withheld"
+    NO_SUM = "no_sum"
     PAUSED = "paused"
     NEEDS_APPROVAL = "needs_approval"
     DAILY_LIMIT = "daily_limit"

@@ -44,7 +44,7 @@ class TlsFiles:
         """
         for path in (self.ca, self.cert, self.key):
             if not path.is_file():
-                problem = f"the TLS file {path} is missing; enrol the device again or correct the configuration"
+                problem = f"the TLS file {path} is missing; enrol the device again or correct the configuration (an observer's come from `fedcg coordinator init --observer`)"
                 raise TransportError(problem, exit_code=BAD_INPUT)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -41,9 +41,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> None:
         ("3.11", ("--extra", "edge", "--constraint", str(CONSTRAINTS)), PINNED_TORCH),
     ],
 )
-def test_the_requirements_of_a_box_are_wheels_on_64_bit_arm(
-    python: str, options: tuple[str, ...], some: list[str]
-) -> None:
+def test_a_boxs_requirements_are_wheels_on_64_bit_arm(python: str, options: tuple[str, ...], some: list[str]) -> None:
     found = resolve(ROOT / "pyproject.toml", python, *options)
     assert found.returncode == 0, found.stderr
     assert all(one in found.stdout for one in some)

@@ -147,9 +147,7 @@ def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
     assert run_enrol("--token", token, "--out", out).exit_code == 0
 
 
-def test_images_named_from_here_are_found_from_anywhere(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_named_here_are_found_from_anywhere(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()
     assert run_enrol("--token", desk.token("a").text, "--out", "box", "--data", "pictures").exit_code == 0

@@ -79,9 +79,7 @@ def test_a_folder_in_which_every_image_is_damaged_is_no_data(
         LocalData(tmp_path / "d", None, store).for_round(spec, 1)
 
 
-def test_folders_named_train_val_and_test_are_the_splits(
-    spec: FederationSpec, store: PrivateStore, tmp_path: Path
-) -> None:
+def test_folders_train_val_and_test_are_the_splits(spec: FederationSpec, store: PrivateStore, tmp_path: Path) -> None:
     for first, (part, count) in enumerate({"train": 9, "val": 4, "test": 5}.items()):
         tree(tmp_path / part, count, first=100 * first)
     data = LocalData(tmp_path, None, store).for_round(spec, 1)

@@ -129,9 +129,7 @@ def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_
     assert stand_in.efforts == [Effort.QUICK]
 
 
-def test_an_audit_changes_no_bit_of_what_is_sent_unless_its_figures_are_reported(
-    tmp_path: Path, stand_in: StandIn
-) -> None:
+def test_an_audit_changes_no_bit_of_what_is_sent_but_reported_figures(tmp_path: Path, stand_in: StandIn) -> None:
     with_figures = DEFAULT_ALLOW_REPORT | {ReportField.AUDIT}
     plain, audited = Site(tmp_path / "a", real_spec()), audited_site(tmp_path / "b", "label_l1<0.6")
     telling = audited_site(tmp_path / "c", "label_l1<0.6", with_figures)

@@ -112,7 +112,7 @@ def test_the_cost_of_sealed_sums_is_told_for_every_number_of_devices() -> None:
     four, forty = record["sums"]
     assert (four["devices"], four["groups"], forty["groups"]) == (4, 1, 2)
     assert forty["lost"] == 4
-    assert four["numbers_bytes"] == forty["numbers_bytes"] == 4 * 2873
+    assert four["numbers_bytes"] == forty["numbers_bytes"] == 4 * 2905
     assert forty["control_down"] > four["control_down"] > 0
     assert forty["coordinator_ms"] > four["coordinator_ms"] > 0
 

@@ -133,9 +133,7 @@ def test_beside_the_boxs_own_key_only_its_models_are_used_without_an_option(
         load("models")
 
 
-def test_a_box_that_was_enrolled_anew_still_uses_the_models_that_it_signed_before(
-    directory: Path, key: SigningKey
-) -> None:
+def test_a_box_that_was_enrolled_anew_uses_the_models_that_it_signed_before(directory: Path, key: SigningKey) -> None:
     store = directory.parent.parent
     for one in (key, SigningKey.generate(), key):
         note_signer(store, one.public.hex)
