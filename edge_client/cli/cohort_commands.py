@@ -133,7 +133,7 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     lines = [
         f"mark of the secret {mark}",
         f"{_consents(roster)}mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
-        f"last round with a sum: {'unknown' if last is None else f'{last}, opened or refused' if last else 'none'}",
+        f"last round with a sum: {'unknown' if last is None else f'{last}, whatever came of it' if last else 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
         "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
     ]
