@@ -27,9 +27,7 @@ class Disk(PrivateStore):
     """A device's store as far as sums go, in memory; outlives its keeper."""
 
     def __init__(self, cohort: Cohort, name: str) -> None:
-        self.cohort, self.name = cohort, name
-        self.content = dict[str, Any]()
-        self.writes: list[Mapping[str, Any]] = []
+        self.cohort, self.name, self.writes = cohort, name, list[dict[str, Any]]()
 
     def sum_key(self) -> SigningKey:
         return self.cohort.keys[self.name]
@@ -44,11 +42,10 @@ class Disk(PrivateStore):
         return self.cohort.numbered[self.name].model_dump() if self.name in self.cohort.numbered else {}
 
     def sum_record(self, exchange: schemas.SumExchange) -> dict[str, Any]:
-        return self.content
+        return self.writes[-1] if self.writes else {}
 
     def save_sum_record(self, exchange: schemas.SumExchange, record: Mapping[str, Any]) -> None:
-        self.content = dict(record)
-        self.writes.append(record)
+        self.writes.append(dict(record))
 
 
 class Cohort:

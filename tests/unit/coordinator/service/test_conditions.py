@@ -263,8 +263,7 @@ def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(
     def delivery(**report: Any) -> UpdateRecord:
         return UpdateRecord("tiny", 1, 1, "x", "", 1, Outcome.ACCEPTED, "", json.dumps(report), 0.0, 1.0)
 
-    count = world.spec.class_count
-    nothing = [None] * count
+    count, nothing = world.spec.class_count, [None] * world.spec.class_count
     # Class 0: gains +0.2 and -0.4, so the mean is -0.1 and b loses most; class 1: only a, and nothing to compare with.
     last = {
         "a": delivery(
