@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
 from fedcg.errors import ALREADY_RUNNING, NOT_FOUND
-from fedcg.files import PRIVATE, SECRET_BYTES, secret_in
+from fedcg.files import PRIVATE, SECRET_BYTES, HeldError, is_locked, locked, secret_in
 
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
-LOOKS, LOOK_S = 10, 0.02
+HELD_S = 0.2
+"""A command that looks whether a file is locked (`Home.is_held`) holds it for an instant."""
 
 
 class _Path:
@@ -114,17 +112,7 @@ class Home:
     @property
     def is_held(self) -> bool:
         """Whether a coordinator runs here."""
-        try:
-            descriptor = os.open(self.pid_file, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return is_locked(self.pid_file)
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the home for this process.
@@ -150,27 +138,11 @@ def held(path: Path, program: str) -> Iterator[None]:
     Raises:
         HomeError: another process holds it; names the program and the process.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE)
-    try:
+    with ExitStack() as stack:
         try:
-            _take(descriptor)
-        except BlockingIOError as error:
-            other = os.read(descriptor, 32).decode(errors="replace").strip()
+            stack.enter_context(locked(path, HELD_S, PRIVATE))
+        except HeldError as error:
             raise HomeError(
-                f"{program} (process {other}) is using {path.parent}; stop it first", exit_code=ALREADY_RUNNING
+                f"{program} (process {error}) is using {path.parent}; stop it first", exit_code=ALREADY_RUNNING
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _take(descriptor: int) -> None:
-    """Lock a file; a command that looks whether it is locked (`Home.is_held`) holds it for an instant."""
-    for _ in range(LOOKS):
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(LOOK_S)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

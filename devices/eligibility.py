@@ -1,6 +1,5 @@
 """Whether a box may train now: its readings against the settings of its owner. Of the decision only `is_held` touches files: the owner's."""
 
-import fcntl
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
 from fedcg.config_file import Settings
+from fedcg.files import is_locked
 from fedcg.wire.messages.schemas import DeclineReason
 
 COOLS_BY_C = 5.0
@@ -114,15 +114,9 @@ def is_held(settings: EligibilitySettings) -> str:
     if lock is None:
         return ""
     try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-    except FileNotFoundError:
-        return ""
-    except BlockingIOError:
-        return f"{lock} is locked"
+        return f"{lock} is locked" if is_locked(lock) else ""
     except OSError as error:  # what can't be asked counts as held
         return f"{lock} can't be read: {error.strerror}; let the agent's user read it"
-    return ""
 
 
 def no_time(left_s: float, round_s: float | None) -> Reason | None:

@@ -1,17 +1,24 @@
 """Files that survive a power cut: content and name are durable, and a name has the old content or the new, never a piece.
 
-The one way to write such a file, for every package. Torch-free, and imports no other package of this project.
+The one way to write such a file, and to lock one, for every package. Torch-free, and imports no other package of this project.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 PRIVATE = 0o600
 READABLE = 0o644
+BY_UMASK = 0o666
 SECRET_BYTES = 32
+LOOK_S = 0.02
 _PIECE_BYTES = 1 << 20
 DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Numbers of the errors that a write to a file ends with; such an error names no file."""
@@ -92,6 +99,74 @@ def append_line(path: Path, text: str) -> int:
     if is_new:
         fsync_path(path.parent)
     return size + len(line)
+
+
+class HeldError(Exception):
+    """Another process holds a lock; its text is the id of that process, empty where the file has none."""
+
+
+def take_lock(file: IO[str], wait_s: float | None = 0.0) -> bool:
+    """Lock an open file until it is closed, at the latest when the process ends, however it ends.
+
+    Args:
+        file: open in any mode.
+        wait_s: how long to try, None for ever.
+
+    Returns:
+        whether the lock was taken.
+    """
+    if wait_s is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    deadline = time.monotonic() + wait_s
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_S)
+
+
+@contextmanager
+def locked(path: Path, wait_s: float | None = None, mode: int = BY_UMASK) -> Iterator[None]:
+    """Hold a lock file, which is made where there is none.
+
+    Args:
+        path: the file; its folder exists.
+        wait_s: how long to wait for another process. Such a file holds the id of the process that has locked it. None waits
+            for ever, and leaves the file empty.
+        mode: permissions of a new file, less the umask.
+
+    Raises:
+        HeldError: another process holds it for longer than `wait_s`.
+        OSError: the file can't be opened.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "a+", errors="replace") as file:
+        if not take_lock(file, wait_s):
+            file.seek(0)
+            raise HeldError(file.read(16).strip())
+        if wait_s is not None:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file; holds it itself for an instant, and needs no more than to read it.
+
+    Raises:
+        OSError: there is a file that can't be opened.
+    """
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def checked_secret(secret: bytes) -> bytes:

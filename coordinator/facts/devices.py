@@ -12,9 +12,15 @@ from coordinator.facts.known import Known
 from coordinator.facts.models import ClassWorth, by_class
 from coordinator.operations.operations import device_of
 from coordinator.paths import Home
-from coordinator.rounds.records import AttemptState, CertificateRecord, DeviceRecord, DeviceState, PresenceRecord
+from coordinator.rounds.records import (
+    AttemptState,
+    CertificateRecord,
+    DeviceRecord,
+    DeviceState,
+    PresenceRecord,
+    UpdateRecord,
+)
 from coordinator.service.reports import DeviceProgress
-from coordinator.storage.view_store import Delivery
 from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeviceCondition, Readings
 
@@ -76,11 +82,11 @@ class ReportedPrivacy:
     spent: str
 
 
-def reported_privacy(last: Delivery) -> ReportedPrivacy | None:
+def reported_privacy(last: UpdateRecord) -> ReportedPrivacy | None:
     """The privacy figures in an update; None where it reports none."""
-    found = last.report.get("audit") or {}
+    found = last.reported.get("audit") or {}
     gains = [(title, float(found[name])) for name, title in texts().audit_figures.items() if name in found]
-    spent = _in_words(last.report.get("epsilon"))
+    spent = _in_words(last.reported.get("epsilon"))
     return ReportedPrivacy(last.round, gains, spent) if gains or spent else None
 
 
@@ -176,8 +182,8 @@ class DeviceHistory:
 
     facts: DeviceFacts
     answers: dict[str, list[tuple[int, int, str, str]]] = field(default_factory=dict)
-    deliveries: dict[str, list[Delivery]] = field(default_factory=dict)
-    points: dict[str, list[Delivery]] = field(default_factory=dict)
+    deliveries: dict[str, list[UpdateRecord]] = field(default_factory=dict)
+    points: dict[str, list[UpdateRecord]] = field(default_factory=dict)
     presence: dict[str, list[Stretch]] = field(default_factory=dict)
     classes: dict[str, list[ClassWorth]] = field(default_factory=dict)
     privacy: dict[str, ReportedPrivacy] = field(default_factory=dict)
@@ -237,7 +243,7 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
     )
 
 
-def _points(known: Known, federation: str, found: list[Delivery]) -> list[Delivery]:
+def _points(known: Known, federation: str, found: list[UpdateRecord]) -> list[UpdateRecord]:
     failed = {(one.round, one.attempt) for one in known.store.attempts(federation) if one.state is AttemptState.FAILED}
     return [each for each in found if (each.round, each.attempt) not in failed]
 
@@ -267,9 +273,9 @@ class _Live:
         return _Live(frozenset(silenced_in(Home(known.home))), progress, doctor_findings(known, device))
 
 
-def _last_deliveries(known: Known, device: str | None = None) -> dict[str, Delivery]:
+def _last_deliveries(known: Known, device: str | None = None) -> dict[str, UpdateRecord]:
     """The last update of each device, or of one, whatever its federation and its outcome."""
-    last: dict[str, Delivery] = {}
+    last: dict[str, UpdateRecord] = {}
     for record in known.store.federations():
         for client, delivery in known.store.overview.last_deliveries(record.id, device).items():
             if client not in last or delivery.stored_at > last[client].stored_at:
@@ -278,7 +284,11 @@ def _last_deliveries(known: Known, device: str | None = None) -> dict[str, Deliv
 
 
 def _facts(
-    known: Known, device: DeviceRecord, certificates: Sequence[CertificateRecord], last: Delivery | None, live: _Live
+    known: Known,
+    device: DeviceRecord,
+    certificates: Sequence[CertificateRecord],
+    last: UpdateRecord | None,
+    live: _Live,
 ) -> DeviceFacts:
     services = known.services
     states = {federation: service.state for federation, service in services.items()}
@@ -287,7 +297,7 @@ def _facts(
     present: Standing = "disabled" if device.disabled_at else "online" if online else "offline"
     ended: dict[DeviceState, Standing] = {DeviceState.REVOKED: "revoked", DeviceState.LEFT: "left"}
     expires_at = max((each.expires_at for each in certificates if each.revoked_at is None), default=None)
-    report = last.report if last is not None and online else {}
+    report = last.reported if last is not None and online else {}
     left_out = {
         federation: reason
         for federation, state in states.items()

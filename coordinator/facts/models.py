@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
-from coordinator.storage.view_store import Delivery
+from coordinator.rounds.records import UpdateRecord
 from fedcg.wire.messages.schemas import DeviceCondition, Outcome, ServedModel
 
 
@@ -90,28 +90,6 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
 
 
 @dataclass(frozen=True)
-class ClientWorth:
-    """A client's last reported accuracies, in [0, 1]; None where it reports none.
-
-    Attributes:
-        round: of the report.
-        personal: of its personal model on its own held-out images.
-        alone: of the shadow, the same model trained on the same images without the federation.
-        downloaded: of the downloaded model as it is.
-        gain: personal - alone.
-        examples: training images that it reported.
-    """
-
-    client: str
-    round: int
-    personal: float | None
-    alone: float | None
-    downloaded: float | None
-    gain: float | None
-    examples: int | None
-
-
-@dataclass(frozen=True)
 class ClassWorth:
     """Accuracies in one class: of one client, or means over the clients that reported each; None where none did.
 
@@ -133,7 +111,7 @@ class Worth:
     """What the federation brings its clients.
 
     Attributes:
-        clients: the devices that are enrolled now, worst gain first; those without a baseline last.
+        clients: the last accepted updates of the devices that are enrolled now, worst gain first; those without a baseline last.
         mean: (round, mean personal accuracy, mean accuracy alone) of closed rounds, over the updates that were accepted in each.
         compared: clients that reported both.
         negative: those of them that are worse off than alone.
@@ -143,13 +121,13 @@ class Worth:
         classes: in the order of the spec; empty when no client reports accuracies by class.
     """
 
-    clients: list[ClientWorth]
+    clients: list[UpdateRecord]
     mean: list[tuple[int, float | None, float | None]]
     compared: int
     negative: int
     rate: float | None
     magnitude: float | None
-    worst: ClientWorth | None
+    worst: UpdateRecord | None
     classes: list[ClassWorth]
 
 
@@ -162,7 +140,7 @@ def worth(known: Known, federation: str) -> Worth:
     overview, members = known.store.overview, {device.id for device in known.store.members()}
     every = overview.last_deliveries(known.federation(federation).id, outcome=Outcome.ACCEPTED)
     last = {client: delivery for client, delivery in every.items() if client in members}
-    found = sorted(map(_client, last.values()), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
+    found = sorted(last.values(), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
     compared = [each for each in found if each.gain is not None]
     losing = [each for each in compared if each.gain is not None and each.gain < 0]
     return Worth(
@@ -177,9 +155,9 @@ def worth(known: Known, federation: str) -> Worth:
     )
 
 
-def by_class(known: Known, federation: str, last: Mapping[str, Delivery]) -> list[ClassWorth]:
+def by_class(known: Known, federation: str, last: Mapping[str, UpdateRecord]) -> list[ClassWorth]:
     """The accuracies by class in the last updates of some clients."""
-    reports = {client: each.report["per_class"] for client, each in last.items() if each.report.get("per_class")}
+    reports = {client: each.reported["per_class"] for client, each in last.items() if each.reported.get("per_class")}
     if not reports:
         return []
     classes = known.spec(known.federation(federation)).classes
@@ -213,17 +191,4 @@ def _of_class(name: str, reported: Mapping[str, Mapping[str, float]]) -> ClassWo
         mean("downloaded"),
         statistics.fmean(gains.values()) if gains else None,
         worst if worst is not None and gains[worst] < 0 else None,
-    )
-
-
-def _client(last: Delivery) -> ClientWorth:
-    personal, alone = last.accuracy, last.alone
-    return ClientWorth(
-        last.client,
-        last.round,
-        personal,
-        alone,
-        last.report.get("downloaded"),
-        None if personal is None or alone is None else personal - alone,
-        last.report.get("examples"),
     )

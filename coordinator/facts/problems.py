@@ -249,7 +249,7 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
             )
             yield Problem("device away", f"{device} in {record.id}", what, remedy, device=device)
     for device, delivery in known.store.overview.last_deliveries(record.id).items():
-        health = str(delivery.report.get("health"))
+        health = str(delivery.reported.get("health"))
         if (advice := texts().health.get(health)) and device in state.online:
             what = f"reported {health.replace('_', ' ')} with its update to round {delivery.round}"
             yield Problem("device health", f"{device} in {record.id}", what, advice, device=device)

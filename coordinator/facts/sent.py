@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from coordinator.facts.known import Known
 from coordinator.facts.models import served_models
-from coordinator.storage.view_store import Delivery
+from coordinator.rounds.records import UpdateRecord
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages.enrolment_messages import EnrolRequest, RenewRequest
@@ -76,10 +76,10 @@ class DeviceSent:
     client: str
     updates: int
     size: int
-    last: Delivery
+    last: UpdateRecord
     fields: list[str]
     facts: dict[str, list[str]]
-    rounds: list[Delivery]
+    rounds: list[UpdateRecord]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     """
     record, overview = known.federation(federation), known.store.overview
     spec = known.spec(record)
-    every: dict[str, list[Delivery]] = defaultdict(list)
+    every: dict[str, list[UpdateRecord]] = defaultdict(list)
     for each in overview.deliveries(record.id) if in_full else ():
         every[each.client].append(each)
     volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
@@ -129,7 +129,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
         }
         listed = every[client] or [last]
         fields = sorted(_fields(listed) | {name for name, is_told in of_itself.items() if is_told})
-        pairs = sorted({pair for each in listed for pair in each.facts.items()})
+        pairs = sorted({pair for each in listed for pair in each.described.items()})
         facts = {name: [value for key, value in pairs if key == name] for name, _ in pairs}
         devices.append(DeviceSent(client, updates, size, last, fields, facts, every[client]))
     return Sent(
@@ -160,8 +160,8 @@ def _words(name: str) -> str:
     return re.sub(r"\B([A-Z])", r" \1", name).lower()
 
 
-def _fields(deliveries: list[Delivery]) -> set[str]:
-    return {name for each in deliveries for name, value in each.report.items() if value is not None}
+def _fields(deliveries: list[UpdateRecord]) -> set[str]:
+    return {name for each in deliveries for name in each.reported}
 
 
 def _parts(spec: FederationSpec) -> list[PartSent]:

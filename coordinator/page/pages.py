@@ -1,7 +1,5 @@
 """The routes of the page: screens that show facts, and forms that call the same operations as the API and the commands."""
 
-import csv
-import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +37,6 @@ SORTS = {"device": "id", "state": "standing", "seen": "seen_at", "certificate": 
 SORTS |= {name: name for name in ("health", "agent", "accuracy")}
 """Fields of a device by the names of the columns that the page sorts."""
 STATES = get_args(Standing)
-COLUMNS = {"device": "id", "state": "standing"}
-COLUMNS |= {name: name for name in ("online", "enrolled_at", "seen_at", "agent", "health", "certificate_days")}
-COLUMNS |= {name: name for name in ("accuracy", "last_round", "remarks")}
-"""Fields of a device by the columns of its table for a spreadsheet."""
 Asked = Annotated[View, Depends(view_of)]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -114,19 +108,6 @@ def devices(view: Asked, q: str = "", state: str = "", sort: str = "device", pag
         pages=pages,
         states=STATES,
     )
-
-
-@router.get("/devices.csv")
-def devices_csv(view: Asked, q: str = "", state: str = "", sort: str = "device") -> Response:
-    """The same devices as a table for a spreadsheet; an empty cell is unavailable."""
-    text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(COLUMNS)
-    for each in _chosen(view.facts(device_facts), q, state, sort):
-        joined = {"online": " ".join(each.online), "remarks": "; ".join(each.remarks)}
-        rows.writerow([_cell(joined.get(name, getattr(each, name))) for name in COLUMNS.values()])
-    headers = {"Content-Disposition": 'attachment; filename="devices.csv"'}
-    return Response(text.getvalue(), 200, headers, "text/csv")
 
 
 @router.get("/devices/{device}")
@@ -202,11 +183,6 @@ def _chosen(devices: list[DeviceFacts], text: str, state: str, sort: str) -> lis
 
 def _mentions(device: DeviceFacts, wanted: str) -> bool:
     return not wanted or any(wanted in text.lower() for text in (device.id, device.agent or "", *device.remarks))
-
-
-def _cell(value: object) -> object:
-    """A value that no spreadsheet takes for a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
 
 
 HOURS = ("1", "24", "168")

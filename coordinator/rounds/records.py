@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -257,7 +258,7 @@ class UpdateRecord:
         """Whether it came after its round was closed and is a teacher of the next one."""
         return self.outcome is Outcome.LATE and self.distances is not None
 
-    @property
+    @cached_property
     def reported(self) -> dict[str, Any]:
         """`report` by field; the fields that the device did not report are missing."""
         return {name: value for name, value in json.loads(self.report or "{}").items() if value is not None}
@@ -266,6 +267,31 @@ class UpdateRecord:
     def examples(self) -> int:
         """The number of examples that the device reported; 1 when it reported none."""
         return int(self.reported.get("examples", 1))
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the personal model on its own held-out images, in [0, 1], as reported."""
+        return self.reported.get("accuracy")
+
+    @property
+    def alone(self) -> float | None:
+        """Of the shadow, the same model trained on the same images without the federation, as reported."""
+        return self.reported.get("shadow")
+
+    @property
+    def gain(self) -> float | None:
+        """`accuracy` - `alone`; None where one of them is not reported."""
+        return None if self.accuracy is None or self.alone is None else self.accuracy - self.alone
+
+    @cached_property
+    def judged(self) -> dict[str, Any]:
+        """`figures` by name."""
+        return dict(json.loads(self.figures or "{}"))
+
+    @cached_property
+    def described(self) -> dict[str, str]:
+        """`facts` by name."""
+        return dict(json.loads(self.facts or "{}"))
 
     @property
     def distance_of(self) -> dict[Part, float]:

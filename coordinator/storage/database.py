@@ -4,7 +4,6 @@ The high-water mark is a small signed file of what the database has held. It cou
 counts, so it may lag behind the database and is never ahead of it.
 """
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -23,7 +22,7 @@ from coordinator.errors import ConfigError, StoreError
 from coordinator.paths import Home
 from coordinator.storage import schema
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
-from fedcg.files import DISK_FAILS, PRIVATE, advice_for, replace_durably
+from fedcg.files import DISK_FAILS, PRIVATE, advice_for, locked, replace_durably
 
 BUSY_TIMEOUT_MS = 10_000
 CHECKPOINT_TIMEOUT_MS = 1_000
@@ -297,19 +296,16 @@ class HighWater:
 
     def lift(self) -> None:
         """Raise the mark to what the database holds; a disk that does not take it is reported, and the mark lags behind."""
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, PRIVATE)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with self._engine.connect() as connection:
-                held = counts_of(connection)
-            if held != self._raised:
-                body = json.dumps(held, sort_keys=True)
-                replace_durably(self._path, f"{body}\n{self._signature(body)}\n")
-                self._raised = held
-        except OSError as error:
-            log.warning("%s can't be written, and the next change writes it: %s", self._path, error)
-        finally:
-            os.close(lock)
+        with locked(self._path.with_suffix(".lock"), mode=PRIVATE):
+            try:
+                with self._engine.connect() as connection:
+                    held = counts_of(connection)
+                if held != self._raised:
+                    body = json.dumps(held, sort_keys=True)
+                    replace_durably(self._path, f"{body}\n{self._signature(body)}\n")
+                    self._raised = held
+            except OSError as error:
+                log.warning("%s can't be written, and the next change writes it: %s", self._path, error)
 
     def accept_loss(self) -> None:
         """Take the database as it is, with an epoch above all that devices may have seen."""

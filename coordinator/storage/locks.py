@@ -3,7 +3,6 @@
 Each is a lock of a file in the directory and, with PostgreSQL, an advisory lock of the database as well, for processes on other machines.
 """
 
-import fcntl
 import logging
 import os
 import threading
@@ -17,7 +16,7 @@ from coordinator.errors import HomeError
 from coordinator.paths import Home
 from coordinator.storage.database import DEAD_PEER_S, database_of, make_engine, name_of, unusable
 from fedcg.errors import ALREADY_RUNNING
-from fedcg.files import PRIVATE
+from fedcg.files import PRIVATE, locked
 
 WRITER_LOCK = 0x66656463_0002
 MEMBERS_LOCK = 0x66656463_0003
@@ -75,16 +74,9 @@ def changing_members(home: Home) -> Iterator[None]:
         HomeError: another machine has held the lock of the database for a minute.
         StoreError: the database can't be reached.
     """
-    descriptor = os.open(home.root / "members.lock", os.O_RDWR | os.O_CREAT, PRIVATE)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        busy = (
-            "a program{} is changing the devices or federations of {} and does not end; try again, or end that program"
-        )
-        with _database_lock(home, MEMBERS_LOCK, MEMBERS_WAIT_S, busy):
-            yield
-    finally:
-        os.close(descriptor)
+    busy = "a program{} is changing the devices or federations of {} and does not end; try again, or end that program"
+    with locked(home.root / "members.lock", mode=PRIVATE), _database_lock(home, MEMBERS_LOCK, MEMBERS_WAIT_S, busy):
+        yield
 
 
 @contextmanager

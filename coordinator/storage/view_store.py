@@ -3,51 +3,16 @@
 Part of the store, with the same rules.
 """
 
-import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict
 
 from sqlalchemy import JSON, ColumnElement, Table, and_, cast, delete, func, insert, select, tuple_, type_coerce
 from sqlalchemy.exc import IntegrityError
 
-from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord
+from coordinator.rounds.records import AttemptState, CertificateRecord, ConditionRecord, PresenceRecord, UpdateRecord
 from coordinator.storage import schema
 from fedcg.wire.messages.schemas import Outcome
 
 ANSWERS = 50  # of one device that a page shows
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """An update of a device, as far as views show it; times are unix times.
-
-    Attributes:
-        report: what the device reported; `facts` what the header says of it besides.
-        artifact: sha256 of its bytes.
-    """
-
-    round: int
-    attempt: int
-    client: str
-    size: int
-    outcome: str
-    reason: str
-    report: dict[str, Any]
-    stored_at: float
-    weight: int | None
-    figures: dict[str, Any]
-    artifact: str = ""
-    facts: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Of the personal model, as reported."""
-        return self.report.get("accuracy")
-
-    @property
-    def alone(self) -> float | None:
-        """Of the local-only baseline, as reported."""
-        return self.report.get("shadow")
 
 
 class Overview(schema.Queries):
@@ -66,17 +31,17 @@ class Overview(schema.Queries):
         rows = self._rows(known.order_by(table.c.round, table.c.attempt))
         return {client: predicted_s / share for client, predicted_s, share in rows}
 
-    def deliveries(self, federation: str, client: str | None = None) -> list[Delivery]:
+    def deliveries(self, federation: str, client: str | None = None) -> list[UpdateRecord]:
         """All ended updates of a federation, or those of one client; oldest first."""
         table = schema.updates
-        query = select(*_DELIVERY).filter_by(federation=federation)
+        query = select(table).filter_by(federation=federation)
         if client is not None:
             query = query.filter_by(client=client)
-        return self._all(_delivery, query.order_by(table.c.round, table.c.attempt, table.c.client))
+        return self._all(UpdateRecord, query.order_by(table.c.round, table.c.attempt, table.c.client))
 
     def last_deliveries(
         self, federation: str, client: str | None = None, *, outcome: Outcome | None = None
-    ) -> dict[str, Delivery]:
+    ) -> dict[str, UpdateRecord]:
         """The last update of each client of a federation, or of one, of any outcome or of one."""
         table = schema.updates
         recent = select(table.c.client, func.max(table.c.stored_at).label("at")).filter_by(federation=federation)
@@ -86,8 +51,8 @@ class Overview(schema.Queries):
             recent = recent.filter_by(client=client)
         newest = recent.group_by(table.c.client).subquery()
         is_newest = (table.c.client == newest.c.client) & (table.c.stored_at == newest.c.at)
-        query = select(*_DELIVERY).join(newest, is_newest).where(table.c.federation == federation)
-        return {each.client: each for each in self._all(_delivery, query)}
+        query = select(table).join(newest, is_newest).where(table.c.federation == federation)
+        return {each.client: each for each in self._all(UpdateRecord, query)}
 
     def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
         """By closed round, the mean of the accuracies that clients reported with accepted updates: personal, and alone."""
@@ -145,14 +110,6 @@ def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:
 
 
 _CLOSED, _FAILED = AttemptState.CLOSED.value, AttemptState.FAILED.value
-_DELIVERY = tuple(schema.updates.c[each.name] for each in fields(Delivery))
-
-
-def _delivery(report: str | None, figures: str | None, facts: str | None, **values: Any) -> Delivery:
-    read = {"report": report, "figures": figures, "facts": facts}
-    return Delivery(**{name: json.loads(text or "{}") for name, text in read.items()}, **values)
-
-
 KEEP_S = 90 * 86_400.0
 """Changes older than this are deleted, but never the last one of a device."""
 KEEP_CHANGES = 2000

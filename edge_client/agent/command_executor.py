@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, get_args
 
 from edge_client.agent.owner import OwnerControl
@@ -14,7 +13,7 @@ from edge_client.link.coordinator_link import CoordinatorLink
 from edge_client.session import signals
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.sum_keeper import SumKeeper
+from edge_client.store.sum_keeper import SumKeeper
 from edge_client.training.trainer_handle import TrainerHandle
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
@@ -71,7 +70,8 @@ class CommandExecutor:
 
     def __post_init__(self) -> None:
         self._sum_key = self.store.sum_key()
-        self._sums = {exchange: self._keeper(exchange) for exchange in get_args(SumExchange)}
+        least = self.config.policy.least_sum
+        self._sums = {one: SumKeeper(self.store, self.config.device, least, one) for one in get_args(SumExchange)}
         self._handlers: dict[type[Any], Callable[[Any, SessionState], signals.Event | None]] = {
             signals.SendHello: lambda command, state: self.link.hello(state.epoch, state.committed),
             signals.Send: lambda command, state: self.link.send(command.message),
@@ -91,21 +91,6 @@ class CommandExecutor:
             signals.Note: self._note,
             signals.Done: self._done,
         }
-
-    def _keeper(self, exchange: SumExchange) -> SumKeeper:
-        store = self.store
-        return SumKeeper(
-            self.config.device,
-            self._sum_key,
-            lambda: store.roster().keys,
-            lambda: store.roster().alone,
-            partial(store.sum_record, exchange),
-            partial(store.save_sum_record, exchange),
-            store.numbered,
-            self.config.policy.least_sum,
-            exchange,
-            store.cohort_secret,
-        )
 
     def carry_out(self, command: signals.Command, state: SessionState) -> signals.Event | None:
         """Carry out a command; returns an event that follows at once."""

@@ -31,9 +31,9 @@ from edge_client.session.state import SessionState
 from edge_client.store.checked_files import SentRecord
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import MAX_REASON, Consent, Pause, PauseFile, TrafficCounter
-from edge_client.store.private_store import CONTROL_FOLDER, DeliveryRecord, PrivateStore, is_locked
+from edge_client.store.private_store import CONTROL_FOLDER, DeliveryRecord, PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.files import PRIVATE, READABLE
+from fedcg.files import PRIVATE, READABLE, is_locked
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import FederationSpec
 from fedcg.text_output import wrong_value

@@ -380,7 +380,7 @@ def doctor_command(
     from edge_client.cli.doctor.checks import Finding, examine
     from edge_client.config import load_config
     from edge_client.errors import ConfigError
-    from edge_client.store.private_store import is_locked
+    from fedcg.files import is_locked
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
     try:

@@ -14,12 +14,13 @@ from edge_client.identity.credentials import load_keys, mqtt_config, read_certif
 from edge_client.store.generations import Generation
 from edge_client.store.own_backbone import private_start
 from edge_client.store.owner_record import Consent, PauseFile, TrafficCounter
-from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, existing_store, is_locked, open_store
+from edge_client.store.private_store import PRIVACY_FILE, PrivateStore, existing_store, open_store
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import ModelVersions
 from fedcg.errors import in_words
 from fedcg.event_log import EventValue, log_text, read_events
+from fedcg.files import is_locked
 from fedcg.sentences import REVOKED_ADVICE
 from fedcg.text_output import moment, table
 from fedcg.wire.messages.schemas import Outcome

@@ -7,11 +7,10 @@ certificate is in `enrol`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import random
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -27,7 +26,7 @@ from edge_client.errors import ClockError, EnrolError
 from edge_client.identity.enrolment_client import ask, check_clock, fetch_authority, trusting
 from fedcg.errors import FAILED
 from fedcg.event_log import EventLog
-from fedcg.files import checked, fsync_path, is_passing, replace_durably, with_check
+from fedcg.files import checked, fsync_path, is_passing, locked, replace_durably, with_check
 from fedcg.wire.errors import MalformedError, WireError
 from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
@@ -345,9 +344,6 @@ class Renewer:
             return TRY_AGAIN
 
 
-@contextmanager
-def _alone(tls: TlsSection) -> Iterator[None]:
+def _alone(tls: TlsSection) -> AbstractContextManager[None]:
     """Hold the lock that keeps a renewal by hand and the agent's own apart."""
-    with tls.cert.with_name(".renewal.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return locked(tls.cert.with_name(".renewal.lock"))

@@ -28,13 +28,10 @@ events.jsonl    see `fedcg.event_log`
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +55,16 @@ from edge_client.store.checked_files import (
 from edge_client.store.roster import Roster
 from edge_client.store.sum_gate import GATE_FILE, RECORDS, SumGate
 from fedcg.errors import NOT_FOUND
-from fedcg.files import SECRET_BYTES, advice_for, checked_secret, file_sha256, replace_durably, secret_in
+from fedcg.files import (
+    SECRET_BYTES,
+    HeldError,
+    advice_for,
+    checked_secret,
+    file_sha256,
+    locked,
+    replace_durably,
+    secret_in,
+)
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
@@ -221,25 +227,15 @@ class PrivateStore:
             StoreLockedError: another process holds it for longer than `wait_s`.
             StoreError: this user can't write there, or the disk is read-only.
         """
-        deadline = time.monotonic() + wait_s
-        with _writing_to(self.root):
-            opened = (self.root / name).open("a+")
-        with opened as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if time.monotonic() >= deadline:
-                        file.seek(0)
-                        holder = f"process {file.read(16).strip() or '(unknown)'}"
-                        raise StoreLockedError(
-                            f"{self.root / name} is held by {holder}, an agent of this device or its training process; stop it first"
-                        ) from error
-                    time.sleep(0.02)
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+        with ExitStack() as stack:
+            try:
+                with _writing_to(self.root):
+                    stack.enter_context(locked(self.root / name, wait_s))
+            except HeldError as error:
+                holder = f"process {str(error) or '(unknown)'}"
+                raise StoreLockedError(
+                    f"{self.root / name} is held by {holder}, an agent of this device or its training process; stop it first"
+                ) from error
             yield
 
     @contextmanager
@@ -501,20 +497,6 @@ def existing_store(config: AgentConfig) -> PrivateStore:
             f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
         )
     return store
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file of a private store."""
-    try:
-        file = path.open()  # for reading: the store may be read-only
-    except FileNotFoundError:
-        return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 @contextmanager

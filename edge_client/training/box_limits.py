@@ -3,7 +3,6 @@
 Training takes turns with the device's other federations, and pauses while the box may not train or serves predictions.
 """
 
-import fcntl
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from devices.telemetry import Telemetry
 from edge_client.errors import StoreError
 from edge_client.store.checked_files import read_json, write_json
 from fedcg.event_log import EventLog
+from fedcg.files import take_lock
 from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
 
 LEAST_S = 1.0
@@ -104,17 +104,13 @@ def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> 
     except OSError:  # another user's folder, or a read-only one: a lock needs no more than reading
         file = lock.open()
     with file:
-        has_waited = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not has_waited:
-                    waits()
-                has_waited = True
-                working()
-                time.sleep(LOOK_AGAIN_S)
+        is_held = take_lock(file)
+        if not is_held:
+            waits()
+        while not is_held:
+            working()
+            time.sleep(LOOK_AGAIN_S)
+            is_held = take_lock(file)
         yield
 
 

@@ -28,7 +28,7 @@ from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.own_backbone import own_backbone
 from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PRIVACY_FILE, PrivateStore
-from edge_client.sum_keeper import SumMasks, masks_in
+from edge_client.store.sum_keeper import SumMasks, masks_in
 from edge_client.training.local_data import RoundData
 from edge_client.training.sealed_parts import believed, numbered, opened_parts, sum_round
 from edge_client.training.workplace import Measured, ProgressEvents, Workplace, measure, with_downloaded
@@ -324,10 +324,9 @@ class _Outcome:
 
 def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks | None:
     """This device's masks in the sum of an attempt; None where it has no part in one."""
-    secret = work.store.cohort_secret()
-    if not spec.sealed_in(at.round) or secret is None or work.store.sum_gate.obstacle(at.round):
+    if not spec.sealed_in(at.round) or work.store.sum_gate.obstacle(at.round):
         return None
-    return masks_in(work.store.sum_record("parts"), work.config.device, sum_round(spec, at), secret)
+    return masks_in(work.store, work.config.device, sum_round(spec, at))
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:

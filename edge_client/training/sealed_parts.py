@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edge_client.sum_keeper import Numbered
+from edge_client.store.sum_keeper import Numbered
 from edge_client.training.workplace import Workplace
 from fedcg.event_log import EventLog
 from fedcg.learning.aggregation.sealed_means import range_of

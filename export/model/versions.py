@@ -4,7 +4,6 @@ A version appears by one rename, and the pointer moves by one rename, so a reade
 one. Writers take a lock; readers need none. Knows nothing of how a model is made or run.
 """
 
-import fcntl
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from export.errors import ManifestError, ModelError, SlotError
 from export.model.manifest import MANIFEST_NAME, SIGNATURE_NAME, Accept, Manifest, read_all
 from fedcg.errors import NOT_FOUND
-from fedcg.files import READABLE, checked, fsync_path, replace_durably, with_check
+from fedcg.files import READABLE, checked, fsync_path, locked, replace_durably, with_check
 
 POINTER_NAME = "CURRENT"
 KEEP = 3  # newest versions that stay, beside the one in use and the one that a rollback returns to
@@ -250,8 +249,7 @@ class ModelVersions:
     def _lock(self) -> Iterator[None]:
         if not self.root.is_dir():
             raise SlotError(f"{self.root}: no such folder", exit_code=NOT_FOUND)
-        with (self.root / _LOCK_NAME).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.root / _LOCK_NAME):
             yield
 
 

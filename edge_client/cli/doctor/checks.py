@@ -30,8 +30,8 @@ from edge_client.identity.credentials import life_of, load_keys, mqtt_config, re
 from edge_client.identity.enrolment_client import fetch_authority
 from edge_client.link.https_client import check_ready
 from edge_client.store.owner_record import Consent
-from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, is_locked, open_store
-from fedcg.files import advice_for
+from edge_client.store.private_store import DEFENCE_FOLDER, PrivateStore, open_store
+from fedcg.files import advice_for, is_locked
 from fedcg.learning.defences.defence import SAMPLES_FILE, defence_label
 from fedcg.sentences import REVOKED_ADVICE
 from fedcg.wire.errors import TransportError, WireError

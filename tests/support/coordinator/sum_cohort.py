@@ -1,13 +1,16 @@
 """Devices that take part in sealed sums, each with a key for sums and a keeper on a disk."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from coordinator.sums import KEYS_WAIT_S, Phase, Sends, SumBoard
-from edge_client.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
+from edge_client.store.private_store import PrivateStore
+from edge_client.store.roster import Roster
+from edge_client.store.sum_keeper import Numbered, SumKeeper, SumMasks, masks_in
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.parts import MIN_SUM_DEVICES, TAGS
@@ -20,19 +23,29 @@ SECRET = bytes(range(32))
 """Of the cohort."""
 
 
-@dataclass
-class Disk:
-    """A record that outlives its keeper."""
+class Disk(PrivateStore):
+    """A device's store as far as sums go, in memory; outlives its keeper."""
 
-    content: Mapping[str, Any] = field(default_factory=dict)
-    writes: list[Mapping[str, Any]] = field(default_factory=list)
+    def __init__(self, cohort: Cohort, name: str) -> None:
+        self.cohort, self.name, self.writes = cohort, name, list[dict[str, Any]]()
 
-    def load(self) -> Mapping[str, Any]:
-        return self.content
+    def sum_key(self) -> SigningKey:
+        return self.cohort.keys[self.name]
 
-    def save(self, content: Mapping[str, Any]) -> None:
-        self.content = content
-        self.writes.append(content)
+    def cohort_secret(self) -> bytes:
+        return SECRET
+
+    def roster(self) -> Roster:
+        return Roster(self.cohort.roster, frozenset(self.cohort.alone))
+
+    def numbered(self) -> dict[str, Any]:
+        return self.cohort.numbered[self.name].model_dump() if self.name in self.cohort.numbered else {}
+
+    def sum_record(self, exchange: schemas.SumExchange) -> dict[str, Any]:
+        return self.writes[-1] if self.writes else {}
+
+    def save_sum_record(self, exchange: schemas.SumExchange, record: Mapping[str, Any]) -> None:
+        self.writes.append(dict(record))
 
 
 class Cohort:
@@ -47,7 +60,7 @@ class Cohort:
     def __init__(self, count: int, *names: str) -> None:
         self.names = [*names, *(f"box-{number:02}" for number in range(count))]
         self.keys = {name: SigningKey.generate() for name in self.names}
-        self.disks = {name: Disk() for name in self.names}
+        self.disks = {name: Disk(self, name) for name in self.names}
         self.now = 0.0
         stream = np.random.default_rng(0)
         self.numbers = {name: stream.integers(0, 1 << 20, SIZE, dtype=np.uint32) for name in self.names}
@@ -73,7 +86,7 @@ class Cohort:
         return board.tick(self.names, self.later())
 
     def masks(self, name: str, at: SumRound = AT) -> SumMasks | None:
-        return masks_in(self.disks[name].content, name, at, SECRET)
+        return masks_in(self.disks[name], name, at)
 
     def masked(self, name: str, at: SumRound = AT) -> Numbers:
         masks = self.masks(name, at)
@@ -92,9 +105,7 @@ class Cohort:
         return {name: key.public for name, key in self.keys.items()}
 
     def keeper(self, name: str, exchange: schemas.SumExchange = "parts") -> SumKeeper:
-        told = self.numbered[name].model_dump() if name in self.numbered else {}
-        disk, signs = self.disks[name], (name, self.keys[name], lambda: self.roster, lambda: self.alone)
-        return SumKeeper(*signs, disk.load, disk.save, lambda: told, self.least, exchange, lambda: SECRET)
+        return SumKeeper(self.disks[name], name, self.least, exchange)
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
         """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
 from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFailure, SumRecord
-from edge_client.sum_keeper import Numbered
+from edge_client.store.sum_keeper import Numbered
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import SignatureError, SumError

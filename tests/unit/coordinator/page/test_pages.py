@@ -1,9 +1,7 @@
 """The page over real HTTP, as a browser without script sees it."""
 
-import csv
 import gzip
 import html
-import io
 import json
 import re
 import time
@@ -60,7 +58,7 @@ def shows(reader: Reader, path: str, *texts: str) -> str:
 
 def test_without_a_login_every_screen_leads_to_it_and_back(page: ServedPage) -> None:
     stranger = Reader(page.port)
-    for path in (*SCREENS, *MORE_SCREENS, "/devices/a", "/devices.csv", "/f/tiny/sent.html"):
+    for path in (*SCREENS, *MORE_SCREENS, "/devices/a", "/f/tiny/sent.html"):
         status, headers, _ = stranger.ask("GET", path)
         assert (status, headers["location"]) == (303, f"/login?to={path}")
     assert stranger.ask("GET", "/devices", **{"HX-Request": "true"})[0] == 401
@@ -411,6 +409,5 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
         assert "1000 of 1000 devices" in reader.get("/devices")[1]
         assert "page 10 of 10" in reader.get("/devices?page=99")[1]
         assert "1 of 1000 devices" in reader.get("/devices?q=line-0999&state=offline")[1]
-        rows = list(csv.DictReader(io.StringIO(reader.get("/devices.csv?sort=-device")[1])))
-        assert (len(rows), rows[0]["device"], rows[0]["accuracy"]) == (1000, "line-0999", "")
+        assert re.findall(r'id="d-([^"]+)', reader.get("/devices?sort=-device")[1])[0] == "line-0999"
         assert reader.get("/f/tiny/sent.html")[1].count("<h3>line-") == 1000

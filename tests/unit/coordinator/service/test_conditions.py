@@ -15,8 +15,8 @@ from coordinator.facts.devices import LOOK, doctor_findings
 from coordinator.facts.known import Known
 from coordinator.facts.models import by_class, served_models
 from coordinator.facts.problems import Problem, open_problems
+from coordinator.rounds.records import UpdateRecord
 from coordinator.service.reports import ConditionBoard
-from coordinator.storage.view_store import Delivery
 from coordinator.updates import receiver as receiver_module
 from fedcg.sentences import texts
 from fedcg.wire.errors import MalformedError
@@ -25,6 +25,7 @@ from fedcg.wire.messages.schemas import (
     Carrier,
     DeviceCondition,
     DoctorFinding,
+    Outcome,
     Readings,
     SelfReport,
     decode,
@@ -259,17 +260,19 @@ def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(
     world = make_world()
     known = world.known()
 
-    def delivery(**per_class: Any) -> Delivery:
-        return Delivery(1, 1, "x", 1, "accepted", "", {"per_class": per_class}, 1.0, 1, {})
+    def delivery(**report: Any) -> UpdateRecord:
+        return UpdateRecord("tiny", 1, 1, "x", "", 1, Outcome.ACCEPTED, "", json.dumps(report), 0.0, 1.0)
 
-    count = world.spec.class_count
+    count, nothing = world.spec.class_count, [None] * world.spec.class_count
     # Class 0: gains +0.2 and -0.4, so the mean is -0.1 and b loses most; class 1: only a, and nothing to compare with.
     last = {
-        "a": delivery(accuracy=[0.7, 0.9, *[None] * (count - 2)], shadow=[0.5, *[None] * (count - 1)], downloaded=None),
-        "b": delivery(
-            accuracy=[0.1, None, *[None] * (count - 2)], shadow=[0.5, *[None] * (count - 1)], downloaded=[0.3] * count
+        "a": delivery(
+            per_class={"accuracy": [0.7, 0.9, *nothing[2:]], "shadow": [0.5, *nothing[1:]], "downloaded": None}
         ),
-        "c": Delivery(1, 1, "c", 1, "accepted", "", {"accuracy": 0.5}, 1.0, 1, {}),
+        "b": delivery(
+            per_class={"accuracy": [0.1, *nothing[1:]], "shadow": [0.5, *nothing[1:]], "downloaded": [0.3] * count}
+        ),
+        "c": delivery(accuracy=0.5),
     }
     found = by_class(known, "tiny", last)
     assert [each.name for each in found] == list(world.spec.classes)

@@ -5,7 +5,6 @@ import re
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +18,7 @@ from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from edge_client.store.roster import Roster, card_of, roster_mark, roster_of
-from edge_client.sum_keeper import SumKeeper
+from edge_client.store.sum_keeper import SumKeeper
 from fedcg.errors import ALREADY_RUNNING, BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sentences import sentence_of
 from fedcg.wire.messages import schemas
@@ -370,12 +369,7 @@ def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_re
     store, at = PrivateStore(world.config.store), SumRound(FEDERATION, 1, 1, "parts")
     keys = {DEVICE: store.sum_key(), **{f"other-{number}": SigningKey.generate() for number in range(3)}}
     store.save_roster(Roster({name: key.public for name, key in keys.items()}))
-    load, save = partial(store.sum_record, "parts"), partial(store.save_sum_record, "parts")
-    own = present(
-        SumKeeper(DEVICE, keys[DEVICE], lambda: store.roster().keys, frozenset, load, save, store.numbered, 4).announce(
-            at, 5
-        )
-    )
+    own = present(SumKeeper(store, DEVICE, 4, "parts").announce(at, 5))
     announced = {name: SumSecrets.draw(name).announce(at, 5, key) for name, key in keys.items()}
     members = schemas.SumMembers(announced={**announced, DEVICE: own.model_copy(update={"key": None})})
     asked = schemas.SumDown(**world.coordinator.address(DEVICE, 1, 1), exchange="parts", body=members)

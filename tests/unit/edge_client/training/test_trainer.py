@@ -69,7 +69,7 @@ def test_the_masks_of_an_attempt_hide_one_set_of_numbers_and_never_another(tmp_p
     board = SumBoard(at, cohort.names)
     for name, dealt in cohort.answer(board, cohort.announce(board, set(), at), set(), at):
         cohort.reply(name, dealt, at)
-    site.store.save_sum_record("parts", cohort.disks[DEVICE].content)
+    site.store.save_sum_record("parts", cohort.disks[DEVICE].sum_record("parts"))
     for attempt in (1, 2):
         site.train(1, attempt)
     assert "may have left behind the same masks" in site.declined(DeclineReason.NO_SUM)

@@ -5,11 +5,10 @@ differences of two sums would open them. So once its peers are known, no other a
 Sums of rounds whose lists differ give differences away where the others stood still, and of several lists a single device: a device
 signs another list than before only if its own numbers moved, or if the lists differ by devices alone whose owners consent to that: then all lists
 have the same other devices, and what any combination of their sums shows without all of these is of consenting devices.
-It knows no store: the functions that load and save are given.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_client.errors import StoreError
+from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
-from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.parts import TAGS
 from fedcg.wire.sealed_numbers import Numbers, clipped
 from fedcg.wire.sums import (
@@ -137,33 +136,15 @@ class SumKeeper:
     """One device's part in the sums of its rounds.
 
     Args:
+        store: of the device: its key for sums, the cohort's secret and roster, and the record, which is durable once it is saved.
         device: its name.
-        key: its key for sums.
-        roster: the keys for sums of the cohort's devices, from this device's owner.
-        alone: the devices of it whose owners consent that members see the difference of two sums, which is of these devices alone.
-        load, save: the record on disk, empty before the first sum; `save` returns once it is durable.
-        numbered: what the training process told last of this device's numbers (`Numbered`), empty before the first sum.
         least: the fewest devices of a sum that this device's owner accepts.
         exchange: what the sums are of.
-        secret: of the cohort.
     """
 
-    def __init__(
-        self,
-        device: str,
-        key: SigningKey,
-        roster: Callable[[], Mapping[str, VerifyKey]],
-        alone: Callable[[], Collection[str]],
-        load: Callable[[], Mapping[str, Any]],
-        save: Callable[[Mapping[str, Any]], None],
-        numbered: Callable[[], Mapping[str, Any]],
-        least: int,
-        exchange: schemas.SumExchange = "parts",
-        secret: Callable[[], bytes | None] = lambda: None,
-    ) -> None:
-        self._device, self._key, self._roster, self._alone = device, key, roster, alone
-        self._load, self._save, self._numbered, self._least = load, save, numbered, least
-        self._exchange, self._secret = exchange, secret
+    def __init__(self, store: PrivateStore, device: str, least: int, exchange: schemas.SumExchange) -> None:
+        self._store, self._device, self._least, self._exchange = store, device, least, exchange
+        self._key = store.sum_key()
 
     def announce(self, at: SumRound, count: int, vote: int = 0, total: int | None = None) -> schemas.SumKeys | None:
         """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
@@ -211,7 +192,7 @@ class SumKeeper:
             raise SumError("the members of the sum lack this device, or have other keys of it")
         kept = kept.model_copy(update={"members": step})
         members = _members(kept, at)
-        members.check(self._roster())
+        members.check(self._store.roster().keys)
         sealed = share_out(secrets, members)
         self._write(kept.model_copy(update={"sealed": sealed}))
         return schemas.SumShares(sealed=sealed)
@@ -262,7 +243,7 @@ class SumKeeper:
     def _with_list(self, at: SumRound, kept: _Kept, names: tuple[str, ...]) -> tuple[_List, ...]:
         """The lists that this device has signed with this one, where its numbers may be in it beside the earlier ones."""
         try:
-            own = Numbered.model_validate(self._numbered())
+            own = Numbered.model_validate(self._store.numbered())
         except ValidationError as error:
             raise SumError("what this device's numbers of the round are is not known") from error
         if (own.round, own.attempt) != (at.round, at.attempt):
@@ -277,7 +258,7 @@ class SumKeeper:
 
     def _shown(self, earlier: _List, new: _List) -> str:
         """What the difference to an earlier sum would show and should not, where this device's numbers stand still."""
-        alone = frozenset(self._alone())
+        alone = self._store.roster().alone
         unlike, others = set(earlier.names) ^ set(new.names), set(new.names) - alone
         if unlike - alone:
             return f"the sum would differ from an earlier one by {' and '.join(sorted(unlike - alone))} alone"
@@ -301,7 +282,7 @@ class SumKeeper:
             raise SumError("the sum of another list of survivors than this device signed")
         survivors = Survivors(tuple(sorted(kept.dealt)), names, step.signatures)
         secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
-        return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._roster()))
+        return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._store.roster().keys))
 
     def number(self, at: SumRound) -> schemas.SumNumbers:
         """This device's count behind its masks, once it has its peers.
@@ -309,7 +290,7 @@ class SumKeeper:
         Raises:
             SumError: it has no cohort secret.
         """
-        kept, secret = self._of(at), self._secret()
+        kept, secret = self._of(at), self._store.cohort_secret()
         if secret is None or kept.members is None:
             raise SumError("this device has no secret of its cohort, or no peers")
         secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
@@ -323,7 +304,7 @@ class SumKeeper:
         Raises:
             SumError: it can't be one, or other numbers of groups than before.
         """
-        kept, secret = self._of(at), self._secret()
+        kept, secret = self._of(at), self._store.cohort_secret()
         if secret is None or step.group >= step.groups or kept.groups not in (0, step.groups):
             raise SumError("the groups of a sum of weights are not those of before")
         if kept.members is not None and self._device not in step.names and kept.members.announced.keys() & step.names:
@@ -362,11 +343,11 @@ class SumKeeper:
         return kept
 
     def _read(self) -> _Kept | None:
-        return _read(self._load())
+        return _read(self._store.sum_record(self._exchange))
 
     def _write(self, kept: _Kept) -> None:
         if kept != self._read():
-            self._save(kept.model_dump(mode="json"))
+            self._store.save_sum_record(self._exchange, kept.model_dump(mode="json"))
 
 
 @dataclass(frozen=True)
@@ -384,20 +365,20 @@ class SumMasks:
     mask: Callable[[Numbers], Numbers]
 
 
-def masks_in(record: Mapping[str, Any], device: str, at: SumRound, cohort_secret: bytes) -> SumMasks | None:
-    """The masks in a device's record; None where it has no part in a sum of that attempt.
+def masks_in(store: PrivateStore, device: str, at: SumRound) -> SumMasks | None:
+    """The masks in a device's record; None where it has no part in a sum of that attempt, or no secret of its cohort.
 
     Raises:
         StoreError: the record can't be read.
     """
-    kept = _read(record)
-    if kept is None or _at(kept, at.exchange) != at or kept.members is None or not kept.dealt:
+    kept, secret = _read(store.sum_record(at.exchange)), store.cohort_secret()
+    if secret is None or kept is None or _at(kept, at.exchange) != at or kept.members is None or not kept.dealt:
         return None
     secrets, members, peers = SumSecrets(device, *kept.secrets), _members(kept, at), tuple(kept.dealt)
     votes = {name: keys.vote for name, keys in members.announced.items()}
 
     def mask(numbers: Numbers) -> Numbers:
-        return masked(secrets, members, peers, tagged(at, cohort_secret, numbers), cohort_secret)
+        return masked(secrets, members, peers, tagged(at, secret, numbers), secret)
 
     return SumMasks(_share(kept, device), votes, mask)
 
