@@ -38,7 +38,7 @@ def profile_command(
         raise BadInputError(f"{root}: there is no such folder", exit_code=NOT_FOUND)
     profile = detect(root)
     plan = _plan(profile, torch_obstacle() if root == LIVE_ROOT else "")
-    live = read_telemetry(Path.cwd(), root, asks_services=True)
+    live = read_telemetry(Path.cwd(), root)
     if as_json:
         now = {**asdict(live), "hottest_c": live.hottest_c, "is_hot": live.is_hot, "condition": live.condition.value}
         here = asdict(profile) | {"providers": runtime_providers() if root == LIVE_ROOT else None}

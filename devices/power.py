@@ -1,6 +1,5 @@
 """Electrical power below any root: watts by rail, the power mode of a Jetson, mains, batteries and UPS. What is not reported is None."""
 
-import importlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -125,26 +124,6 @@ def read_power_mode(root: Path) -> str | None:
         if found[1] in modes:
             return str(modes[found[1]])
     return found[1]
-
-
-def jetson_stats(root: Path) -> tuple[tuple[Rail, ...], str | None]:
-    """Rails and power mode from the service of jetson-stats: in a container sysfs may not show them. Nothing without the service."""
-    nothing: tuple[tuple[Rail, ...], str | None] = ((), None)
-    if not any(name.startswith("nvidia,") for name in compatible(root)):
-        return nothing
-    try:
-        package = importlib.import_module("jtop")
-    except ImportError:
-        return nothing
-    try:
-        with package.jtop() as board:
-            rails, whole = board.power.get("rail", {}), board.power.get("tot", {})
-            if "name" in whole:  # a rail of its own, which jetson-stats takes out of the others
-                rails = {**rails, whole["name"]: whole}
-            read = [Rail(str(name), float(one["power"]) / 1000) for name, one in rails.items() if "power" in one]
-            return tuple(read), None if board.nvpmodel is None else str(board.nvpmodel)
-    except (package.JtopException, OSError, EOFError, AttributeError, LookupError, TypeError, ValueError):
-        return nothing
 
 
 def read_supply(root: Path) -> Supply:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from devices.files import LIVE_ROOT, free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
-from devices.power import Rail, Supply, board_power, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.power import Rail, Supply, board_power, read_power_mode, read_rails, read_supply
 from fedcg.wire.parts import Health
 
 OVER_CURRENT = "over-current"
@@ -237,37 +237,32 @@ class Sensors:
         disk: any directory on the disk that must not fill up.
         root: the file system to read, "/" or a recorded tree.
         clock: monotonic seconds.
-        asks_services: as for `read_telemetry`.
     """
 
     disk: Path
     root: Path = LIVE_ROOT
     clock: Callable[[], float] = time.monotonic
-    asks_services: bool = field(kw_only=True, default=False)
 
     def __post_init__(self) -> None:
         self._rates = EventRates()
 
     def read(self) -> Telemetry:
         """The readings now."""
-        read = read_telemetry(self.disk, self.root, asks_services=self.asks_services)
+        read = read_telemetry(self.disk, self.root)
         return replace(read, event_rates=self._rates.per_minute(read.counters, self.clock()))
 
 
-def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = False) -> Telemetry:
+def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:
     """Read the sensors now; without rates, which take two readings.
 
     Args:
         disk: any directory on the disk that must not fill up.
         root: the file system to read, "/" or a recorded tree.
-        asks_services: on this box, ask the service of jetson-stats where sysfs shows no power; it may take seconds to answer.
     """
     zones = [_zone(root, folder.name) for folder in sorted((root / "sys/class/thermal").glob("thermal_zone*"))]
-    rails, mode, causes, gpu = read_rails(root), read_power_mode(root), read_causes(root), None
+    rails, causes, gpu = read_rails(root), read_causes(root), None
     found = [zone for zone in zones if zone is not None]
     if root == LIVE_ROOT:
-        if asks_services and not rails and mode is None:
-            rails, mode = jetson_stats(root)
         gpu = nvml_readings()
         if gpu is not None:
             causes = Causes(causes.software + gpu.software, causes.hardware + gpu.hardware)
@@ -278,7 +273,7 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT, *, asks_services: bool = 
         zones=tuple(found),
         rails=rails + _gpu_rail(gpu),
         drawn=_drawn(root, rails, gpu),
-        power_mode=mode,
+        power_mode=read_power_mode(root),
         supply=read_supply(root),
         causes=Causes(software, causes.hardware),
         cpu_mhz=read_cpu_mhz(root),

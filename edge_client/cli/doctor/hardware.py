@@ -40,7 +40,7 @@ def examine_hardware(
         wait: waits some seconds.
     """
     store = existing_place(store)
-    profile, sensors = detect(root), Sensors(store, root, asks_services=True)
+    profile, sensors = detect(root), Sensors(store, root)
     read, load = sensors.read(), InferenceLoad(settings.inference_url)
     load()
     if read.counters or settings.inference_url:

@@ -1,18 +1,15 @@
 """What a box reports right now: temperatures, power, throttling, supply, memory, disk and links, from file trees of boards and small ones."""
 
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from devices import telemetry
 from devices.nvidia import GpuReadings, nvml_readings
-from devices.power import EnergyMeter, Rail, Supply, jetson_stats, read_power_mode, read_rails, read_supply
+from devices.power import EnergyMeter, Rail, Supply, read_power_mode, read_rails, read_supply
 from devices.telemetry import Causes, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
 
@@ -268,41 +265,6 @@ def test_mains_and_batteries(tmp_path: Path, supplies: dict[str, tuple[str, str,
     assert read_supply(tmp_path) == expected
     # The laptop's mouse has a battery of its own.
     assert read_supply(TREES / "x86-laptop") == Supply(on_mains=False, battery_percent=64, is_discharging=True)
-
-
-class _RefusedError(Exception):
-    """The error of jetson-stats without its service."""
-
-
-@contextmanager
-def _board() -> Iterator[SimpleNamespace]:
-    rails = {"VDD_SOC": {"power": 1400, "volt": 5000}}
-    yield SimpleNamespace(power={"rail": rails, "tot": {"power": 5600, "name": "VDD_IN"}}, nvpmodel="15W")
-
-
-def test_jetson_stats_completes_a_jetson_and_without_its_service_nothing_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse() -> None:
-        raise _RefusedError
-
-    assert jetson_stats(ORIN) == ((), None)  # not installed
-    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
-    rails, mode = jetson_stats(ORIN)
-    assert ([(rail.name, rail.watts) for rail in rails], mode) == ([("VDD_SOC", 1.4), ("VDD_IN", 5.6)], "15W")
-    assert jetson_stats(TREES / "raspberrypi-5") == ((), None)
-    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=refuse, JtopException=_RefusedError))
-    assert jetson_stats(ORIN) == ((), None)
-
-
-def test_only_commands_ask_the_service_as_it_takes_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    root = tmp_path / "box"
-    (root / "proc/device-tree").mkdir(parents=True)
-    (root / "proc/device-tree/compatible").write_bytes((ORIN / "proc/device-tree/compatible").read_bytes())
-    monkeypatch.setattr(telemetry, "LIVE_ROOT", root)
-    monkeypatch.setitem(sys.modules, "jtop", SimpleNamespace(jtop=_board, JtopException=_RefusedError))
-    assert telemetry.Sensors(tmp_path, root).read().power_mode is None
-    assert telemetry.Sensors(tmp_path, root, asks_services=True).read().power_mode == "15W"
 
 
 BOARDS = {
