@@ -251,7 +251,7 @@ def test_a_command_that_is_stopped_takes_its_cluster_with_it_and_keeps_its_check
     batch = ["--method", "fedcg", "--rounds", "40", "--out", str(folder)]
 
     def rounds() -> int:
-        return len(list(folder.glob(".state/*/round-*")))
+        return len(list(folder.glob(".state/*/round-*.pt")))
 
     with fedcg_command(*batch, "--ray", "--workers", "2", TMPDIR=str(scratch)) as stopped:
         wait_for(lambda: rounds() > 0 or stopped.poll() is not None, "a round")
