@@ -61,7 +61,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def rounds_done(folder: Path) -> int:
-    names = [path.name for path in (folder / ".state" / NAME).glob("round-*")]
+    names = [path.stem for path in (folder / ".state" / NAME).glob("round-*.pt")]
     return max((int(name.removeprefix("round-")) for name in names), default=0)
 
 
