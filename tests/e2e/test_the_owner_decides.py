@@ -244,6 +244,7 @@ def test_an_image_generator_leaves_only_once_its_owner_lists_it_and_each_device_
         set_values(stack.config(device), {("export", "enabled"): True, ("export", "variants"): False})
     with stack.up(agents=True, observer=()):
         stack.wait_event("coordinator", lambda event: event["event"] == "declined", "the federation waits for an owner")
+        stack.wait_event(strict, lambda event: event["event"] == "declined", "the device has written it down")
         declined = events(stack, strict, "declined")
         assert {event["reason"] for event in declined} == {"upload_not_allowed"}
         assert all(GENERATOR in event["detail"] for event in declined)
