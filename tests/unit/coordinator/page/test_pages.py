@@ -119,6 +119,8 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     )
     shows(reader, "/f/tiny", "round 1: the update of a is accepted (")
     shows(reader, "/events?event=update_stored", "the update of a is accepted")
+    shows(reader, "/devices/a", ">accepted</span>")
+    shows(reader, "/f/tiny/sent.html", "<td>accepted</td>")
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
     assert "a takes part" not in reader.get("/events")[1]
     assert "a takes part" in reader.get("/events?level=debug")[1]
