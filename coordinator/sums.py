@@ -61,6 +61,7 @@ class SumRecord(BaseModel):
         signers: the keys for sums that came with `keys`, by device.
         members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
         told: by device, its number in a sum of weights.
+        refused: why devices take no part in it, by device.
         groups: the sums of groups that this one was split into.
     """
 
@@ -79,6 +80,7 @@ class SumRecord(BaseModel):
     signatures: dict[str, schemas.Hex] = {}
     shares: dict[str, dict[str, schemas.Hex]] = {}
     told: dict[str, schemas.Hex] = {}
+    refused: dict[str, schemas.SumObstacle] = {}
     groups: list["SumRecord"] = []
 
 
@@ -117,6 +119,11 @@ class SumBoard:
     def ended(self) -> tuple[Phase | None, str]:
         """In which phase it went off, and why; of several groups, the first one's."""
         return next((one.ended for one in self.groups), (self.record.ended, self.record.reason))
+
+    @property
+    def refused(self) -> dict[str, schemas.SumObstacle]:
+        """Why devices take no part in it, by device."""
+        return {**self.record.refused, **{name: why for one in self.groups for name, why in one.refused.items()}}
 
     @property
     def opened(self) -> list["SumBoard"]:
@@ -177,6 +184,11 @@ class SumBoard:
         kept = self.record
         if isinstance(step, schemas.SumKeys) and kept.phase is not Phase.KEYS:
             return self._again(device, step)
+        if isinstance(step, schemas.SumRefused):
+            kept.refused[device] = step.why
+            is_last = kept.awaited == {device}
+            kept.awaited.discard(device)
+            return self._next(now) if is_last else []
         if device not in kept.awaited:
             return []
         if isinstance(step, schemas.SumKeys):
@@ -403,6 +415,7 @@ class SealedSums:
 
     Attributes:
         failure: of the last sum, if it could not be opened or is in no aggregate; kept in memory only.
+        refused: why devices took no part in it, by device; likewise.
     """
 
     def __init__(
@@ -421,6 +434,7 @@ class SealedSums:
         self._merge: Merge | None = None
         self._stored: str | None = None
         self.failure: SumFailure | None = None
+        self.refused: dict[str, schemas.SumObstacle] = {}
 
     def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
         """An attempt is open; after a restart its sum goes on."""
@@ -444,6 +458,8 @@ class SealedSums:
         board = self._boards.get(message.exchange)
         if board is None or not self._is_member(device) or message.at != self._at:
             return
+        if isinstance(message.body, schemas.SumRefused):
+            self._events.write("sum_refused", **self._about, client=device, reason=message.body.why.value)
         try:
             board.check(device, message.body)
         except WireError as error:
@@ -512,6 +528,7 @@ class SealedSums:
 
     def _opened(self, board: SumBoard) -> OpenedSum:
         ended, reason = board.ended
+        self.refused = {device: why for one in self._boards.values() for device, why in one.refused.items()}
         if board.phase is Phase.OPENED:
             try:
                 parts = self._spec.sealed_in(self._at.round)

@@ -308,6 +308,7 @@ class Texts(Settings):
         audit_figures: what each figure of a device's audit is.
         health: about a device that reports this of its health.
         lost_sums: about a round without a sealed sum, by the phase in which that ended, or `other`.
+        sum_obstacles: why a device takes no part in sums, and what to do, by `SumObstacle`.
         lost_files: what is lost with a damaged file of a device's store, and what to do, by its name.
     """
 
@@ -320,6 +321,7 @@ class Texts(Settings):
     audit_figures: dict[str, str]
     health: dict[str, str]
     lost_sums: dict[str, str]
+    sum_obstacles: dict[str, tuple[str, str]]
     lost_files: dict[str, str]
 
 

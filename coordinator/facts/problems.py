@@ -15,7 +15,7 @@ from coordinator.rounds.records import FederationRecord, FederationStatus, Parti
 from coordinator.service.service import Service
 from coordinator.updates.robustness import is_tolerated
 from fedcg.sentences import COHORT_ADVICE, texts
-from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome
+from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, SumObstacle
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
 """The coordinator's disk is nearly full below both."""
@@ -232,7 +232,13 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     if (failure := service.sums.failure) is not None:
         what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
         remedy = texts().lost_sums.get(failure.ended or "", texts().lost_sums["other"])
+        if set(service.sums.refused.values()) - {SumObstacle.SHOWN}:
+            remedy = "Devices refused it: the problem `in no sum` of each says why, and what to do."
         yield Problem("no sealed sum", record.id, what, remedy)
+    for device, why in sorted(service.sums.refused.items()):
+        if why is not SumObstacle.SHOWN:  # that is of the list, and all who are on it refuse
+            what, remedy = texts().sum_obstacles[why.value]
+            yield Problem("in no sum", f"{device} in {record.id}", what, remedy, device=device)
     yield from _of_devices_ahead(record, state, service)
     yield from _of_reports(record.id, state, service)
     yield from _of_devices_away(known, record, state)

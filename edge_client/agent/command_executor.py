@@ -25,8 +25,10 @@ from fedcg.wire.messages.schemas import (
     RoundAttempt,
     SumDealt,
     SumExchange,
+    SumObstacle,
     SumOff,
     SumOpened,
+    SumRefused,
     SumUp,
 )
 from fedcg.wire.sums import SumRound
@@ -185,6 +187,8 @@ class CommandExecutor:
         obstacle = self.store.sum_gate.obstacle(at.round)
         keys = None if obstacle else self._sums[exchange].announce(self._sum_round(at, exchange), count, vote, total)
         where = {"round": at.round, "attempt": at.attempt}
+        if obstacle:
+            self._refuse_sum(at, exchange, SumObstacle.BLOCKED, state)
         if keys is None:
             known = "this device's numbers of the round, or of a later one, are in a sum"
             self.events.write("sum_off", **where, reason=obstacle or known)
@@ -207,7 +211,7 @@ class CommandExecutor:
             return signals.SumReady(at)
         try:
             if obstacle := self.store.sum_gate.obstacle(at.round):
-                raise SumError(obstacle)  # keys from before a restore, or under another secret
+                raise SumError(obstacle, "blocked")  # keys from before a restore, or under another secret
             if isinstance(step, SumOpened):
                 keeper.opened(sum_round, step)
                 found = keeper.found(sum_round)
@@ -223,9 +227,14 @@ class CommandExecutor:
             self.events.write("refused", what="sum", round=at.round, attempt=at.attempt, detail=str(error))
             is_lost = isinstance(step, SumDealt) and exchange == "parts" and is_due
             self.why[DeclineReason.NO_SUM] = str(error)
+            self._refuse_sum(at, exchange, SumObstacle(getattr(error, "why", "other")), state)
             return signals.RoundFailed(at, DeclineReason.NO_SUM) if is_lost else None
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=answer))
         return None
+
+    def _refuse_sum(self, at: RoundAttempt, exchange: SumExchange, why: SumObstacle, state: SessionState) -> None:
+        """Tell the coordinator, which waits for this device no longer."""
+        self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=SumRefused(why=why)))
 
     def _sum_round(self, at: RoundAttempt, exchange: SumExchange) -> SumRound:
         return SumRound(self.config.federation, at.round, at.attempt, exchange)

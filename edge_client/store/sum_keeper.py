@@ -209,7 +209,7 @@ class SumKeeper:
         if self._device not in step.sealed:
             raise SumError("this device's own shares were not passed on")
         if len(step.sealed) < (least := max(self._least, _members(kept, at).needed)):
-            raise SumError(f"{len(step.sealed)} devices are too few for a sum: {least} are needed here")
+            raise self._too_few(f"{len(step.sealed)} devices", least)
         if kept.dealt:
             if kept.dealt != step.sealed:
                 raise SumError("the coordinator passes on other shares than before")
@@ -232,7 +232,7 @@ class SumKeeper:
             raise SumError("the list of survivors is not of this sum's peers, or lacks this device")
         members = _members(kept, at)
         if len(names) < (least := max(self._least, members.needed)):
-            raise SumError(f"{len(names)} survivors are too few: {least} are needed here")
+            raise self._too_few(f"{len(names)} survivors", least)
         if kept.signed not in (None, names):
             raise SumError("the coordinator asks for a second list of survivors")
         if kept.signed is None:
@@ -253,7 +253,9 @@ class SumKeeper:
         for earlier in (one for one in kept.lists if one.parts == own.parts):
             moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
             if moved < LEAST_MOVE * own.to_mean and (problem := self._shown(earlier, new)):
-                raise SumError(f"{problem}, and this device's numbers have hardly moved since: it sits out. {_CONSENT}")
+                raise SumError(
+                    f"{problem}, and this device's numbers have hardly moved since: it sits out. {_CONSENT}", "shown"
+                )
         return (*(one for one in kept.lists if (one.names, one.parts) != (names, own.parts)), new)
 
     def _shown(self, earlier: _List, new: _List) -> str:
@@ -269,6 +271,10 @@ class SumKeeper:
         if not unlike and earlier.share != new.share and not alone & set(new.names):
             return "the same devices would count for more or less than in an earlier sum"
         return ""
+
+    def _too_few(self, found: str, least: int) -> SumError:
+        own = "; policy.least_sum in agent.toml: lower it, or wait for more devices" if least == self._least else ""
+        return SumError(f"{found} are too few for a sum: {least} are needed here{own}", "least_sum" if own else "other")
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
         """Give the shares out that open the sum of the list that this device signed.
@@ -357,16 +363,18 @@ class SumMasks:
     Attributes:
         share: what its numbers count for.
         votes: of all members, by device.
+        changed: whether other devices than these were in an earlier sum of the same parts.
         mask: numbers [size] uint32 behind its masks, the same at each call.
     """
 
     share: float
     votes: Mapping[str, int]
+    changed: bool
     mask: Callable[[Numbers], Numbers]
 
 
-def masks_in(store: PrivateStore, device: str, at: SumRound) -> SumMasks | None:
-    """The masks in a device's record; None where it has no part in a sum of that attempt, or no secret of its cohort.
+def masks_in(store: PrivateStore, device: str, at: SumRound, parts: tuple[str, ...]) -> SumMasks | None:
+    """The masks in a device's record for the sum of some parts; None where it has no part in a sum of that attempt, or no secret of its cohort.
 
     Raises:
         StoreError: the record can't be read.
@@ -380,7 +388,8 @@ def masks_in(store: PrivateStore, device: str, at: SumRound) -> SumMasks | None:
     def mask(numbers: Numbers) -> Numbers:
         return masked(secrets, members, peers, tagged(at, secret, numbers), secret)
 
-    return SumMasks(_share(kept, device), votes, mask)
+    changed = any(one.parts == parts and set(one.names) != set(peers) for one in kept.lists)
+    return SumMasks(_share(kept, device), votes, changed, mask)
 
 
 def _read(record: Mapping[str, Any]) -> _Kept | None:

@@ -257,8 +257,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     at_pace = paced(spec, method, command.share, len(data.train))
     masks = _masks(work, spec, attempt)
     ctx = work.context(at_pace, attempt.round, attempt.attempt, progress)
-    votes = {} if masks is None else masks.votes
-    ctx = replace(ctx, validation=seen.val, cohort=replace(ctx.cohort, votes=votes))
+    cohort = ctx.cohort if masks is None else replace(ctx.cohort, votes=masks.votes, changed=masks.changed)
+    ctx = replace(ctx, validation=seen.val, cohort=cohort)
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     aggregate = as_aggregate(work, spec, base, attempt.round - 1, has_state=stored is not None)
@@ -326,7 +326,8 @@ def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks 
     """This device's masks in the sum of an attempt; None where it has no part in one."""
     if not spec.sealed_in(at.round) or work.store.sum_gate.obstacle(at.round):
         return None
-    return masks_in(work.store, work.config.device, sum_round(spec, at))
+    parts = tuple(part.value for part in spec.sealed_in(at.round))
+    return masks_in(work.store, work.config.device, sum_round(spec, at), parts)
 
 
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:

@@ -163,10 +163,13 @@ class Cohort:
             secret.
         votes: by client, the bits that it gave (`Method.vote`) before the round's sealed sum, seen alike by all that are in it; empty where
             there is no sum.
+        changed: whether an earlier sealed sum of the round's parts had other clients. Statistics that hardly move between rounds are then to be
+            of a fresh random half of the images: else a client's could be read from the difference of two sums, and it would sit out.
     """
 
     streams: Streams | None = None
     votes: Mapping[str, int] = field(default_factory=dict)
+    changed: bool = False
 
 
 @dataclass(frozen=True)

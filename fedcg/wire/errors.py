@@ -133,9 +133,18 @@ class UnknownBaseError(IntegrityError):
 
 
 class SumError(WireError):
-    """A sealed sum that must not, or can't, be opened."""
+    """A sealed sum that must not, or can't, be opened.
+
+    Args:
+        words: the message.
+        why: of a `SumObstacle`, where a device refuses for a reason that it may tell.
+    """
 
     reason = "sum"
+
+    def __init__(self, words: object, why: str = "other") -> None:
+        super().__init__(words)
+        self.why = why
 
 
 class CapacityError(WireError):

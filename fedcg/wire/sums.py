@@ -284,7 +284,8 @@ class Members:
         for name in self.names:
             if name not in roster:
                 raise SumError(
-                    f"{name} is not on this device's roster of the cohort: bring it the whole one (`fedcg cohort roster FILE`)"
+                    f"{name} is not on this device's roster of the cohort: bring it the whole one (`fedcg cohort roster FILE`)",
+                    "roster",
                 )
             check_keys(self.at, name, self.announced[name], roster[name])
 

@@ -370,3 +370,14 @@ def trains(event: dict[str, Any]) -> bool:
 def is_training(event: dict[str, Any], number: int) -> bool:
     """Progress inside the classifier's training of a round."""
     return bool(event["event"] == "progress" and event["phase"] == "classify" and event["round"] == number)
+
+
+def test_moments_are_of_fresh_halves_once_a_device_is_gone_so_their_sums_go_on(tmp_path: Path) -> None:
+    stack = made(tmp_path, (*DEVICES, "site-6"), method="fedseal", params={"epochs": 2}, rounds=8, min_clients=4)
+    for device in DEVICES:
+        add_images(stack, device, per_class=20)
+    with stack.up(agents=True):
+        stack.wait_event("coordinator", lambda one: (one["event"], one.get("round")) == ("sum_opened", 4), "four sums")
+        stack.kill("site-6")
+        stack.wait_event("coordinator", lambda one: one["event"] == "finished", "the end")
+        assert {("sum_opened", 6), ("sum_opened", 8)} & set(ended(stack))

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from pydantic import Field
 
 from fedcg.learning import method as fl
@@ -189,6 +190,9 @@ def local_round(
 
 def _moments_of(state: fl.ClientState, start: Parts, data: ImageSet, ctx: fl.RoundContext) -> fl.LocalResult:
     usable_rows(len(data), 2)
+    if ctx.cohort.changed:
+        rows = torch.randperm(len(data), generator=ctx.streams.generator("half"))
+        data = data.rows(rows[: math.ceil(len(data) / 2)])
     moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, start[Part.EXTRACTOR], ctx.device), data, ctx)
     # Who never trained has no better model than the mean.
     own = state.parts if state.extras else {**state.parts, **start}

@@ -233,6 +233,23 @@ class SumRevealed(_Strict):
     shares: Annotated[dict[Identifier, _SumShare], _Few]
 
 
+class SumObstacle(str, Enum):
+    """Why a device takes no part in a sum, as far as the coordinator may know."""
+
+    BLOCKED = "blocked"
+    LEAST_SUM = "least_sum"
+    ROSTER = "roster"
+    SHOWN = "shown"
+    OTHER = "other"
+
+
+class SumRefused(_Strict):
+    """A device takes no part in the sum, or no further part."""
+
+    step: Literal["refused"] = "refused"
+    why: SumObstacle
+
+
 class SumMembers(_Strict):
     """Who takes part in the sum, and what each announced; `total`: of the weights of all its groups."""
 
@@ -300,7 +317,7 @@ class SealedSum(_Strict):
     names: Annotated[tuple[Identifier, ...], _Few]
 
 
-FromDevice = SumKeys | SumShares | SumNumbers | SumSigned | SumRevealed
+FromDevice = SumKeys | SumShares | SumNumbers | SumSigned | SumRevealed | SumRefused
 ToDevice = SumMembers | SumDealt | SumSurvivors | SumOpening | SumOpened | SumOff
 
 

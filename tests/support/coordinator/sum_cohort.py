@@ -86,7 +86,7 @@ class Cohort:
         return board.tick(self.names, self.later())
 
     def masks(self, name: str, at: SumRound = AT) -> SumMasks | None:
-        return masks_in(self.disks[name], name, at)
+        return masks_in(self.disks[name], name, at, ())
 
     def masked(self, name: str, at: SumRound = AT) -> Numbers:
         masks = self.masks(name, at)

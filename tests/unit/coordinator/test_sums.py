@@ -192,7 +192,7 @@ def test_a_device_is_in_no_sum_of_fewer_devices_than_its_owner_wants() -> None:
         cohort.keeper("box-00").dealt(AT, dealt)
     cohort.least = 5
     cohort.keeper("box-00").dealt(AT, dealt)
-    with pytest.raises(SumError, match="4 survivors are too few: 5 are needed here"):
+    with pytest.raises(SumError, match="4 survivors are too few for a sum: 5 are needed here; policy"):
         cohort.keeper("box-00").survivors(AT, schemas.SumSurvivors(names=tuple(cohort.names[:4])))
 
 
@@ -584,6 +584,23 @@ def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> N
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
     assert refused["reason"] == "box-00: its signature is not of the list of survivors"
+
+
+@pytest.mark.parametrize(("count", "opens"), [(5, True), (4, False)])
+def test_a_device_that_refuses_is_named_with_its_reason_and_not_waited_for(
+    make_world: MakeWorld, count: int, opens: bool
+) -> None:
+    attempt = Attempt(make_world(), count)
+    attempt.lies["signed"] = lambda _: schemas.SumRefused(why=schemas.SumObstacle.LEAST_SUM)
+    attempt.announce()
+    attempt.answer_all()
+    attempt.sums.open(attempt.cohort.names, attempt.merged.append)
+    attempt.answer_all()
+    (opened,) = attempt.merged
+    assert bool(opened.groups) is opens
+    assert attempt.sums.refused == {"box-00": schemas.SumObstacle.LEAST_SUM}
+    assert [(event["client"], event["reason"]) for event in attempt.events("sum_refused")] == [("box-00", "least_sum")]
+    assert (attempt.sums.failure is None) is opens
 
 
 def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: Attempt) -> None:
