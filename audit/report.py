@@ -28,6 +28,7 @@ from audit.evidence.device_data import SECRET_FILE
 from audit.measures import CONFIDENCE, Curve, Figure, Interval, Outcome
 from fedcg.files import replace_durably
 from fedcg.wire.parts import MAX_GAIN, AuditFigure
+from fedcg.wire.sealed_numbers import number_count
 
 REPORT_FORMAT = 1
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
@@ -112,6 +113,10 @@ def subject_of(
         {
             part.value: sum(tensor.numel() for tensor in weights.values())
             for part, weights in sorted(view.update.items())
+        }
+        | {
+            f"{part.value}, behind the cohort's masks": number_count(view.spec.layouts[part])
+            for part in view.spec.sealed_in(view.round)
         },
         tuple(sorted(field.value for field in view.report.fields())),
         (len(truth.train), len(truth.held_out)),

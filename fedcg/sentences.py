@@ -17,8 +17,9 @@ from fedcg.errors import FedcgError, in_words
 
 COHORT_ADVICE = (
     "On the device that differs: stop the agent, `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
-    "first one, start the agent; after `fedcg cohort renew` with its code and `--replace`. One that has trained without that secret or a "
-    "renewed one needs an empty store before `join`: `mv STORE STORE.before`. Its private networks begin anew then"
+    "first one, start the agent. With `--replace` where it has another secret and has not trained, and for the code of `fedcg cohort renew`: "
+    "while that goes round, the devices still without it are those to change. One that has trained without that secret or a renewed one needs"
+    " an empty store before `join`: `mv STORE STORE.before`. Its private networks begin anew then"
 )
 REVOKED_ADVICE = (
     "the coordinator has revoked this device; to take part again, it is enrolled anew with a token of the operator: "

@@ -141,6 +141,7 @@ class RecordedUpdates:
     def _aggregate(self, id_: str, secret: bytes | None) -> Aggregate:
         decoded = self._decoded(id_)
         parts, header = _readable(decoded.parts), decoded.header
+        opened, refusals = set[Part](), list[WireError]()
         for one in sorted({some.parts for some in header.sums} if secret is not None else ()):
             sealed = cast("Mapping[str, Numbers]", decoded.parts[Part.SEALED])
             groups = [some for some in header.sums if some.parts == one]
@@ -149,8 +150,13 @@ class RecordedUpdates:
                     sealed, groups, self.spec.federation, secret or b"", self.spec.layouts, range_of(self.spec)
                 )
                 parts |= to_weights(means)
+                opened |= means.keys()
             except WireError as error:
-                raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {error}") from error
+                refusals.append(error)
+        if refusals and not opened:  # else one is from before `fedcg cohort renew`, and this attacker does without it
+            raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refusals[0]}") from refusals[
+                0
+            ]
         return Aggregate(parts, header.label_distribution)
 
     def _decoded(self, id_: str, base: Base | None = None) -> Artifact:

@@ -82,7 +82,10 @@ def _progress_of(event: Mapping[str, EventValue]) -> Progress:
         value if isinstance(value := event.get(name), int) else 0 for name in ("round", "attempt", "step", "steps")
     )
     phase: schemas.TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
-    return Progress(schemas.RoundAttempt(round_number, attempt), phase, step, steps)
+    # In percent: the steps of an epoch tell how many images there are.
+    return Progress(
+        schemas.RoundAttempt(round_number, attempt), phase, 100 * step // steps if steps else 0, min(100, 100 * steps)
+    )
 
 
 class EventReporter:

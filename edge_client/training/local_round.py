@@ -12,9 +12,10 @@ stays counted: where it diverges, is withheld, or its update is lost on the way.
 """
 
 import hashlib
+import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -501,21 +502,47 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
         fitted = downloaded_parts(before, done.aggregate, done.data.train, done.ctx)
         if (parts := with_downloaded(spec, before, fitted)) is not None:
             downloaded = measure(spec, parts, done.seen, None, work.place)
+    told = _coarse(done.ctx) if not spec.has_public_counts else _exactly
+
+    def of_classes(accuracies: Sequence[float | None] | None) -> tuple[float | None, ...] | None:
+        return None if accuracies is None else tuple(map(told, accuracies))
+
     by_class = ClassAccuracies(
-        accuracy=own.by_class,
-        shadow=alone.by_class if ReportField.SHADOW in allowed else None,
-        downloaded=downloaded.by_class,
+        accuracy=of_classes(own.by_class),
+        shadow=of_classes(alone.by_class) if ReportField.SHADOW in allowed else None,
+        downloaded=of_classes(downloaded.by_class),
     )
     found = {
-        "accuracy": own.test,
+        "accuracy": told(own.test),
         "health": read_telemetry(work.store.root).condition,
-        "shadow": alone.test,
-        "downloaded": downloaded.test,
+        "shadow": told(alone.test),
+        "downloaded": told(downloaded.test),
         "per_class": by_class,
         "epsilon": done.spent,
         "cost": work.cost(),
     }
     return done.result.report.model_copy(update=found)
+
+
+_GRAIN = 0.05
+
+
+def _coarse(ctx: RoundContext) -> Callable[[float | None], float | None]:
+    """Accuracies as they leave where nobody may learn how many images there are: to a twentieth, up or down at random, so that means stay right.
+
+    Exact ones are fractions of the number of test images, and a few rounds of them give it away.
+    """
+    stream = ctx.streams.generator("report")
+
+    def told(accuracy: float | None) -> float | None:
+        draw = float(torch.rand((), generator=stream, dtype=torch.float64))
+        return None if accuracy is None else round(min(1.0, math.floor(accuracy / _GRAIN + draw) * _GRAIN), 2)
+
+    return told
+
+
+def _exactly(accuracy: float | None) -> float | None:
+    return accuracy
 
 
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:

@@ -360,7 +360,7 @@ def check_tags(at: SumRound, secret: bytes, numbers: Numbers) -> None:
     """
     if not np.array_equal(tagged(at, secret, numbers), numbers):
         raise SumError(
-            "a sealed sum was changed on the way, or is of another secret: who joined after `fedcg cohort renew` opens none from before"
+            "a sealed sum is of another secret, or was changed on the way: who joined after `fedcg cohort renew` opens none from before"
         )
 
 

@@ -171,7 +171,10 @@ def test_with_everything_sealed_counts_are_of_the_boxes_alone_and_the_mean_is_we
         kept = json.loads(store.sealed_sums.of("shapes", RoundAttempt(1, 1)) or "")
         updates = store.updates("shapes", RoundAttempt(1, 1))
     assert {keys["weight"] for record in kept.values() for keys in record["keys"].values()} == {1}
-    assert not any("examples" in (update.report or "") for update in updates)
+    reports = [json.loads(update.report or "{}") for update in updates]
+    assert not any("examples" in report for report in reports)
+    twentieths = [20 * report["accuracy"] for report in reports]
+    assert twentieths == pytest.approx([round(number) for number in twentieths]), "no fraction of the test images"
 
 
 def test_a_killed_agent_and_a_killed_coordinator_go_on_to_the_same_mean(tmp_path: Path, undisturbed: Stack) -> None:

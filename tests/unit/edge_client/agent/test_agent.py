@@ -238,7 +238,7 @@ def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_wo
     assert (beat.at, beat.phase, beat.step, beat.steps) == (schemas.RoundAttempt(1, 1), "classify", 0, 0)
     world.trainer.deliver(Noted({"event": "progress", "phase": "the patient's name", "step": 3, "steps": 9, **where}))
     beat = world.coordinator.wait(schemas.Heartbeat)
-    assert (beat.phase, beat.step, beat.steps) == ("train", 3, 9)
+    assert (beat.phase, beat.step, beat.steps) == ("train", 33, 100), "no number of steps, and so of images"
     world.trainer.work(world.trainer.commands[-1])
     assert world.coordinator.wait(schemas.Heartbeat).phase is None
 

@@ -105,7 +105,7 @@ def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_
         (added(list(numbers.values())) + 1, nobodys, "shapes", SECRET),
     ]
     for sent, of, federation, secret in wrong:
-        with pytest.raises(SumError, match="was changed on the way, or is of another secret"):
+        with pytest.raises(SumError, match="is of another secret, or was changed on the way"):
             opened({Part.EXTRACTOR.value: sent}, of, federation, secret)
 
 
