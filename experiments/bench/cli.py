@@ -166,11 +166,7 @@ def infer_command(
 @prints
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; with --watchers, rounds of one turn.")] = 5,
-    watchers: Annotated[
-        int, typer.Option(min=0, max=50, help="Watchers of the page in every second turn of rounds.")
-    ] = 0,
-    turns: Annotated[int, typer.Option(min=1, help="With --watchers: so many turns without and with them.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
     network: Annotated[str, typer.Option(help="Split: how large updates are.")] = "lenet5_relu",
     out: Annotated[
         Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
@@ -196,23 +192,10 @@ def coordinator_command(
     if sum_devices:
         return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
-    from experiments.bench.coordinator_rounds import (
-        Setting,
-        cost_of_watchers,
-        draw_memory,
-        growth_mb,
-        rounds_of,
-        run_rounds,
-    )
+    from experiments.bench.coordinator_rounds import Setting, draw_memory, growth_mb, rounds_of, run_rounds
     from experiments.bench.sessions import new_home
 
-    if watchers and rounds < 3:
-        raise typer.BadParameter(
-            "watchers come in the first round of a turn, and no offer follows the last one: give 3 or more with --watchers",
-            param_hint="--rounds",
-        )
-
-    setting = Setting(sessions, rounds, watchers, turns if watchers else 1, network)
+    setting = Setting(sessions, rounds, network)
     record: dict[str, Any] = {
         **bench_record("bench coordinator"),
         "command": "fedcg bench coordinator "
@@ -224,14 +207,12 @@ def coordinator_command(
         home = new_home(Path(folder))
         run = asyncio.run(run_rounds(home, setting, _announce))
         with closing(Store.of(home)) as store:
-            found = rounds_of(store, run, setting)
+            found = rounds_of(store, run)
     record |= {
         "updates": run.updates(),
-        "growth_mb_per_round": None if watchers else growth_mb(found),
+        "growth_mb_per_round": growth_mb(found),
         "rounds": [asdict(each) for each in found],
     }
-    if watchers:
-        record["watching"] = {"pages": run.pages, "events": run.events, **cost_of_watchers(found, rounds)}
     if out is not None:
         write_record(record, out / "coordinator.json")
         draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
@@ -263,9 +244,6 @@ def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
         )
     if record["growth_mb_per_round"] is not None:
         yield f"memory grows by {record['growth_mb_per_round']:.2f} MB a round"
-    for name in ("seconds", "next_offer_s", "processor_s") if "watching" in record else ():
-        cost = record["watching"][name]
-        yield f"{name} with over without watchers: {cost['ratio']:.2f} ({', '.join(map(str, cost['ratios']))})"
 
 
 def privacy_command(

@@ -1,28 +1,20 @@
-"""Rounds of a real coordinator and a real Mosquitto, both by their commands, with many sessions and turns of watchers.
+"""Rounds of a real coordinator and a real Mosquitto, both by their commands, with many sessions.
 
-Every device sends one recorded local round. Works out times by the database, memory over rounds, and the cost of watchers. Torch
-only while the update is recorded.
+Every device sends one recorded local round. Works out times by the database, and memory over rounds. Torch only while the update
+is recorded.
 """
 
 import asyncio
-import contextlib
-import http.client
-import os
-import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from statistics import linear_regression, median
-from typing import Any
+from statistics import linear_regression
 
 import psutil
 
 from coordinator.errors import BrokerError
-from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.store import Store
@@ -37,12 +29,10 @@ from experiments.bench.sessions import (
     device_processes,
     enrol,
     expect,
-    process_of,
     running_broker,
 )
 from experiments.demo.event_follower import Follower, whole
 from experiments.demo.processes import POLL_S, Child
-from experiments.demo.run_folder import LOOPBACK
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -142,26 +132,11 @@ OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: `rounds` without watchers, or so many turns of `rounds` without and `rounds` with them; `network`: the split."""
+    """What is run; `network`: the split."""
 
     sessions: int
     rounds: int
-    watchers: int
-    turns: int
     network: str = "lenet5_relu"
-
-    @property
-    def all_rounds(self) -> int:
-        """Rounds of the federation."""
-        return self.rounds * (2 * self.turns if self.watchers else 1)
-
-    def begins_turn(self, number: int) -> bool:
-        """Whether watchers may come or go in a round."""
-        return (number - 1) % self.rounds == 0
-
-    def watchers_in(self, number: int) -> int:
-        """Watchers of the turn that a round is in; turns without them come first."""
-        return self.watchers * ((number - 1) // self.rounds % 2)
 
 
 @dataclass(frozen=True)
@@ -184,14 +159,11 @@ class Run:
     Attributes:
         opened, closed: samples by round.
         receipts: of all devices, by device and (round, attempt).
-        pages, events: that the watchers got.
     """
 
     opened: dict[int, Sample] = field(default_factory=dict)
     closed: dict[int, Sample] = field(default_factory=dict)
     receipts: dict[str, Mapping[tuple[int, int], Outcome | None]] = field(default_factory=dict)
-    pages: int = 0
-    events: int = 0
 
     def updates(self) -> dict[str, int]:
         """How many updates were sent, how each ended by its receipt, and how many have none."""
@@ -210,31 +182,19 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
     run, names = Run(), tuple(map(device_name, range(setting.sessions)))
     async with running_broker(home) as processes:
         announce(f"setting up {setting.sessions} sessions ...")
-        make_update = await asyncio.to_thread(set_up, home, names, setting.all_rounds, setting.network)
+        make_update = await asyncio.to_thread(set_up, home, names, setting.rounds, setting.network)
         coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", home.root)
         await processes.line(coordinator, "coordinator of", READY_S)
-        with ExitStack() as stack:
-            crowd = stack.enter_context(process_of(_watchers(home)))
-            stack.callback(crowd.send, None)
-            devices = stack.enter_context(device_processes(home, names, make_update))
+        with device_processes(home, names, make_update) as devices:
             async for event, number in _moments(Follower(home.events_file), coordinator):
                 sample = _sample(coordinator.pid)
                 (run.opened if event == OPENED else run.closed)[number] = sample
-                if event == OPENED and setting.begins_turn(number):
-                    _change(crowd, setting.watchers_in(number), run)
                 if event == CLOSED:
                     announce(f"round {number}: {sum(sample.memory_mb):.0f} MB")
-            _change(crowd, 0, run)
             for pipe in devices:
                 pipe.send("end")
                 run.receipts |= expect(pipe)
     return run
-
-
-def _watchers(home: Home) -> Callable[..., None]:
-    with closing(Store.of(home)) as store:
-        token = ApiTokens(store.api).create("watcher", Role.VIEWER).text
-    return partial(run_watchers, home.config().api.port, token, f"/f/{FEDERATION}")
 
 
 async def _moments(follower: Follower, coordinator: Child) -> AsyncIterator[tuple[str, int]]:
@@ -263,93 +223,6 @@ def _sample(pid: int) -> Sample:
     return Sample((round(own / 1e6, 1), round(children_rss / 1e6, 1)), round(used.user + used.system, 2))
 
 
-def _change(crowd: Any, count: int, run: Run) -> None:
-    crowd.send(count)
-    pages, events = expect(crowd)
-    run.pages, run.events = run.pages + pages, run.events + events
-
-
-REFRESH_S = 2.0
-"""A page is loaded at most once in so many seconds, however many events come: `REFRESH_MS` of page.js."""
-CONNECT_S = 30.0
-TIMEOUT_S = 60.0
-
-
-class Watcher:
-    """One open page, on a thread of its own.
-
-    Args:
-        port: of the coordinator's HTTP interface on this machine.
-        token: of its API.
-        page: that is loaded.
-
-    Attributes:
-        pages: loaded so far.
-        events: received so far.
-    """
-
-    def __init__(self, port: int, token: str, page: str) -> None:
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._page = page
-        self._stream, self._pages = (http.client.HTTPConnection(LOOPBACK, port, timeout=TIMEOUT_S) for _ in range(2))
-        self._is_closed = False
-        self._is_open = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.pages = self.events = 0
-        self._thread.start()
-
-    def wait_open(self) -> None:
-        """Wait for the stream's first line.
-
-        Raises:
-            TimeoutError: it does not come.
-        """
-        if not self._is_open.wait(CONNECT_S):
-            raise TimeoutError(f"the event stream did not open within {CONNECT_S:.0f} s")
-
-    def close(self) -> None:
-        """End the stream."""
-        self._is_closed = True
-        with contextlib.suppress(OSError, AttributeError):
-            self._stream.sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(TIMEOUT_S)
-
-    def _watch(self) -> None:
-        self._stream.request("GET", "/api/v1/events/stream", headers=self._headers)
-        answer, loaded_at = self._stream.getresponse(), 0.0
-        while not self._is_closed and (line := answer.readline()):
-            self._is_open.set()
-            self.events += line.startswith(b"data: ")
-            if line.startswith(b"data: ") and time.monotonic() - loaded_at >= REFRESH_S:
-                loaded_at = time.monotonic()
-                self._load()
-        for link in (answer, self._stream, self._pages):
-            link.close()
-
-    def _load(self) -> None:
-        self._pages.request("GET", self._page, headers=self._headers | {"HX-Request": "true"})
-        answer = self._pages.getresponse()
-        answer.read()
-        self.pages += answer.status == http.HTTPStatus.OK
-
-
-def run_watchers(port: int, token: str, page: str, pipe: Any) -> None:
-    """A process of its own: so many watchers as the last number from the pipe says, until it says None.
-
-    It answers each number once the watchers are there, with the pages and events of those that it ended. Its priority
-    is the lowest: watchers belong to other machines.
-    """
-    os.nice(19)
-    watchers: list[Watcher] = []
-    while (count := pipe.recv()) is not None:
-        ended, watchers = watchers, [Watcher(port, token, page) for _ in range(count)]
-        for watcher in ended:
-            watcher.close()
-        for watcher in watchers:
-            watcher.wait_open()
-        pipe.send((sum(each.pages for each in ended), sum(each.events for each in ended)))
-
-
 WARM = 2
 """Rounds after which memory is compared: allocators and caches have filled."""
 POINTS = 8
@@ -361,7 +234,6 @@ class Round:
     """One round.
 
     Attributes:
-        watchers: event streams that were open all the time; None where they came or went.
         seconds: from the opened attempt to its aggregate.
         update_mb_per_s: 10^6 bytes of updates in a second, from the first manifest to the last stored update.
         next_offer_s: from the last stored update to the next offer; None for the last round.
@@ -370,7 +242,6 @@ class Round:
     """
 
     round: int
-    watchers: int | None
     seconds: float
     update_mb_per_s: float
     next_offer_s: float | None
@@ -378,19 +249,17 @@ class Round:
     memory_mb: tuple[float, float]
 
 
-def rounds_of(store: Store, run: Run, setting: Setting) -> list[Round]:
+def rounds_of(store: Store, run: Run) -> list[Round]:
     """The rounds of a run, by the coordinator's database and the samples."""
     attempts, found = store.attempts(FEDERATION), []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         number = attempt.round
-        changes = setting.watchers > 0 and setting.begins_turn(number)
         updates = store.updates(FEDERATION, attempt.at)
         first, last = min(update.manifest_at for update in updates), max(update.stored_at for update in updates)
         until = run.closed[number] if following is None else run.opened[following.round]
         found.append(
             Round(
                 round=number,
-                watchers=None if changes else setting.watchers_in(number),
                 seconds=round((attempt.closed_at or 0.0) - attempt.opened_at, 3),
                 update_mb_per_s=round(sum(update.size for update in updates) / (last - first) / 1e6, 2),
                 next_offer_s=None if following is None else round(following.opened_at - last, 3),
@@ -407,22 +276,6 @@ def growth_mb(rounds: Sequence[Round]) -> float | None:
     if len(later) < POINTS:
         return None
     return round(linear_regression([each.round for each in later], [sum(each.memory_mb) for each in later]).slope, 3)
-
-
-def cost_of_watchers(rounds: Sequence[Round], turn: int) -> dict[str, dict[str, Any]]:
-    """With watchers over without: for each figure the median of each turn's rounds, and the ratio of neighbouring turns.
-
-    Rounds in which watchers came or went are left out.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name in ("seconds", "next_offer_s", "processor_s"):
-        turns: list[float] = []
-        for start in range(0, len(rounds), turn):
-            values = [getattr(each, name) for each in rounds[start : start + turn] if each.watchers is not None]
-            turns.append(median(value for value in values if value is not None))
-        ratios = [round(watched / alone, 3) for alone, watched in zip(turns[0::2], turns[1::2], strict=True)]
-        found[name] = {"without": turns[0::2], "with": turns[1::2], "ratios": ratios, "ratio": round(median(ratios), 3)}
-    return found
 
 
 def draw_memory(rounds: Sequence[Round], path: Path, title: str) -> None:

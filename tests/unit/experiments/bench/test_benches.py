@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench.coordinator_rounds import Round, Run, cost_of_watchers, growth_mb
+from experiments.bench.coordinator_rounds import Round, Run, growth_mb
 from experiments.bench.fedcg_round import RoundPlan, TimedStage, median_seconds, whole_round
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.commands import data_of, run_fedcg
@@ -96,7 +96,6 @@ def test_a_server_is_measured_beside_eager_torch() -> None:
         ("train --quick --device cuda:9", "this torch has cpu"),
         ("train --quick --device cpu --split nothing", "no split"),
         ("train --quick --device cpu --method no", "no m"),
-        ("coordinator --watchers 5 --rounds 2", "give 3 or"),
         ("infer --quick --network nothing", "no split"),
     ],
 )
@@ -128,22 +127,22 @@ def test_the_help_and_the_processes_of_devices_start_without_torch(command: str)
     assert "--json" in run.stdout
 
 
-def closed(number: int, watchers: int | None = 0, seconds: float = 1.0, memory: float = 300.0) -> Round:
-    return Round(number, watchers, seconds, 1.0, 0.5 * seconds, 0.1 * seconds, (100.0, memory))
+def closed(number: int, memory: float = 300.0) -> Round:
+    return Round(number, 1.0, 1.0, 0.5, 0.1, (100.0, memory))
 
 
 @pytest.mark.broker
 @pytest.mark.slow
-def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> None:
-    words = ("--sessions", "6", "--rounds", "3", "--watchers", "2", "--turns", "1", "--out", str(tmp_path), "--json")
+def test_no_update_of_six_sessions_is_lost(tmp_path: Path) -> None:
+    words = ("--sessions", "6", "--rounds", "3", "--out", str(tmp_path), "--json")
     done = subprocess.run(
         [sys.executable, "-m", "fedcg", "bench", "coordinator", *words], check=False, capture_output=True, timeout=200
     )
     assert done.returncode == 0, done.stderr.decode()
     record = data_of(done.stdout)
     assert record == json.loads((tmp_path / "coordinator.json").read_text())
-    assert record["updates"] == {"sent": 36, "accepted": 36, "lost": 0}
-    assert [each["watchers"] for each in record["rounds"]] == [None, 0, 0, None, 2, 2]
+    assert record["updates"] == {"sent": 18, "accepted": 18, "lost": 0}
+    assert [each["round"] for each in record["rounds"]] == [1, 2, 3]
     for each in record["rounds"]:
         coordinator, worker = each["memory_mb"]
         assert coordinator > 30
@@ -154,9 +153,6 @@ def test_no_update_of_six_sessions_is_lost_while_two_watch(tmp_path: Path) -> No
     *offers, last = (each["next_offer_s"] for each in record["rounds"])
     assert all(0 < offer < each["seconds"] for offer, each in zip(offers, record["rounds"], strict=False))
     assert last is None
-    assert record["watching"]["events"] >= 2 * 6  # of each watcher, at least the updates that were stored
-    assert record["watching"]["pages"] >= 2
-    assert record["watching"]["seconds"]["ratio"] > 0
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -169,12 +165,3 @@ def test_growth_is_the_slope_of_memory_after_the_first_two_rounds() -> None:
     later = [closed(number, memory=300 + 4 * number) for number in range(3, 11)]
     assert growth_mb([closed(1, memory=0), closed(2, memory=50), *later]) == 4.0
     assert growth_mb([closed(1), closed(2), *later[:-1]]) is None
-
-
-def test_the_cost_of_watchers_is_the_ratio_of_medians_of_neighbouring_turns() -> None:
-    alone = [closed(1, None, 90.0), closed(2, 0, 2.0), closed(3, 0, 4.0)]
-    watched = [closed(4, None, 90.0), closed(5, 50, 3.0), closed(6, 50, 6.0)]
-    again = [closed(7, None, 90.0), closed(8, 0, 4.0), closed(9, 0, 4.0)]
-    more = [closed(10, None, 90.0), closed(11, 50, 8.0), closed(12, 50, 8.0)]
-    found = cost_of_watchers([*alone, *watched, *again, *more], 3)["seconds"]
-    assert found == {"without": [3.0, 4.0], "with": [4.5, 8.0], "ratios": [1.5, 2.0], "ratio": 1.75}
