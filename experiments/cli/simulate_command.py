@@ -6,19 +6,18 @@ import json
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import BaseModel, Field, ValidationError
 from rich.console import Console
-from typer.core import TyperCommand
 
 from experiments.data.deal import deal_out
 from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import plan_runs
-from experiments.parallel.ray_cluster import LOCAL, check_ray
+from experiments.parallel.ray_cluster import check_ray
 from experiments.settings import (
     Values,
     bad_input_ends,
@@ -92,11 +91,7 @@ class SimulateOptions(BaseModel):
         int | None, Field(ge=1, description="processes; default: one per CPU, at most one per client, 1 on cuda")
     ] = None
     ray: Annotated[
-        str | None,
-        Field(
-            description="on a Ray cluster, several runs at once: auto or HOST:PORT of a running one, else one of this "
-            "machine alone"
-        ),
+        str | None, Field(description="on a running Ray cluster, several runs at once: auto or HOST:PORT")
     ] = None
     out: Annotated[Path | None, Field(description="folder; default: ./simulate-out, or the next free name")] = None
     resume: Annotated[Path | None, Field(description="go on in this folder; its own options count")] = None
@@ -126,6 +121,10 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         options = SimulateOptions.model_validate({name: values[name] for name in SimulateOptions.model_fields})
         if options.ray is not None:
             check_ray()
+            if options.workers is not None:
+                raise OptionError(
+                    "--workers are processes of this machine, and --ray takes the cluster's CPUs; choose one"
+                )
         if {"seed", "seeds"} <= typed:
             raise OptionError("--seed is one run's root and --seeds those of several; leave one of them out")
         if options.resume is None:
@@ -262,7 +261,7 @@ def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContex
     settings = [planned.setting for planned in batch.runs]
     if ray is not None:
         announce = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
-        return open_ray_workers(ray, settings, workers, announce)
+        return open_ray_workers(ray, settings, announce)
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
     return open_workers(count, settings[0].threads)
 
@@ -294,21 +293,5 @@ def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
         raise typer.Exit(1)
 
 
-class _SimulateCommand(TyperCommand):
-    """The command, with an option whose value may be left out."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_address(args))
-
-
-def with_address(arguments: list[str]) -> list[str]:
-    """Arguments in which `--ray` has its value: `local` where none follows it."""
-    bare = [
-        argument == "--ray" and (not following or following[0].startswith("-"))
-        for argument, following in ((arguments[at], arguments[at + 1 : at + 2]) for at in range(len(arguments)))
-    ]
-    return [f"--ray={LOCAL}" if is_bare else argument for argument, is_bare in zip(arguments, bare, strict=True)]
-
-
 simulate_app = typer.Typer(add_completion=False)
-simulate_app.command("simulate", cls=_SimulateCommand)(simulate_command)
+simulate_app.command("simulate")(simulate_command)

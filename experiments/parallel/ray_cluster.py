@@ -1,4 +1,4 @@
-"""A Ray cluster to compute on: one of this machine's own for the length of a command, or one that others started.
+"""A running Ray cluster to compute on, which this machine is a node of.
 
 Imports Ray when a cluster is opened, never before. A cluster is one trust domain: its nodes exchange pickles and run what they
 are given; see docs/scale-out.md. Knows nothing of what is computed.
@@ -10,33 +10,18 @@ import functools
 import hashlib
 import importlib.util
 import logging
-import os
-import secrets
-import shutil
 import socket
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import fedcg
 from devices.detect import detect
 from experiments.errors import OptionError
 from experiments.record import versions
 
-LOCAL, AUTO = "local", "auto"
-_OBJECTS_BYTES = 1 << 30  # of a local cluster's object store; what does not fit goes to disk
+AUTO = "auto"
 _REACHED_S = 5.0
-_LONGEST_FOLDER = 40  # sockets lie below it, and the kernel takes 107 characters
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # On Linux too this variable decides whether Ray insists on an address that other machines reach; without, it listens on loopback.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray 3's behaviour; before, it hides accelerators from tasks that ask for none, and warns of that.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
 
 Announce = Callable[[str], None]
 
@@ -119,36 +104,23 @@ def check_ray() -> None:
 
 
 @contextmanager
-def open_cluster(address: str, announce: Announce, *, cpus: int | None = None) -> Iterator[RayCluster]:
-    """A cluster for the length of the block.
+def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
+    """A cluster for the length of the block; it stays.
 
     Args:
-        address: `local`: started for this process and ended with the block; `auto` or HOST:PORT: a running one that this
-            machine is a node of.
+        address: `auto` or HOST:PORT of a running one that this machine is a node of.
         announce: prints a line for the operator.
-        cpus: of a local cluster; all of this process when None.
 
     Raises:
         OptionError: no such cluster, or a node of it has another build.
     """
-    if address == LOCAL:
-        with _local_settings() as folder:
-            options: dict[str, Any] = {
-                "num_cpus": cpus or len(os.sched_getaffinity(0)),
-                "object_store_memory": _OBJECTS_BYTES,
-                "include_dashboard": False,
-                "_temp_dir": str(folder),
-            }
-            with _connected(options):
-                yield RayCluster(announce)
-        return
     if "://" in address:
         raise OptionError(
             f"--ray {address}: run the command on a machine of the cluster, with --ray auto or --ray HOST:PORT"
         )
     if address != AUTO:
         _check_reachable(address)
-    with _connected({"address": address}):
+    with _connected(address):
         cluster = RayCluster(announce)
         check_nodes(cluster)
         yield cluster
@@ -166,40 +138,18 @@ def _check_reachable(address: str) -> None:
 
 
 @contextmanager
-def _connected(options: dict[str, Any]) -> Iterator[None]:
+def _connected(address: str) -> Iterator[None]:
     check_ray()
     import ray
 
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise OptionError(f"no Ray cluster at {options.get('address', LOCAL)}: {error}") from error
+        raise OptionError(f"no Ray cluster at {address}: {error}") from error
     try:
         yield
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def _local_settings() -> Iterator[Path]:
-    """Settings that Ray reads when it is imported and started, and a folder for its sockets and logs that goes away.
-
-    The cluster listens on loopback and asks for a token that only this process and its children know.
-    """
-    base = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="fedcg-ray-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp"))  # noqa: S108
-    settings = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    before = {name: os.environ.get(name) for name in settings}
-    if "ray" not in sys.modules:  # too late otherwise: half of Ray would know of them
-        os.environ.update(settings)
-    try:
-        yield folder
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _describe() -> tuple[Build, str]:

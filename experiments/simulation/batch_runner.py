@@ -71,15 +71,12 @@ def open_workers(workers: int, threads: int) -> Iterator[Workers]:
 
 
 @contextmanager
-def open_ray_workers(
-    address: str, settings: list[RunSetting], cpus: int | None, announce: Callable[[str], None]
-) -> Iterator[Workers]:
-    """Several runs at a time on a Ray cluster, which is left at the end of the block, and ended if it is this command's own.
+def open_ray_workers(address: str, settings: list[RunSetting], announce: Callable[[str], None]) -> Iterator[Workers]:
+    """Several runs at a time on a Ray cluster, which is left at the end of the block.
 
     Args:
         address: as `experiments.parallel.ray_cluster.open_cluster` takes it.
         settings: of the runs to be done.
-        cpus: of a cluster of this machine alone; all when None.
         announce: prints a line for the operator.
 
     Raises:
@@ -88,7 +85,7 @@ def open_ray_workers(
     """
     from experiments.parallel.ray_cluster import open_cluster, slots
 
-    with open_cluster(address, announce, cpus=cpus) as cluster:
+    with open_cluster(address, announce) as cluster:
         from experiments.parallel.ray_runner import RaySimulator, lanes_for
 
         threads = max(setting.threads for setting in settings)

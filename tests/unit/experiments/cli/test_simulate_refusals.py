@@ -20,6 +20,7 @@ REFUSED = [
     ("--codec i4", "--codec"),
     ("--precision bf16", "needs --device cuda"),
     ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
+    ("--ray auto --workers 2", "--workers are processes of this machine"),
     ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
     # Recorded updates
     ("--keep-updates some", "write all, or rounds with commas between them"),

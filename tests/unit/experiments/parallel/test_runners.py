@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import fedcg
-from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError, RunError
 from experiments.parallel.pool_runner import PoolRunner
 from experiments.parallel.ray_cluster import differences, open_cluster, own_build
@@ -157,27 +156,14 @@ def newest(store: Checkpoints) -> tuple[Simulation, float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("typed", "understood"),
-    [
-        ("--ray", "--ray=local"),
-        ("--ray --seeds 0,1", "--ray=local --seeds 0,1"),
-        ("--seeds 0,1 --ray", "--seeds 0,1 --ray=local"),
-        ("--ray auto --force", "--ray auto --force"),
-        ("--ray=10.0.0.1:6379", "--ray=10.0.0.1:6379"),
-        ("--rounds 2", "--rounds 2"),
-    ],
-)
-def test_an_option_ray_without_an_address_means_this_machine_alone(typed: str, understood: str) -> None:
-    assert with_address(typed.split()) == understood.split()
-
-
 def test_without_the_package_the_command_names_the_extra_and_makes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
-    monkeypatch.setattr(sys, "argv", ["fedcg", "simulate", *WORDS.split(), "--ray", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["fedcg", "simulate", *WORDS.split(), "--ray=auto", "--out", str(tmp_path / "out")]
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
