@@ -13,17 +13,8 @@ from rich.table import Table
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import CRITERION, Comparison, compare
-from experiments.papers.plan import missing_runs
 from experiments.papers.records import Folder, read_folder
-from experiments.papers.sheets import (
-    Sheet,
-    comparison_sheet,
-    gains_sheet,
-    markdown,
-    missing_sheet,
-    orders_sheet,
-    transfer_sheet,
-)
+from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, markdown, orders_sheet, transfer_sheet
 from fedcg.terminal import print_data
 
 _WIDTH = 160
@@ -36,9 +27,6 @@ def tables_command(
     paper: Annotated[
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
-    list_missing: Annotated[
-        bool, typer.Option("--list-missing", help="name the runs that are missing at published settings")
-    ] = False,
     by_client: Annotated[
         bool,
         typer.Option("--clients", help="add each client's points over local-only, and the worst client of all seeds"),
@@ -52,16 +40,12 @@ def tables_command(
     """
     if as_json and as_markdown:
         raise OptionError("--json and --markdown: choose one")
-    wanted = None if paper is None else find_presets(paper)
     chosen = None if paper is None else find_presets(paper.partition("@")[0], with_stand_ins=True)
     folder = read_folder(runs)
     if as_json:
-        print_data(_everything(folder, chosen, wanted))
+        print_data(_everything(folder, chosen))
         return
-    if list_missing:
-        sheets = [missing_sheet(missing_runs(folder.runs, wanted))]
-    else:
-        sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
+    sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
     _show(sheets, folder, as_markdown=as_markdown)
 
 
@@ -73,12 +57,10 @@ def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[
     return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
 
 
-def _everything(folder: Folder, chosen: Sequence[Preset] | None, wanted: Sequence[Preset] | None) -> dict[str, Any]:
-    """Every sheet's content: `chosen` are the tables, `wanted` those of them whose missing runs are named."""
+def _everything(folder: Folder, chosen: Sequence[Preset] | None) -> dict[str, Any]:
     return {
         "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
         "criterion": CRITERION,
-        "missing": [asdict(item) for item in missing_runs(folder.runs, wanted)],
         "runs": len(folder.runs),
         "damaged": [{"file": file, "reason": reason} for file, reason in folder.damaged],
     }

@@ -211,8 +211,7 @@ def _with_shadows(lines: Sequence[Line], used: Sequence[RunRecord], preset: Pres
     if not shadows:
         return list(lines)
     by_seed = {"personal": shadows}
-    figures = figures_of(by_seed)
-    return [Line(row, "", 1, 1, {}, by_seed, figures, figures, 0, 0, {}, 0, from_shadow=True), *lines]
+    return [Line(row, "", 1, 1, {}, by_seed, figures_of(by_seed), 0, 0, {}, 0, from_shadow=True), *lines]
 
 
 def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:

@@ -89,14 +89,6 @@ FIELDS = {
     "ema": "accuracy_ema",
     ADR: "global_accuracy_last",
 }
-BEST_FIELDS = {
-    **FIELDS,
-    "download": "accuracy_after",
-    "last": "accuracy_personal",
-    "local": "accuracy_personal",
-    "global": "global_accuracy_best",
-    ADR: "global_accuracy_best",
-}
 _OF_LAST_ROUND = frozenset({"download", "local", "global", ADR})
 FAR_STDS = 2.0
 # Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
@@ -122,7 +114,7 @@ class Line:
         choice: the searched values that won, by validation accuracy; `tried` of `offered` values have runs.
         reduced: differences from the published setting that concern this row alone.
         by_seed: measure to seed to percent.
-        figures: measure to mean over seeds; `best` likewise, at each client's (global: the) best round instead of the last.
+        figures: measure to mean over seeds.
         after: accuracy with the round's aggregate loaded, at the round that the first measure is read at; None where nothing
             that is measured comes down.
         losing: how many of `compared` clients, over all seeds, are below their local-only model.
@@ -140,7 +132,6 @@ class Line:
     reduced: Differences
     by_seed: Mapping[str, Mapping[int, float]]
     figures: Mapping[str, Figure]
-    best: Mapping[str, Figure]
     losing: int
     compared: int
     gains: Mapping[str, float]
@@ -201,7 +192,6 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
             gains[client.id].append(100.0 * (client.accuracy_personal - client.accuracy_local))
     by_seed = {measure: _by_seed(runs, FIELDS[measure]) for measure in measures}
     after = [run.after_download(last=is_last) for run in runs.values()]
-    best = {measure: _by_seed(runs, BEST_FIELDS[measure]) for measure in measures}
     return Line(
         row=row,
         choice=choice,
@@ -210,7 +200,6 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         reduced=row_differences(next(iter(runs.values()))),
         by_seed=by_seed,
         figures=figures_of(by_seed),
-        best=figures_of(best),
         losing=sum(client.below_local is True for client in clients),
         compared=sum(client.below_local is not None for client in clients),
         gains={name: fmean(values) for name, values in sorted(gains.items())},
@@ -256,7 +245,7 @@ def with_degradation(lines: Sequence[Line], reference: str) -> list[Line]:
     def lost(line: Line) -> Line:
         accuracies = {seed: value for seed, value in line.by_seed[ADR].items() if whole.get(seed)}
         by_seed = {**line.by_seed, ADR: {seed: 100 * (1 - value / whole[seed]) for seed, value in accuracies.items()}}
-        return replace(line, by_seed=by_seed, figures=figures_of(by_seed), best={})
+        return replace(line, by_seed=by_seed, figures=figures_of(by_seed))
 
     return [lost(line) for line in lines]
 

@@ -1,9 +1,9 @@
-"""From the name of a published table to the runs it needs, with what differs from the published setting, and which are missing.
+"""From the name of a published table to the runs it needs, with what differs from the published setting.
 
 Runs nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,15 +11,13 @@ from pydantic import JsonValue
 
 from experiments.data.source import DIGITS
 from experiments.errors import OptionError
-from experiments.papers.catalogue import Preset, Row, find_presets, presets
-from experiments.papers.records import RunRecord
+from experiments.papers.catalogue import Preset, Row, find_presets
 from experiments.settings import of_method
 from experiments.simulation.batch import PARAM_OPTIONS, PlannedRun, RunSetting, planned_run
 
 Values = Mapping[str, JsonValue]
 _OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
 _NAMED_DATA = (DIGITS, "torchvision:")
-_LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -158,49 +156,3 @@ def variant_text(variant: str, choice: Values) -> str:
         f"{key}={value:g}" if isinstance(value, (int, float)) else f"{key}={value}" for key, value in choice.items()
     )
     return "-".join([*([variant] if variant else []), *shown])
-
-
-def printed_runs(chosen: Iterable[Preset]) -> list[TableRun]:
-    """Every run that the figures of some presets need, each once; for a stand-in all its rows. Rows that we added are none of them."""
-    runs: dict[tuple[str, str, str, int], TableRun] = {}
-    for preset in chosen:
-        printed = [
-            row.key
-            for row in preset.rows.values()
-            if row.needs is None and (row.figures or row.key == preset.reference or preset.stand_in is not None)
-        ]
-        for run in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
-            runs.setdefault(run.key, run)
-    return list(runs.values())
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Seeds of one row, with one set of searched values, that have no run at published settings."""
-
-    paper: str
-    method: str
-    variant: str
-    seeds: tuple[int, ...]
-
-
-def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = None) -> tuple[Missing, ...]:
-    """What is missing, in the order of the papers; the shadows of FedCG's runs count as its runs of `local`.
-
-    Args:
-        runs: records of all kinds.
-        chosen: only what these presets need, for a stand-in all its rows; None: every published figure.
-    """
-    done: set[tuple[str, str, str, int]] = set()
-    for run in runs:
-        if run.base is not None and not run.reduced:
-            done.add((run.base, run.method, run.variant, run.seed))
-            # FedCG's table needs of `local` what every run's shadow gives; FedMD-CG's needs a global accuracy too.
-            if run.base.startswith("fedcg:") and run.figure("accuracy_local") is not None:
-                done.add((run.base, _LOCAL, "", run.seed))
-    seeds: dict[tuple[str, str, str], list[int]] = {}
-    published = (preset for preset in presets().values() if preset.stand_in is None)
-    for plan in printed_runs(published if chosen is None else chosen):
-        if plan.key not in done:
-            seeds.setdefault(plan.key[:3], []).append(plan.seed)
-    return tuple(Missing(*key, tuple(numbers)) for key, numbers in seeds.items())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from experiments.papers.catalogue import Published, Row
 from experiments.papers.comparison import Comparison, Order
 from experiments.papers.figures import Differences, Figure, Line, figure_of, is_far
-from experiments.papers.plan import Missing
 
 MEASURE_NAMES = {
     "personal": "accuracy",
@@ -110,15 +109,6 @@ def transfer_sheet(found: Comparison) -> Sheet:
         "mean of those below",
     )
     return Sheet(f"{found.preset.base}: the deployed model over local-only", columns, tuple(rows))
-
-
-def missing_sheet(missing: Sequence[Missing]) -> Sheet:
-    """Runs that are missing at published settings."""
-    rows = [(item.paper, item.method, item.variant or _NONE, ", ".join(map(str, item.seeds))) for item in missing]
-    count = sum(len(item.seeds) for item in missing)
-    return Sheet(
-        f"Not run at published settings: {count} runs", ("paper", "method", "variant", "seeds missing"), tuple(rows)
-    )
 
 
 def markdown(sheet: Sheet) -> str:

@@ -1,4 +1,4 @@
-"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, the worst client."""
+"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, the worst client."""
 
 import json
 import subprocess
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from experiments.papers.catalogue import Published, find_presets
+from experiments.papers.catalogue import Published
 from experiments.papers.comparison import Comparison, Judgement, compare, judge
 from experiments.papers.figures import Figure, Line, is_far, transfer_of
-from experiments.papers.plan import missing_runs
 from experiments.papers.records import ClientRecord, RunRecord
-from experiments.papers.sheets import comparison_sheet, gains_sheet, missing_sheet, orders_sheet
+from experiments.papers.sheets import comparison_sheet, gains_sheet, orders_sheet
 from tests.support.commands import data_of, run_fedcg
 
 CIFAR = "fedcg:table1:cifar10-4"
@@ -132,14 +131,13 @@ def test_the_searched_value_with_the_best_validation_is_shown_not_the_one_with_t
     assert line.figures["personal"].mean == pytest.approx(55.0)
 
 
-def test_fedmd_cg_is_read_at_the_last_round_and_its_best_is_kept_beside() -> None:
+def test_fedmd_cg_is_read_at_the_last_round() -> None:
     run = _fedmd_cg(0.57, last=0.54, whole=0.56, validation=[0.9, None, 0.5])
     line = _line(_only(run), "fedmd_cg")
     assert {name: figure.mean for name, figure in line.figures.items()} == {
         "local": pytest.approx(54.0),
         "global": pytest.approx(56.0),
     }
-    assert line.best["local"].mean == pytest.approx(57.0)
     assert RunRecord.model_validate(run).validation(last=True) == pytest.approx(50.0)
     assert RunRecord.model_validate(run).validation(last=False) == pytest.approx(90.0)
 
@@ -314,20 +312,6 @@ def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
     assert _row(found, "Anti-GAN without C")[-1].startswith("can't be run: needs a GAN that compares pixels")
 
 
-def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
-    runs = _runs(
-        record("fedcg", 0, 0.5, local=0.4),
-        record("fedcg", 1, 0.5, reduced={"rounds": [100, 6]}),
-        record("fedprox", 2, 0.5, variant="mu=1", params={"mu": 1.0}),
-    )
-    missing = {(item.method, item.variant): item.seeds for item in missing_runs(runs, find_presets(CIFAR))}
-    assert missing["fedcg", ""] == (1, 2, 3, 4)
-    assert missing["local", ""] == (1, 2, 3, 4)  # the shadow of seed 0's FedCG is the local run of seed 0
-    assert missing["fedprox", "mu=1"] == (0, 1, 3, 4)
-    assert missing["fedavg", ""] == (0, 1, 2, 3, 4)
-    assert missing_sheet(missing_runs(runs, find_presets(CIFAR))).title.endswith(f"{5 * (6 + 4) - 3} runs")
-
-
 def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process where an import of torch fails."""
     program = "import sys; sys.modules['torch'] = None; sys.argv = ['fedcg', *sys.argv[1:]]; from fedcg.cli import main; main()"
@@ -346,7 +330,6 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
     assert table["preset"]["name"] == CIFAR
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
     assert (content["runs"], content["damaged"][0]["file"]) == (3, "torn.json")
-    assert sum(len(item["seeds"]) for item in content["missing"]) == 5 * 10 - 6
     shown = run_fedcg("tables", "--runs", folder, "--markdown")
     assert shown.exit_code == 0, shown.stderr
     assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
@@ -354,12 +337,11 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
     assert "Damaged: torn.json" in shown.stderr
 
 
-def test_a_group_shows_its_stand_ins_that_have_runs_and_misses_none_of_theirs(tmp_path: Path) -> None:
+def test_a_group_shows_its_stand_ins_that_have_runs(tmp_path: Path) -> None:
     folder = write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
     for group in ("ppidsg:table7", "ppidsg:table7@small"):
         content = data_of(run_fedcg("tables", "--runs", folder, "--paper", group, "--json").stdout)
         assert [table["preset"]["name"] for table in content["tables"]] == ["ppidsg:table7:digits"]
-        assert {item["paper"] for item in content["missing"]} == {"ppidsg:table4:cifar10", "ppidsg:table7:cifar10"}
         assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", folder, "--paper", group).stdout
 
 
