@@ -265,40 +265,23 @@ def privacy_command(
     effort: Annotated[str, typer.Option(help="of the audits: quick, default or thorough")] = "quick",
     processes: Annotated[int, typer.Option(min=1, help="attacks, and simulated clients, at once")] = 2,
     show: Annotated[bool, typer.Option("--show", help="run nothing; print the tables of what is there")] = False,
-    settings: Annotated[bool, typer.Option("--settings", help="also print every setting of every attack")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the records")] = False,
 ) -> None:
     """Simulate the federations of a grid, audit one client's last update of each, and print the tables of docs/privacy.md.
 
-    The same command goes on where an interrupted one stopped. With the grid `mechanisms` it also draws frontier.png, with
-    `antigan` and `antigan-four-curves` curves.png.
+    The same command goes on where an interrupted one stopped. The records have every setting of every attack.
 
     Example: fedcg bench privacy methods --show
     """
-    from experiments.bench.privacy_grids import (
-        Sizes,
-        chosen_grid,
-        draw_antigan,
-        draw_frontier,
-        run_grid,
-        summary,
-        table,
-    )
-
-    curves = ("curves.png", draw_antigan)
-    pictures = {"mechanisms": ("frontier.png", draw_frontier), "antigan": curves, "antigan-four-curves": curves}
+    from experiments.bench.privacy_grids import Sizes, chosen_grid, run_grid, summary
 
     chosen, sizes = chosen_grid(grid, row or ()), Sizes(data, clients, images, epochs, effort, processes)
     records, failed = run_grid(grid, chosen, sizes, seed or (0, 1, 2), out, only_show=show)
     if as_json:
         print_data(records)
         raise typer.Exit(1 if failed else 0)
-    for line in (f"**{chosen.title}**", "", *summary(records), *(table(records) if settings else ())):
+    for line in (f"**{chosen.title}**", "", *summary(records)):
         typer.echo(line)
-    if grid in pictures and records:
-        name, draw = pictures[grid]
-        draw(records, out / grid / name)
-        typer.echo(f"\n{out / grid / name}")
     if failed:
         typer.echo(f"{failed} runs failed; the same command tries them again", err=True)
         raise typer.Exit(1)

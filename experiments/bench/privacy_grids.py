@@ -1,4 +1,4 @@
-"""Grids of simulated and audited federations for `fedcg bench privacy`: runs each setting as a user would type it, and shows the records as Markdown tables and pictures of accuracy beside leakage."""
+"""Grids of simulated and audited federations for `fedcg bench privacy`: runs each setting as a user would type it, and shows the records as a Markdown table."""
 
 import json
 import shlex
@@ -6,7 +6,6 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, stdev
@@ -190,24 +189,7 @@ def _result(words: Sequence[str]) -> Any:
 
 
 Record = Mapping[str, Any]
-_SCALE = {"share": (100.0, " %")}
-
-
-def table(records: Sequence[Record]) -> Iterator[str]:
-    """Per figure a table of cells and settings: value, floor, gain and ceiling, means over seeds (standard deviation of the value)."""
-    names = {figure["name"]: figure["title"] for record in records for figure in _figures(record)}
-    for name, title in names.items():
-        yield from (
-            "",
-            f"**{title}** (`{name}`)",
-            "",
-            "| run | setting | value | best guess | gain (95 %) | ceiling |",
-            "|---|---|---|---|---|---|",
-        )
-        for cell, of_cell in _by(records, _cell).items():
-            found = [figure for record in of_cell for figure in _figures(record) if figure["name"] == name]
-            for setting, figures in _by(found, lambda figure: str(figure["setting"])).items():
-                yield f"| {cell} | {setting}{' (ceiling)' if figures[0]['is_ceiling'] else ''} | {_cells(figures)} |"
+_SCALE = {"share": 100.0}
 
 
 def summary(records: Sequence[Record]) -> Iterator[str]:
@@ -228,7 +210,7 @@ def _strongest_cell(records: Sequence[Record], name: str) -> str:
     found = [figure for record in records if (figure := strongest(record, name)) is not None]
     if not found:
         return "-"
-    scale = _SCALE.get(found[0]["unit"], (1.0, ""))[0]
+    scale = _SCALE.get(found[0]["unit"], 1.0)
     value, gain = (_mean([one[field]["value"] for one in found], scale) for field in ("value", "gain"))
     attacks = [attack for record in records for attack in record["attacks"] if _has(attack, name)]
     controls = [one for attack in attacks for one in attack["controls"] if one.get("figure", "") in ("", name)]
@@ -242,72 +224,6 @@ def _has(attack: Mapping[str, Any], name: str) -> bool:
 
 def _cell(record: Record) -> str:
     return f"{record['row']}, {record['column']}".rstrip(", ")
-
-
-def draw_frontier(records: Sequence[Record], path: Path) -> None:
-    """Accuracy (y) beside the gain of the strongest possible attack (x) for each figure, one point a cell: the frontier."""
-    from matplotlib.figure import Figure as Picture
-
-    names = ("label_l1", "mia_auc", "reid")
-    there = {figure["name"] for record in records for figure in _figures(record)}
-    shown = [name for name in names if name in there]
-    picture = Picture(figsize=(5 * len(shown), 4.2), layout="constrained")
-    for axes, name in zip(picture.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        for number, (row, of_row) in enumerate(_by(records, lambda record: str(record["row"])).items()):
-            for place, (column, of_cell) in enumerate(_by(of_row, lambda record: str(record["column"])).items()):
-                found = (strongest(record, name) for record in of_cell)
-                x = fmean(one["gain"]["value"] for one in found if one is not None)
-                y = 100 * fmean(record["accuracy"] for record in of_cell)
-                axes.plot(x, y, "os^D"[number % 4], color=f"C{number}", label=None if place else row)
-                axes.annotate(column, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
-        axes.set(xlabel=f"{name}: gain over the best guess", ylabel="personal accuracy, %")
-        axes.margins(0.2)
-        axes.axvline(0, color="0.7", linewidth=0.8)
-        axes.legend(fontsize=8)
-    picture.savefig(path, dpi=130)
-
-
-def draw_antigan(records: Sequence[Record], path: Path) -> None:
-    """Anti-GAN's figure 4: over v_e and over mu, what the model of all clients loses of its accuracy (ADR) and what a GAN reads out of it.
-
-    Means and standard deviations over seeds; a line at the figure without a defence.
-    """
-    from matplotlib.figure import Figure as Picture
-
-    plain = {record["seed"]: record for record in records if record["column"] == "none"}
-    defended = [record for record in records if record["seed"] in plain and record["column"][:3] in ("v_e", "mu ")]
-    measures = {"ADR of the global model, %": partial(degradation, plain)}
-    measures |= {name: partial(_value, name) for name in ("class_ssim", "class_recognised")}
-    picture = Picture(figsize=(4 * len(measures), 6), layout="constrained")
-    grid = picture.subplots(2, len(measures), squeeze=False)
-    for axes_of, name in zip(grid, ("v_e", "mu"), strict=True):
-        points = _by(defended, lambda record, name=name: parameter_of(record["column"], name))
-        for axes, (title, measure) in zip(axes_of, measures.items(), strict=True):
-            found = sorted((at, [*map(measure, some)]) for at, some in points.items() if at is not None)
-            means = [fmean(values) for _, values in found]
-            spread = [stdev(values) if len(values) > 1 else 0.0 for _, values in found]
-            axes.errorbar([at for at, _ in found], means, spread, marker="o", capsize=3)
-            axes.axhline(fmean(map(measure, plain.values())), color="0.6", linestyle="--", label="no defence")
-            axes.set(xlabel=name, ylabel=title)
-            axes.legend(fontsize=8)
-    picture.savefig(path, dpi=130)
-
-
-def parameter_of(column: str, name: str) -> float | None:
-    """The value of v_e or mu in a column, None where the column is about the other; both are 0.5 by default."""
-    kind, value = column.split()
-    return float(value) if kind == name or value == "0.5" else None
-
-
-def degradation(plain: Mapping[int, Record], record: Record) -> float:
-    """The share of the global accuracy that a run loses against the one of its seed without a defence, in percent."""
-    without = float(plain[record["seed"]]["accuracy_global"])
-    return 100 * (without - float(record["accuracy_global"])) / without
-
-
-def _value(name: str, record: Record) -> float:
-    found = strongest(record, name)
-    return float("nan") if found is None else float(found["value"]["value"])
 
 
 def strongest(record: Record, name: str) -> Mapping[str, Any] | None:
@@ -328,21 +244,9 @@ def _by(items: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
     return groups
 
 
-def _cells(figures: Sequence[Mapping[str, Any]]) -> str:
-    scale, unit = _SCALE.get(figures[0]["unit"], (1.0, f" {figures[0]['unit']}".rstrip()))
-    value = _mean([figure["value"]["value"] for figure in figures], scale)
-    gain, low, high = (fmean(figure["gain"][end] for figure in figures) * scale for end in ("value", "low", "high"))
-    floor, ceiling = (
-        _mean([figure[name] for figure in figures], scale, with_deviation=False) for name in ("floor", "ceiling")
-    )
-    return (
-        f"{value}{unit} | {floor}{unit}, {figures[0]['floor_is']} | {gain:+.3g} ({low:+.3g} to {high:+.3g}) | {ceiling}"
-    )
-
-
-def _mean(values: Sequence[float | None], scale: float, *, with_deviation: bool = True) -> str:
+def _mean(values: Sequence[float | None], scale: float) -> str:
     there = [scale * value for value in values if value is not None]
     if not there:
         return "-"
-    deviation = f" ± {stdev(there):.2g}" if with_deviation and len(there) > 1 else ""
+    deviation = f" ± {stdev(there):.2g}" if len(there) > 1 else ""
     return f"{fmean(there):.3g}{deviation}"

@@ -10,7 +10,7 @@ import torch
 
 from experiments.bench.attacked_run import ATTACKS
 from experiments.bench.attacks_command import table as table_of_attacks
-from experiments.bench.privacy_grids import degradation, draw_antigan, grids, parameter_of, strongest, summary, table
+from experiments.bench.privacy_grids import grids, strongest, summary
 from experiments.settings import parse_networks
 from fedcg.learning.method import Update
 from fedcg.wire.parts import Part
@@ -49,26 +49,6 @@ def test_the_summary_has_means_over_seeds_and_marks_what_proves_nothing() -> Non
     assert row == "| FedAvg | 55 ± 7.1 | - | - | 65 ± 7.1 (15 ± 7.1) ? |"
     *_, row = summary([record(0, [figure("batch", 0.1, of_update=False)])])
     assert row == "| FedAvg | 50 | - | - | 60 (10) * |"
-
-
-def test_a_table_lists_every_setting_with_its_floor() -> None:
-    lines = list(table([record(0, [figure("a", 0.1), figure("true", 0.5, given=True)])]))
-    assert "| FedAvg | a | 60 % | 50 %, chance | +10 (+0 to +20) | 100 |" in lines
-    assert any("true (ceiling)" in line for line in lines)
-
-
-def test_anti_gans_curves_are_drawn_from_the_columns_of_both_parameters(tmp_path: Path) -> None:
-    columns = {"none": 0.5, "v_e 0.1": 0.45, "v_e 0.5": 0.4, "mu 0.9": 0.48, "ATS": 0.3}
-    records = [
-        {**record(seed, [{**figure("a", 0.1), "name": name} for name in ("class_ssim", "class_recognised")])}
-        | {"column": column, "accuracy_global": accuracy}
-        for seed in (0, 1)
-        for column, accuracy in columns.items()
-    ]
-    draw_antigan(records, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [parameter_of(name, "mu") for name in ("mu 0.9", "v_e 0.5", "v_e 0.1")] == [0.9, 0.5, None]
-    assert degradation({0: records[0]}, records[2]) == pytest.approx(20.0)
 
 
 def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:
