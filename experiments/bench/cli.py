@@ -47,16 +47,6 @@ def _announce(line: str) -> None:
 
 @prints
 def round_command(
-    clients: Annotated[int, typer.Option(min=1, help="Clients.")] = 4,
-    images: Annotated[int, typer.Option(min=32, help="Images of 3x32x32 per client.")] = 2000,
-    batch: Annotated[int, typer.Option(min=2, help="Rows of a step.")] = 16,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of classification, and of the GAN, in a round.")] = 20,
-    server_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student in a round.")] = 2000,
-    processes: Annotated[int, typer.Option(min=1, help="Clients that ours trains at once, a thread each.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the reference, and of our server.")] = 2,
-    measured_epochs: Annotated[int, typer.Option(min=1, help="Epochs that are run; the rest is extrapolated.")] = 1,
-    measured_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student that are run.")] = 200,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="64 images, 5 student steps, once: does it run at all?")
     ] = False,
@@ -67,27 +57,16 @@ def round_command(
     """
     from experiments.bench.fedcg_round import RoundPlan, measure
 
-    plan = RoundPlan(
-        clients=clients,
-        images=64 if quick else images,
-        batch=batch,
-        epochs=epochs,
-        server_iterations=server_iterations,
-        processes=processes,
-        threads=threads,
-        measured_epochs=min(measured_epochs, epochs),
-        measured_iterations=min(5 if quick else measured_iterations, server_iterations),
-        repeats=1 if quick else repeats,
-    )
+    quickest = RoundPlan(images=64, measured_iterations=5, processes=1, threads=1, repeats=1)
+    plan = quickest if quick else RoundPlan()
     result = measure(plan, _announce)
     extrapolated = {
         "epochs": [plan.measured_epochs, plan.epochs],
         "server_iterations": [plan.measured_iterations, plan.server_iterations],
     }
-    record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
+    record = {"setting": asdict(plan), "extrapolated": extrapolated, **result}
     lines = [*_round_lines(result)]
-    if plan.is_extrapolated:
-        lines.append(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
+    lines.append(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
     return {**bench_record("bench round"), **record}, "\n".join(lines)
 
 

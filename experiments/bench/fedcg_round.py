@@ -215,11 +215,6 @@ class RoundPlan:
     measured_iterations: int = 200
     repeats: int = 3
 
-    @property
-    def is_extrapolated(self) -> bool:
-        """Whether less than the whole round is run."""
-        return (self.measured_epochs, self.measured_iterations) != (self.epochs, self.server_iterations)
-
 
 def measure(plan: RoundPlan, announce: Callable[[str], None]) -> dict[str, object]:
     """Run every stage of the reference and of each variant in turn.

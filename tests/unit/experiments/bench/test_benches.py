@@ -38,8 +38,6 @@ def test_a_round_is_the_sum_of_its_stages_times_how_often_each_runs() -> None:
     ours = {("ours", stage): taken for stage, taken in seconds.items()}
     # 5 clients two at a time take 3 turns; features once a turn: 3 · (10 · 2 + 0.5). The server: 4 · (1 + 5 · 0.25).
     assert whole_round("ours", ours, plan) == {"classify": 30.0, "gan": 61.5, "server": 9.0, "round": 100.5}
-    assert plan.is_extrapolated
-    assert not RoundPlan(measured_epochs=20, measured_iterations=2000).is_extrapolated
 
 
 def test_measurements_are_taken_in_turn_and_their_medians_told() -> None:
@@ -56,8 +54,7 @@ def test_measurements_are_taken_in_turn_and_their_medians_told() -> None:
 
 @pytest.mark.slow
 def test_the_quick_measurements_print_their_ratios_as_json() -> None:
-    one_thread = ["--threads", "1", "--quick", "--json"]
-    run = subprocess.run([*FEDCG, "bench", "round", "--processes", "1", *one_thread], capture_output=True, check=True)
+    run = subprocess.run([*FEDCG, "bench", "round", "--quick", "--json"], capture_output=True, check=True)
     record = data_of(run.stdout)
     assert record["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
     for name in ("equal_maths", "joint_pass", "compact"):
