@@ -292,24 +292,6 @@ def test_a_round_of_few_is_that_of_an_exact_bank_and_one_of_many_that_of_arrival
     assert not equal(aggregated(2, "abc"), aggregated(2, "abc", bank="exact"))
 
 
-def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
-    ctx, (student, *teachers) = teacher_pairs(3)
-    bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
-    shares = crossed.label_shares([(1, 3, 0), (3, 0, 2)])
-    mean_log = sum(
-        shares[i][bank.labels].unsqueeze(1) * teacher_logits(teacher, bank, ctx).log_softmax(1).double()
-        for i, teacher in enumerate(teachers)
-    )
-    assert isinstance(mean_log, torch.Tensor)
-    everybody = every_teacher(teachers, bank, shares[:, bank.labels], ctx)
-    got = []
-    for rows in (slice(0, 6), slice(6, 12)):
-        features, classifier = student[Part.GENERATOR](bank.noise[rows], bank.labels[rows]), student[Part.CLASSIFIER]
-        outputs, mean = crossed.outputs_of(everybody, rows), mean_log.float()[rows]
-        got += crossed.crossed_loss(features, classifier(features), mean, outputs, classifier, Divergence()).tolist()
-    assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
-
-
 @torch.no_grad()
 def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
     # Three clients, labels 0 and 1 present: nine outcomes, the probability of each the product of two shares.
@@ -337,25 +319,3 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
         expected += chance * loss_with(torch.nn.functional.one_hot(winner, 3).t())
     assert torch.allclose(expected, loss_with(shares[:, bank.labels]), atol=1e-5)
     assert not torch.allclose(loss_with(shares[:, bank.labels]), loss_with(torch.zeros(3, 6)), atol=1e-5)
-
-
-@torch.no_grad()
-def crossed_by_hand(student: Pair, teachers: Sequence[Pair], bank: Bank, shares: torch.Tensor) -> list[float]:
-    """Eq. 10-11 row by row, straight from the paper, with no algebra."""
-
-    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
-        return float((p.softmax(0) * (p.softmax(0).log() - q.softmax(0).log())).sum())
-
-    losses = []
-    for row in range(len(bank)):
-        z, y = bank.noise[row : row + 1], bank.labels[row : row + 1]
-        total = 0.0
-        for number, teacher in enumerate(teachers):
-            tau = float(shares[number, int(y)])
-            made, theirs = student[Part.GENERATOR](z, y), teacher[Part.GENERATOR](z, y)
-            rho_i = teacher[Part.CLASSIFIER](theirs)[0]
-            total += tau * kl(student[Part.CLASSIFIER](made)[0], rho_i)
-            total += tau * kl(student[Part.CLASSIFIER](theirs)[0], rho_i)
-            total += tau * kl(teacher[Part.CLASSIFIER](made)[0], rho_i)
-        losses.append(total)
-    return losses
