@@ -229,6 +229,7 @@ def _check_features(asked: Rehearsal, features: torch.Tensor, feature_range: Fea
 
 
 def _check_training(asked: Rehearsal, extractor: nn.Module, classifier: nn.Module, images: torch.Tensor) -> None:
+    @torch.enable_grad()  # a process may measure a model before it trains one
     def step() -> torch.Tensor:
         loss: torch.Tensor = classifier.train()(extractor.train()(images)).square().mean()
         loss.backward()

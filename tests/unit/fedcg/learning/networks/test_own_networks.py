@@ -71,6 +71,7 @@ def test_a_split_neither_registered_nor_allowed_is_not_imported(folder: Path, mo
         complete_spec(plan("fedcg", choice("small_residual")))
 
 
+@torch.no_grad()  # as where a process measures a model before it trains one
 def test_a_registered_split_goes_by_its_name_and_by_its_function(folder: Path) -> None:
     target = documented(folder)
     register_split(folder, "ours", "small_residual", target)
