@@ -257,8 +257,8 @@ def _pairs(guesses: torch.Tensor, truth: torch.Tensor) -> Iterator[tuple[Values,
 
 
 def unit_pixels(images: torch.Tensor) -> torch.Tensor:
-    """[N, C, H, W] uint8 -> float32 in [0, 1]."""
-    return images.float() / 255.0
+    """uint8 -> float32 in [0, 1]; tensors of float32 as they are."""
+    return images.float() / 255.0 if images.dtype == torch.uint8 else images
 
 
 def png(image: torch.Tensor) -> str:
@@ -318,7 +318,7 @@ def trivial_images(view: View, truth: ImageSet, stream: torch.Generator) -> Iter
         truth: the images that are guessed.
         stream: for the noise.
     """
-    form = (view.spec.image.channels, view.spec.image.height, view.spec.image.width)
+    form = view.spec.image.tensor_shape
     yield "clamped noise", torch.randn((len(truth), *form), generator=stream).clamp(0, 1)
     yield "grey", torch.full((len(truth), *form), 0.5)
     if view.auxiliary is None:

@@ -238,7 +238,7 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     spec = recorded.spec
     auxiliary = None
     if options.auxiliary is not None:
-        auxiliary = read_images(options.auxiliary, spec.classes, spec.image).images
+        auxiliary = read_images(options.auxiliary, spec.classes, spec.input).images
     secret = None if options.cohort is None else read_secret(options.cohort)
     view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private)
     truth = read_truth(view, options.data, options.private, options.held_out)

@@ -194,7 +194,7 @@ class Setting(BaseModel):
             "augment_crop": self.crop,
             "min_clients": self.clients,
             "min_cohort": min(self.clients, spec.DEFAULT_MIN_COHORT),
-            "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
+            "input": self.input_form(source).model_dump(mode="json"),
             "network": {
                 "split": self.network,
                 "generator": self.generator,
@@ -221,12 +221,14 @@ class Setting(BaseModel):
         )
         return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
 
-    def image_form(self, mode: Literal["L", "RGB"]) -> spec.ImageForm:
-        """Size and normalisation for grey or colour images."""
-        mean, std = NORMALISATIONS[self.normalise]
-        if mode == "L":
+    def input_form(self, source: Source) -> spec.InputForm:
+        """Size and normalisation for grey or colour images; tensors are not normalised."""
+        form, (mean, std) = source.input_form(self.image_size), NORMALISATIONS[self.normalise]
+        if isinstance(form, spec.TensorForm):
+            return form
+        if form.mode == "L":
             mean, std = ((round(sum(values) / len(values), 3),) for values in (mean, std))
-        return spec.ImageForm(mode=mode, height=self.image_size, width=self.image_size, mean=mean, std=std)
+        return form.model_copy(update={"mean": mean, "std": std})
 
     def all_params(self) -> dict[str, spec.ParameterValue]:
         """The method's parameters that differ from its defaults; `params` has the last word."""

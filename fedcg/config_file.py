@@ -161,14 +161,17 @@ def _key_lines(text: str) -> dict[Place, int]:
 
 def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -> str:
     message = wrong_value(detail)
-    location = tuple(str(step) for step in detail["loc"] if not _OF_A_UNION.search(str(step)))
+    steps = [str(step) for step in detail["loc"]]
+    while steps and _OF_A_UNION.search(steps[-1]):
+        del steps[-1]
+    location, section = tuple(step for step in steps if not _OF_A_UNION.search(step)), section_of(model, steps[:-1])
     first = message.partition(" ")[0]  # a problem between settings begins with the name of one
-    if first in section_of(model, location[:-1]).model_fields and (not location or message.startswith(f"{first} = ")):
+    if first in section.model_fields and (not location or message.startswith(f"{first} = ")):
         location = (*location[:-1], first)
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
     *tables, name = location or ("(file)",)
-    fields = section_of(model, tables).model_fields
-    about = (_bounds(section_of(model, tables), name), fields[name].description) if name in fields else ()
+    fields = section.model_fields
+    about = (_bounds(section, name), fields[name].description) if name in fields else ()
     hint = "; ".join(filter(None, about))
     if detail["type"] == "extra_forbidden":
         message, hint = "there is no such setting", nearest(name, tuple(fields))
@@ -209,9 +212,21 @@ def from_text(model: type[BaseModel], name: str, text: str) -> object:
 
 
 def section_of(model: type[BaseModel], location: Iterable[str]) -> type[BaseModel]:
-    """The model of the table at `location`; the last one on the way where there is none (an item of a list)."""
+    """The model of the table at `location`; the last one on the way where there is none (an item of a list).
+
+    Where a table is of one of several models, the step `[NAME]` behind it names which; without that step it is the first.
+    """
+    kinds: list[type[BaseModel]] = []
     for step in location:
-        field = model.model_fields.get(step)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+        if field := model.model_fields.get(step):
+            kinds = _models(field.annotation)
+            model = next(iter(kinds), model)
+        else:
+            model = next((kind for kind in kinds if step == f"[{kind.__name__}]"), model)
     return model
+
+
+def _models(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 
 MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 256 << 20  # an image at the limit of pixels has 200 MB where nothing compresses it

@@ -16,6 +16,7 @@ from audit.errors import UnknownAttackError
 from audit.evidence import Case, Truth, View
 from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import TensorForm
 from fedcg.wire.parts import Part
 
 
@@ -82,6 +83,7 @@ class Attack:
         carry_out: guesses from the trial's view, scores the guesses against its truth, and yields what it finds; raises nothing for
             a failed guess.
         parts: that have to be in the update. Whether it takes `auxiliary` images, the device's `private` networks, or `held_out` images.
+        images: whether it works on images alone, and not on tensors of other shapes.
         lacking: what else keeps it from being tried on a case, as a sentence with the remedy; None where nothing does.
         not_quick: why a quick audit leaves it out; empty where it does not.
     """
@@ -95,11 +97,14 @@ class Attack:
     auxiliary: bool = False
     private: bool = False
     held_out: bool = False
+    images: bool = False
     lacking: Callable[[Case], str | None] = lambda _: None
     not_quick: str = ""
 
     def lacks(self, case: Case) -> str | None:
         """Why it can't be tried on a case, as a sentence with the remedy; None where it can."""
+        if self.images and isinstance(form := case.view.spec.input, TensorForm):
+            return f"{self.name} works on images, and the inputs are tensors of shape {list(form.shape)}"
         given = case.lacks(auxiliary=self.auxiliary, private=self.private, held_out=self.held_out, parts=self.parts)
         return given or self.lacking(case)
 

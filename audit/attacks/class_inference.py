@@ -346,4 +346,5 @@ ATTACK = Attack(
     parts=frozenset({Part.CLASSIFIER}),
     auxiliary=True,
     lacking=_lacks,
+    images=True,
 )

@@ -326,4 +326,5 @@ ATTACK = Attack(
     parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}),
     held_out=True,
     lacking=_lacks,
+    images=True,
 )

@@ -193,7 +193,7 @@ def _guess(
 
 
 def _form(view: View) -> tuple[int, int, int]:
-    return view.spec.image.channels, view.spec.image.height, view.spec.image.width
+    return view.spec.image.tensor_shape
 
 
 def _of_batches(
@@ -394,4 +394,5 @@ ATTACK = Attack(
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
     lacking=_lacks,
+    images=True,
 )

@@ -168,7 +168,7 @@ def _right(counts: torch.Tensor, batch: ImageSet) -> float:
 def single_class_control(case: Case) -> Control:
     """A batch of one class at an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
     spec = case.view.spec
-    if min(spec.image.height, spec.image.width) >= 16:
+    if len(spec.input.tensor_shape) == 3 and min(spec.input.tensor_shape[1:]) >= 16:
         spec = networks.with_lenet5(spec)
     model, streams = initial_parts(spec, spec_root(spec.seed)), case.streams.at("labels", "single class")
     some = _images_of(case.truth.train, 1, min(_BATCHES))

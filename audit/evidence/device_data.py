@@ -37,7 +37,7 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
         TruthError: they are not those of the update, or the weights are not those of the round.
     """
     spec = view.spec
-    found = read_images(data, spec.classes, spec.image)
+    found = read_images(data, spec.classes, spec.input)
     where = split_source(data, found.entries, spec.classes)
     seen, unseen_rows = (
         [row for row, one in enumerate(found.entries) if (where[one.path] == "train") is is_train]
@@ -45,7 +45,7 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
     )
     train, unseen = found.images.rows(seen), found.images.rows(unseen_rows)
     if held_out is not None:
-        unseen = joined(unseen, read_images(held_out, spec.classes, spec.image).images)
+        unseen = joined(unseen, read_images(held_out, spec.classes, spec.input).images)
     _check_counts(view, train, data)
     if private is None:
         return Truth(train, unseen)

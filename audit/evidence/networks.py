@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from audit.evidence.case import Extractor, View
+from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, Cohort, RoundContext, TrainingParams, Weights
 from fedcg.learning.networks import build_part, load_part, weights_of
@@ -15,7 +16,7 @@ from fedcg.learning.networks.plans import shadow_spec
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, ImageForm, ParameterValue
+from fedcg.learning.spec import FederationSpec, InputForm, ParameterValue
 from fedcg.learning.training.batches import Augmenter, image_tensors, local_batches
 from fedcg.learning.training.losses import cross_entropy
 from fedcg.learning.training.optimisers import adam
@@ -42,17 +43,16 @@ class WholeModel:
     """Extractor and classifier for an attack: pixels in, logits out, differentiable as often as one likes; eval mode.
 
     Attributes:
-        form: the spec's image form: pixels are [N, C, H, W] float32 in [0, 1], normalised inside.
+        form: the spec's input form: pixels are [N, C, H, W] float32 in [0, 1], or tensors as `unit_pixels` gives them; normalised inside.
     """
 
     extractor: nn.Module
     classifier: nn.Module
-    form: ImageForm
+    form: InputForm
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
         """[N, C, H, W] in [0, 1] -> [N, *feature_shape]."""
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.form.mean, self.form.std))
-        features: torch.Tensor = self.extractor((pixels - mean) / std)
+        features: torch.Tensor = self.extractor(normalise(pixels, self.form))
         return features
 
     def logits(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -
     parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
     with lent_generators(0):  # torch's layers draw weights when they are made
         nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
-    return WholeModel(nets[0], nets[1], spec.image)
+    return WholeModel(nets[0], nets[1], spec.input)
 
 
 def estimated_extractor(

@@ -262,7 +262,7 @@ EXAMPLE_PLAN = {
     "classes": ["good", "crack", "pore"],
     "method": "fedcg",
     "rounds": 20,
-    "image": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+    "input": {"mode": "RGB", "height": 32, "width": 32, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
 }
 
 

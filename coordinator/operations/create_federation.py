@@ -142,7 +142,7 @@ def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_
         return []
     except PlanError as error:
         found = str(error).split("\n  ")[1:]  # a split that refuses the example's images may take the plan's
-        return [line for line in found if "image" not in fields or not line.startswith("network.split")]
+        return [line for line in found if "input" not in fields or not line.startswith("network.split")]
     return []
 
 

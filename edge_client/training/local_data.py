@@ -21,7 +21,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.method import Progress, silent
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, image_form
 from fedcg.wire.messages.schemas import DeclineReason
 
 
@@ -56,19 +56,20 @@ class LocalDefence:
         """The defence with its parameters; empty without one."""
         return defence_label(self.section.defence, self.section.defence_params)
 
-    def apply(self, federation: str, images: ImageSet, progress: Progress) -> ImageSet:
+    def apply(self, spec: FederationSpec, images: ImageSet, progress: Progress) -> ImageSet:
         """The images to train on in place of the real ones; those themselves without a defence.
 
         Raises:
-            LearningError: the defence can't be had with these images, or its weights can't be read.
+            LearningError: the defence can't be had with these images, or with tensors, or its weights can't be read.
             DivergedError: its training diverged.
             OSError: the store can't be written.
         """
         if self.section.defence is None:
             return images
         defence, params = defence_of(self.section.defence, self.section.defence_params)
+        image_form(spec.input, self.label)
         started = time.monotonic()
-        made = defence.apply(images, params, self._where(federation, progress))
+        made = defence.apply(images, params, self._where(spec.federation, progress))
         made.keep_picture(self.store.defence_folder)
         self.events.write(
             "defended",
@@ -91,7 +92,7 @@ class LocalDefence:
         defence, params = defence_of(self.section.defence, self.section.defence_params)
         if defence.input_layer is None:
             return None
-        size = spec.image.channels, spec.image.height, spec.image.width
+        size = spec.image.tensor_shape
         return defence.input_layer(params, self._where(spec.federation, silent), size)
 
     def _where(self, federation: str, progress: Progress) -> DefencePlace:
@@ -176,7 +177,7 @@ class LocalData:
         return self._defended[1]
 
     def _defend(self, defence: LocalDefence, data: RoundData, spec: FederationSpec, progress: Progress) -> RoundData:
-        train, layer = defence.apply(spec.federation, data.train, progress), defence.input_layer(spec)
+        train, layer = defence.apply(spec, data.train, progress), defence.input_layer(spec)
         val, test = (one if layer is None else layer.seen(one) for one in (data.val, data.test))
         snapshot = replace(data.snapshot, defence=defence.label, defended=train.digest())
         return RoundData(train, val, test, snapshot)
@@ -211,14 +212,14 @@ class LocalData:
         if self.common is None:
             return None
         if self._common_set is None or self._common_set[0] != spec.digest:
-            self._common_set = (spec.digest, read_images(self.common, spec.classes, spec.image))
+            self._common_set = (spec.digest, read_images(self.common, spec.classes, spec.input))
         return self._common_set[1]
 
     def _take(self, spec: FederationSpec) -> RoundData:
         listing = self._list(spec)
         if self._loaded is not None and listing == self._listing:
             return self._loaded[1]
-        found = read_images(self.root, spec.classes, spec.image)
+        found = read_images(self.root, spec.classes, spec.input)
         self.on_skipped(found.skipped)
         data = _divide(found.images, found.entries, _snapshot_of(self.root, found.entries, spec))
         if len(data.train) < 2:
@@ -229,7 +230,7 @@ class LocalData:
     def _load(self, spec: FederationSpec, snapshot: Snapshot) -> RoundData:
         self._listing = None
         images, entries = load_folder(
-            self.root, spec.classes, spec.image, subset=[file.path for file in snapshot.files]
+            self.root, spec.classes, spec.input, subset=[file.path for file in snapshot.files]
         )
         for entry, file in zip(entries, snapshot.files, strict=True):
             if entry.sha256 != file.sha256 or entry.label != file.label:

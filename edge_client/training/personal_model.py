@@ -128,7 +128,7 @@ def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> f
     if not files:
         return None
     model = Model.load(directory, threads=work.threads)
-    predicted = model.predict([load_image(file, model.manifest.image) for file in files]).argmax(axis=1)
+    predicted = model.predict([load_image(file, model.manifest.input) for file in files]).argmax(axis=1)
     return float((predicted == labels).mean())
 
 

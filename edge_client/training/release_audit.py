@@ -130,7 +130,7 @@ def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
     if root is None:
         return None
     try:
-        return read_images(root, spec.classes, spec.image).images
+        return read_images(root, spec.classes, spec.input).images
     except DataError as error:
         raise RoundError(DeclineReason.WITHHELD, f"[audit] auxiliary: {error}; nothing was sent") from error
 

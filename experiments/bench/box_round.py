@@ -55,7 +55,7 @@ def measure(plan: BoxRound, announce: Callable[[str], None]) -> dict[str, Any]:
     asked = FederationPlan(
         federation="bench",
         classes=_CLASSES,
-        image=image,
+        input=image,
         network=plan.network,
         method=plan.method,
         params={"epochs": plan.epochs, "batch_size": plan.batch},

@@ -107,7 +107,7 @@ def context_of(setting: Setting, steps: int) -> RoundContext:
     plan = FederationPlan(
         federation="bench",
         classes=_CLASSES,
-        image=_COLOUR,
+        input=_COLOUR,
         network=setting.network,
         method="fedcg",
         params={"steps": steps, "batch_size": setting.batch, "discriminator_passes": setting.passes},

@@ -67,7 +67,7 @@ def measure(split: str, load: Load, announce: Callable[[str], None]) -> dict[str
     spec = FederationSpec(
         federation="bench",
         classes=tuple(map(str, range(10))),
-        image=ImageForm(mode="RGB", height=load.side, width=load.side, mean=(0.5,) * 3, std=(0.25,) * 3),
+        input=ImageForm(mode="RGB", height=load.side, width=load.side, mean=(0.5,) * 3, std=(0.25,) * 3),
         network=NetworkChoice(split=split),
         method="fedcg",
         params={},

@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments import settings
 from experiments.errors import OptionError
 from fedcg.child_python import loading
-from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.spec import image_form, plan_from_mapping
 from fedcg.learning.split_names import is_projected
 from fedcg.terminal import print_data
 
@@ -108,7 +108,9 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
         chosen |= settings.DEMO_NETWORKS.get(values["method"], {})
     setting = settings.Setting.model_validate({**chosen, **beside})
     settings.check(setting)
-    plan = setting.plan(setting.source())  # finds data, and a backbone's weights
+    source = setting.source()
+    image_form(source.input_form(setting.image_size), "a demo")
+    plan = setting.plan(source)  # finds data, and a backbone's weights
     if is_projected(setting.network):
         from fedcg.learning.networks.plans import complete_spec
 

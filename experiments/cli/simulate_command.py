@@ -37,7 +37,7 @@ from fedcg.learning.method import silent
 from fedcg.learning.privacy import PrivacySettings, parse_mechanisms
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.spec import image_form, plan_from_mapping
 from fedcg.terminal import print_data
 
 if TYPE_CHECKING:
@@ -241,9 +241,9 @@ def _check_defence(setting: RunSetting, source: Source) -> None:
         return
     defence, params = defence_of(setting.defence, setting.defence_params)
     if defence.check is not None:
-        form, streams = setting.image_form(source.image_form(setting.image_size).mode), Streams(b"")
+        form, streams = image_form(setting.input_form(source), setting.defence), Streams(b"")
         place = DefencePlace(streams, silent, cohort=None if setting.start == "public" else streams)
-        defence.check(params, place, (form.channels, form.height, form.width))
+        defence.check(params, place, form.tensor_shape)
 
 
 def _check_device(device: str) -> None:

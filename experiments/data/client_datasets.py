@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -14,33 +14,34 @@ from experiments.data.deal import ClientPictures, DealOptions, deal_out, draw_un
 from experiments.data.source import Picture, PicturesPerClass, RowPicture, Source
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import split_by_hash
-from fedcg.learning.data.sources import decode_image, fit_pixels
+from fedcg.learning.data.sources import decode_image, empty_rows, fit_row
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.simulation.party import ClientData
-from fedcg.learning.spec import ImageForm
+from fedcg.learning.spec import ImageForm, InputForm
 
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """One picture's pixels, [C, H, W] uint8, and the sha256 of its image file; None where it is not needed."""
+    """One picture's pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; None where it is not needed."""
 
-    pixels: NDArray[np.uint8]
+    pixels: NDArray[Any]
     sha256: str | None
 
 
-def decode(picture: Picture, form: ImageForm, *, is_hashed: bool) -> Decoded | SkippedImage:
+def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | SkippedImage:
     """Decode a picture into a form, or give the reason why it can't be decoded.
 
     Args:
         picture: any.
-        form: the spec's image form.
+        form: the spec's input form.
         is_hashed: whether the sha256 of its image file is needed; of an array's row there is none until it is made.
     """
     try:
         if isinstance(picture, RowPicture):
             digest = hashlib.sha256(picture.content()).hexdigest() if is_hashed else None
-            return Decoded(fit_pixels(picture.images[picture.row], form), digest)
+            return Decoded(fit_row(picture.images[picture.row], form), digest)
+        assert isinstance(form, ImageForm)
         content = picture.content()
         return Decoded(decode_image(content, form, picture.where), hashlib.sha256(content).hexdigest())
     except (DataError, OSError) as error:
@@ -58,7 +59,7 @@ class Cohort:
     Attributes:
         clients: by id, in id order.
         common: one test set for all.
-        public: [N, C, H, W] uint8 without labels for the server, or None.
+        public: [N, *tensor_shape] without labels for the server, or None.
         classes: class names in label order.
         skipped: images that were left out, in the order in which they were met.
         domains: client id to the name of its domain; empty unless the partition is by domain.
@@ -72,12 +73,12 @@ class Cohort:
     domains: Mapping[str, str] | None = None
 
 
-def build_cohort(source: Source, form: ImageForm, options: DealOptions) -> Cohort:
+def build_cohort(source: Source, form: InputForm, options: DealOptions) -> Cohort:
     """Deal a source out and decode what was dealt.
 
     Args:
         source: the images.
-        form: the spec's image form.
+        form: the spec's input form.
         options: what decides who gets what.
 
     Raises:
@@ -94,12 +95,12 @@ def build_cohort(source: Source, form: ImageForm, options: DealOptions) -> Cohor
     return Cohort(datasets, common, public, deal.classes, reader.skipped, domains)
 
 
-def unheld_images(source: Source, form: ImageForm, options: DealOptions, most: int) -> ImageSet:
+def unheld_images(source: Source, form: InputForm, options: DealOptions, most: int) -> ImageSet:
     """At most `most` images of a source, drawn by the deal's seed, that no client holds; the common test set where there are none.
 
     Args:
         source: the images.
-        form: the spec's image form.
+        form: the spec's input form.
         options: what decided who got what.
         most: images.
     """
@@ -130,7 +131,7 @@ class _Read:
 class _Reader:
     """Reads pictures into image sets and remembers which it could not read."""
 
-    def __init__(self, form: ImageForm, classes: tuple[str, ...]) -> None:
+    def __init__(self, form: InputForm, classes: tuple[str, ...]) -> None:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
         self._unhashed: dict[
@@ -158,11 +159,11 @@ class _Reader:
         return read
 
     def unlabelled(self, pictures: Sequence[Picture]) -> torch.Tensor:
-        """Decode pictures in the order given: [N, C, H, W] uint8."""
+        """Decode pictures in the order given: [N, *tensor_shape]."""
         return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
 
     def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:
-        pixels = np.empty((len(named), self._form.channels, self._form.height, self._form.width), dtype=np.uint8)
+        pixels = empty_rows(len(named), self._form)
         entries: list[FileEntry] = []
         for path, label, picture in named:
             found = decode(picture, self._form, is_hashed=is_hashed)

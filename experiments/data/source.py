@@ -14,16 +14,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from experiments.errors import SourceError
-from fedcg.learning.data.array_files import ArrayData, LabelledImages
+from fedcg.learning.data.array_files import ArrayData, LabelledImages, holds_images
 from fedcg.learning.data.sources import read_arrays, read_image
 from fedcg.learning.errors import DataError
-from fedcg.learning.spec import ImageForm
+from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
 Pixels = NDArray[np.uint8]
 
@@ -65,14 +66,14 @@ class RowPicture:
     """A row of an array that came out of one file.
 
     Attributes:
-        images: [N, H, W] or [N, H, W, 3] uint8, shared by all rows.
+        images: [N, H, W] or [N, H, W, 3] uint8, or tensors [N, ...], shared by all rows.
         row: which.
         origin: the file, for messages.
         stem: begins the name, so that rows of several arrays stay apart in one folder.
         compression: zlib level of the PNG. 0 stores: the same bytes with every build of zlib, and fast.
     """
 
-    images: Pixels
+    images: NDArray[Any]
     row: int
     origin: str
     stem: str = ""
@@ -88,8 +89,15 @@ class RowPicture:
         """File and row."""
         return f"{self.origin}#{self.row}"
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is no image."""
+        return not holds_images(self.images.shape, self.images.dtype)
+
     def content(self) -> bytes:
-        """The image as a PNG file, without loss."""
+        """The image as a PNG file, without loss; of a tensor its numbers."""
+        if self.is_tensor:
+            return bytes(self.images[self.row].tobytes())
         buffer = io.BytesIO()
         Image.fromarray(self.images[self.row]).save(buffer, "PNG", compress_level=self.compression)
         return buffer.getvalue()
@@ -105,7 +113,7 @@ PicturesPerClass = tuple[tuple[Picture, ...], ...]
 
 
 def rows_per_class(
-    images: Pixels, labels: NDArray[np.int64], classes: int, origin: str, *, stem: str = "", compression: int = 0
+    images: NDArray[Any], labels: NDArray[np.int64], classes: int, origin: str, *, stem: str = "", compression: int = 0
 ) -> PicturesPerClass:
     """The rows of an array as pictures, per class and in row order."""
     return tuple(
@@ -141,8 +149,12 @@ class Source:
     val: PicturesPerClass | None = None
     domains: tuple[Source, ...] = ()
 
-    def image_form(self, size: int) -> ImageForm:
-        """The form that fits these images at size x size pixels: grey if the first ones all are, else colour."""
+    def input_form(self, size: int) -> InputForm:
+        """The form that fits these tensors, or these images at size x size pixels: grey if the first ones all are, else colour."""
+        first = next(_firsts(self.train))
+        if isinstance(first, RowPicture) and first.is_tensor:
+            shape, kind = first.images.shape[1:], str(first.images.dtype)
+            return TensorForm.model_validate({"kind": "tensor", "shape": shape, "dtype": kind})
         parts = self.domains or (self,)
         grey = all(
             _is_grey(picture)

@@ -39,7 +39,7 @@ def simulated_party(run: RunSetting, source: Source) -> Party:
         SourceError: as `party_of`, or the images can't be dealt out.
     """
     spec = complete_spec(plan_from_mapping(run.plan(source)))
-    return party_of(run, spec, build_cohort(source, spec.image, run.deal()))
+    return party_of(run, spec, build_cohort(source, spec.input, run.deal()))
 
 
 def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:

@@ -30,6 +30,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ATTEMPT, ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
+from fedcg.learning.spec import ImageForm, InputForm
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
@@ -86,7 +87,7 @@ class RecordedUpdates:
         self._write_images(self._folder / _TRUTH, self._party.datasets)
         if real:
             self._write_images(self._folder / _TRUTH / REAL, real)
-        replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary)))
+        replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary, self._party.spec.input)))
         cohort = self._party.roots.cohort.hex() if setting.start == "cohort" else None
         initial = {"format": _FORMAT, "start": setting.start, "cohort_root": cohort}
         replace_durably(self._folder / _INITIAL_FILE, json.dumps(initial))
@@ -95,7 +96,7 @@ class RecordedUpdates:
         folder.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
         for client, data in datasets.items():
             if len(data.train):  # an .npz without training images can't be read, and nothing was sent either
-                replace_durably(folder / f"{client}.npz", _npz(_client_arrays(data)))
+                replace_durably(folder / f"{client}.npz", _npz(_client_arrays(data, self._party.spec.input)))
 
     def add(self, now: Simulation) -> None:
         """Record the round that was just done, if it is one of those that are kept.
@@ -197,7 +198,7 @@ def _report(client: str, now: Simulation) -> Report:
     return report.model_copy(update={"accuracy": curve[-1].accuracy}) if is_measured else report
 
 
-def _client_arrays(data: ClientData) -> dict[str, Any]:
+def _client_arrays(data: ClientData, form: InputForm) -> dict[str, Any]:
     """What the client trained on, and the images that no training saw, as validation and test images.
 
     Both of these are there where there are two such images: a device divides a source that lacks one of them itself.
@@ -210,13 +211,17 @@ def _client_arrays(data: ClientData) -> dict[str, Any]:
     val = max(1, len(data.val)) if len(data.test) else len(unseen) // 2
     parts = {"train": data.train, "val": unseen.rows(range(val)), "test": unseen.rows(range(val, len(unseen)))}
     return {
-        name: array for part, images in parts.items() if len(images) for name, array in _arrays(part, images).items()
+        name: array
+        for part, images in parts.items()
+        if len(images)
+        for name, array in _arrays(part, images, form).items()
     }
 
 
-def _arrays(part: str, images: ImageSet) -> dict[str, Any]:
-    """Images as [N, H, W, C] uint8 and labels as [N] int64, by their names in an `.npz`."""
-    return {f"x_{part}": images.images.permute(0, 2, 3, 1).cpu().numpy(), f"y_{part}": images.labels.cpu().numpy()}
+def _arrays(part: str, images: ImageSet, form: InputForm) -> dict[str, Any]:
+    """Images as [N, H, W, C] uint8, or tensors as they are, and labels as [N] int64, by their names in an `.npz`."""
+    inputs = images.images.permute(0, 2, 3, 1) if isinstance(form, ImageForm) else images.images
+    return {f"x_{part}": inputs.cpu().numpy(), f"y_{part}": images.labels.cpu().numpy()}
 
 
 def _npz(arrays: Mapping[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.own_backbone import keeps_features
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.simulation import NONE_TRAINED, Schedule, Simulation, beginning
-from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
+from fedcg.learning.spec import FederationSpec, InputForm, plan_from_mapping
 
 FAILURES_FILE = "failures.json"
 
@@ -64,7 +64,7 @@ class Runs:
         self._dealing = Lock()
         # The last ones are kept: the next run is mostly another method on the same images.
         self._opened: tuple[str, Source] | None = None
-        self._dealt: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
+        self._dealt: tuple[tuple[str, DealOptions, InputForm], Cohort] | None = None
         self._defended: tuple[object, Cohort, Facts] | None = None
         self._featured: tuple[object, Cohort] | None = None
 
@@ -139,10 +139,10 @@ class Runs:
             self._opened = setting.data, setting.source()
         source, deal = self._opened[1], setting.deal()
         spec = complete_spec(plan_from_mapping(setting.plan(source)))
-        key = setting.data, deal, spec.image
+        key = setting.data, deal, spec.input
         if self._dealt is None or self._dealt[0] != key:
             self._dealt = None  # two of them need not fit into memory
-            self._dealt = key, build_cohort(source, spec.image, deal)
+            self._dealt = key, build_cohort(source, spec.input, deal)
         return spec, self._dealt[1]
 
     def _defence_of(self, setting: RunSetting, cohort: Cohort) -> tuple[Cohort, Facts]:
@@ -182,7 +182,7 @@ class Runs:
     def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
         """Images of the opened source that no client holds."""
         assert self._opened is not None
-        return unheld_images(self._opened[1], spec.image, setting.deal(), MAX_AUXILIARY)
+        return unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
 
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
         return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)

@@ -85,7 +85,7 @@ def pass_gate(
 
 
 def _right(model: Model, files: Sequence[Path], names: Sequence[str]) -> float:
-    pictures = [load_image(file, model.manifest.image) for file in files]
+    pictures = [load_image(file, model.manifest.input) for file in files]
     guessed = [model.manifest.classes[index] for index in model.predict(pictures).argmax(axis=1)]
     return float(np.mean([guess == name for guess, name in zip(guessed, names, strict=True)]))
 
@@ -162,7 +162,7 @@ def _manifest(
         round=round_number,
         spec=spec.digest,
         classes=spec.classes,
-        image=spec.image,
+        input=spec.image,
         takes=takes,
         model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
         metrics=dict(metrics),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from export.model.runtime import INPUT_NAME, NETWORK_INPUT
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 
 if TYPE_CHECKING:
     import onnx

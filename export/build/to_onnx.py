@@ -25,8 +25,8 @@ from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError, VerificationError
 from export.model.manifest import Takes, Verification
 from export.model.runtime import INPUT_NAME, NETWORK_INPUT, OUTPUT_NAMES, Floats, Predictor, load_image
-from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels, fit_pixels
+from fedcg.input_form import ImageForm, TensorForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec
@@ -91,9 +91,12 @@ def export_personal(
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
-        ConversionError: no exporter can write this network.
+        ConversionError: no exporter can write this network, or its inputs are tensors.
     """
     import onnx
+
+    if isinstance(spec.input, TensorForm):
+        raise ConversionError(f"models of tensors, here of shape {list(spec.input.shape)}, can't be exported yet")
 
     model = Served(personal_model(spec, parts, before=before)).eval()
     proto, exporter = _convert(model, spec)
@@ -163,7 +166,7 @@ def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, t
     proto.producer_name, proto.doc_string = "fedcg-edge", ""
     properties = {
         "classes": json.dumps(spec.classes),
-        "image": form.model_dump_json(),
+        "input": form.model_dump_json(),
         "takes": takes,
         "federation": spec.federation,
         "round": str(round_number),

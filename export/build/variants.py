@@ -89,7 +89,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
     """
     manifest = read_manifest(directory)
     plain = read_model(directory, manifest, manifest.model)
-    calibration = [runtime.normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
+    calibration = [runtime.normalise(one[None], manifest.input) for one in held_out.calibration[:CALIBRATION_IMAGES]]
     candidates, refused = [_load("fp32", plain, manifest, threads)], []
     for name, convert in _CONVERSIONS.items():
         try:
@@ -331,7 +331,7 @@ def verify_variants(
     tried = [one for one in manifest.variants if one.file is not None and one.name != "fp32"]
     if not files or not tried:
         return manifest
-    pictures, right = [runtime.load_image(file, manifest.image) for file in files], np.asarray(labels)
+    pictures, right = [runtime.load_image(file, manifest.input) for file in files], np.asarray(labels)
     plain = _logits(directory, manifest, Variant(name="fp32", file=manifest.model), pictures, threads)
     checks = {
         one.name: _compared(one, _logits(directory, manifest, one, pictures, threads), plain, right) for one in tried

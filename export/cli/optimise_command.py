@@ -77,9 +77,9 @@ def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
     from export.model.image_files import labelled_images
 
     manifest, _ = read_all(ModelVersions(root).current())
-    pictures, labels = labelled_images(images, manifest.classes, manifest.image)
+    pictures, labels = labelled_images(images, manifest.classes, manifest.input)
     if calibration is not None:
-        ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
+        ranges, _ = labelled_images(calibration, manifest.classes, manifest.input, CALIBRATION_IMAGES)
         return HeldOut(pictures, labels, ranges)
     judging = [number for number in range(len(pictures)) if number % 4]
     return HeldOut([pictures[number] for number in judging], [labels[number] for number in judging], pictures[::4])

@@ -14,8 +14,8 @@ from export.errors import InputError
 from export.model.runtime import Guess, Model, load_image
 from fedcg.errors import NOT_FOUND
 from fedcg.event_log import log_text
-from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels, is_named_as_image
+from fedcg.input_form import ImageForm
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 BAR_FROM = 50  # a bar for fewer images only flickers
@@ -73,7 +73,7 @@ def classify_files(
             batch, loaded = files[start : start + _BATCH], []
             for file in batch:
                 try:
-                    loaded.append((file, load_image(file, model.manifest.image, max_pixels)))
+                    loaded.append((file, load_image(file, model.manifest.input, max_pixels)))
                 except InputError as error:  # noqa: PERF203 - decoding takes far longer
                     failures.append(error)
             if loaded:

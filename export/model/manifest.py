@@ -20,7 +20,7 @@ from export.errors import ExportError, InputError, ManifestError, ModelError, Ta
 from fedcg.config_file import problems_in_words
 from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, replace_durably
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 
 if TYPE_CHECKING:
     from fedcg.wire.messages.envelopes import VerifyKey
@@ -319,7 +319,7 @@ class Manifest(_Frozen):
 
     Attributes:
         takes: "pixels" is uint8 [batch, any height, any width, channels], preprocessing inside; "normalised" is float32
-            [batch, channels, height, width] at the size of `image`, `(x / 255 - mean) / std` of its pixels: preprocessing outside.
+            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels: preprocessing outside.
     """
 
     format: Literal[2] = 2
@@ -327,7 +327,7 @@ class Manifest(_Frozen):
     round: Annotated[int, Field(ge=0)]
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
-    image: ImageForm
+    input: ImageForm
     takes: Takes
     model: ModelFile
     metrics: dict[str, Finite] = {}

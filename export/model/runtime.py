@@ -22,8 +22,8 @@ from export.errors import InputError, ManifestError
 from export.model.manifest import Accept, Manifest, Takes, Variant, read_model, read_signed
 from export.model.versions import engines_of, resolve
 from fedcg.errors import NOT_FOUND
-from fedcg.image_form import ImageForm
 from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
+from fedcg.input_form import ImageForm
 
 
 def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
@@ -241,9 +241,8 @@ class Predictor:
     def _check_form(self, name: str) -> None:
         """Check the image form in the file's metadata; shapes are not enough, because a model takes pixels of any size."""
         form = self._form
-        sizes: dict[str, object] = {"mode": form.mode, "height": form.height, "width": form.width}
-        wanted = sizes | {"mean": list(form.mean), "std": list(form.std)}
-        stated = self._session.get_modelmeta().custom_metadata_map.get("image", "")
+        wanted = form.model_dump(mode="json")
+        stated = self._session.get_modelmeta().custom_metadata_map.get("input", "")
         try:
             is_right = json.loads(stated) == wanted
         except ValueError:
@@ -270,7 +269,7 @@ def predictor_of(
     """
     return Predictor(
         content,
-        manifest.image,
+        manifest.input,
         len(manifest.classes),
         takes=manifest.takes,
         name=name or form.name,
@@ -376,7 +375,7 @@ class Model:
             InputError: no such file, not an image, damaged, or over the pixel limit.
         """
         source = Path(image) if isinstance(image, str) else image
-        [probabilities] = self.predict([load_image(source, self.manifest.image, max_pixels)])
+        [probabilities] = self.predict([load_image(source, self.manifest.input, max_pixels)])
         return self.top(probabilities, top)
 
     def top(self, probabilities: Floats, count: int) -> tuple[Guess, ...]:

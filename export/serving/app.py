@@ -176,7 +176,7 @@ class Service:
     async def _answer(
         self, predict: Predict, served: Model, content: bytes, content_type: str
     ) -> tuple[list[NamedImage], Floats]:
-        decode = partial(read_images, content, content_type, served.manifest.image, self.limits)
+        decode = partial(read_images, content, content_type, served.manifest.input, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
             return images, await predict(served, [pixels for _, pixels in images])

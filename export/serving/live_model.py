@@ -39,7 +39,7 @@ def is_comparable(model: Model, current: Model) -> bool:
     accuracies say how often both should agree.
     """
     forms = [
-        (sorted(one.manifest.classes), one.manifest.image.mode, one.manifest.image.shape) for one in (model, current)
+        (sorted(one.manifest.classes), one.manifest.input.mode, one.manifest.input.shape) for one in (model, current)
     ]
     is_same_order = model.manifest.classes == current.manifest.classes
     return forms[0] == forms[1] and (is_same_order or _floor(model, current) > 0)

@@ -177,7 +177,7 @@ class MqttServer:
         if not payload:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
-        images = read_images(payload, kind, served.manifest.image, self._limits)
+        images = read_images(payload, kind, served.manifest.input, self._limits)
         pixels = [one for _, one in images]
         try:
             rows = served.predict(pixels)

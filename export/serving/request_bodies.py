@@ -12,8 +12,8 @@ import numpy as np
 from pydantic_core import from_json
 
 from export.errors import QueueFullError, RefusedError
-from fedcg.image_form import ImageForm
 from fedcg.imaging import ImageError, Pixels, TooManyPixelsError, decode_image
+from fedcg.input_form import ImageForm
 from fedcg.text_output import wrong_value
 
 JSON_TYPE = "application/json"

@@ -1,4 +1,4 @@
-"""Decoded images with their labels, the files that they came from, and those that could not be read."""
+"""Decoded images, or tensors in their place, with their labels, the files that they came from, and those that could not be read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ImageSet:
     """Decoded images and their labels.
 
     Attributes:
-        images: [N, C, H, W] uint8; [N, K] float32 where a frozen backbone's features stand for them.
+        images: [N, *tensor_shape] uint8 or float32, of images [N, C, H, W] uint8; [N, K] float32 where a frozen backbone's features stand
+            for them.
         labels: [N] int64, indices into `classes`.
         classes: class names in the spec's order.
     """

@@ -15,7 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
 
 from fedcg.config_file import Settings
-from fedcg.image_form import ImageForm as ImageForm
+from fedcg.input_form import ImageForm as ImageForm
+from fedcg.input_form import InputForm as InputForm
+from fedcg.input_form import TensorForm as TensorForm
+from fedcg.learning.errors import LearningError
 from fedcg.wire import parts
 
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
@@ -73,18 +76,6 @@ def check_crop(pixels: int, side: int) -> int:
 
 class _Frozen(Settings):
     model_config = ConfigDict(allow_inf_nan=False)  # it is JSON, which has neither
-
-
-# Fields that came later, and what a spec without them means.
-_EARLIER_VALUES: dict[str, object] = {
-    "augment_crop": 0,
-    "aggregate_codec": "f32",
-    "with_base": [],
-    "sealed": [],
-    "sealed_range": None,
-    "alternates": False,
-}
-_EARLIER_NETWORK_VALUES: dict[str, object] = {"weights": None, "freeze": "none", "backbones": []}
 
 
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@+-]{1,200}$")]
@@ -178,9 +169,23 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _within_image(pixels: int, info: ValidationInfo) -> int:
-    form = info.data.get("image")
-    return check_crop(pixels, min(form.height, form.width)) if form else pixels
+def _for_images(pixels: int, info: ValidationInfo) -> int:
+    """What changes images, on or off or a number of pixels; tensors have nothing of the kind."""
+    form = info.data.get("input")  # missing where it is wrong itself
+    if pixels and isinstance(form, TensorForm):
+        raise ValueError("changes images, and the inputs are tensors: leave it out")
+    return check_crop(pixels, min(form.height, form.width)) if pixels and form else pixels
+
+
+def image_form(form: ImageForm | TensorForm, who: str = "this") -> ImageForm:
+    """A form of images, for `who` works on images alone.
+
+    Raises:
+        LearningError: it is one of tensors.
+    """
+    if isinstance(form, TensorForm):
+        raise LearningError(f"{who} needs images, not tensors of shape {list(form.shape)}")
+    return form
 
 
 class FederationSpec(_Frozen):
@@ -201,7 +206,7 @@ class FederationSpec(_Frozen):
     format: Literal[1] = 1
     federation: _FederationId
     classes: _Classes
-    image: ImageForm
+    input: InputForm
     network: NetworkChoice
     method: _MethodName
     params: dict[str, ParameterValue]
@@ -220,22 +225,25 @@ class FederationSpec(_Frozen):
     sealed_range: Annotated[float | None, Field(gt=0, le=parts.MAX_NUMBER)] = None
     alternates: bool = False
 
-    _crop_fits = field_validator("augment_crop")(_within_image)
+    _fit_images = field_validator("augment_flip", "augment_crop")(_for_images)
 
     def canonical(self) -> bytes:
-        """The bytes that name this spec: sorted-key JSON without spaces, and without later fields that have the value of before."""
-        values = self.model_dump(mode="json")
-        # Specs that were founded before these fields keep their bytes, and so their name.
-        for fields, earlier in ((values, _EARLIER_VALUES), (values["network"], _EARLIER_NETWORK_VALUES)):
-            for name, always in earlier.items():
-                if fields[name] == always:
-                    del fields[name]
-        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        """The bytes that name this spec: sorted-key JSON without spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def digest(self) -> str:
         """The sha256 of `canonical()`, in hex."""
         return hashlib.sha256(self.canonical()).hexdigest()
+
+    @property
+    def image(self) -> ImageForm:
+        """`input`, for what works on images alone.
+
+        Raises:
+            LearningError: the inputs are tensors.
+        """
+        return image_form(self.input)
 
     @property
     def class_count(self) -> int:
@@ -377,7 +385,7 @@ class FederationPlan(RoundPolicy):
 
     federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]
     classes: Annotated[_Classes, Field(description="class names in their order; folders of images have these names")]
-    image: ImageForm
+    input: InputForm
     network: NetworkChoice = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
     params: dict[str, ParameterValue] = Field({}, description="of the method: `fedcg method show NAME`")
@@ -404,7 +412,12 @@ class FederationPlan(RoundPolicy):
     ] = 64.0
 
     _classes_differ = field_validator("classes")(_each_once)
-    _crop_fits = field_validator("augment_crop")(_within_image)
+    _fit_images = field_validator("augment_flip", "augment_crop")(_for_images)
+
+    @property
+    def image(self) -> ImageForm:
+        """As `FederationSpec.image`."""
+        return image_form(self.input)
 
 
 def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
@@ -417,4 +430,4 @@ def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
 
 
 NetworkSpec = FederationSpec | FederationPlan
-"""What networks are built from: both have network, image and classes."""
+"""What networks are built from: both have network, input and classes."""

@@ -259,7 +259,7 @@ README = Path(__file__).parents[2] / "README.md"
 DEVICE = "site-1"
 PLAN = (
     f'federation = "shapes"\nclasses = {json.dumps(CLASSES)}\nmethod = "fedsplit"\nrounds = 200\nmin_clients = 1\nmin_cohort = 1\n'
-    '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n[network]\nsplit = "lenet5_relu"\n'
+    '[input]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n[network]\nsplit = "lenet5_relu"\n'
     "[params]\nepochs = 1\n"
 )
 

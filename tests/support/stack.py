@@ -151,7 +151,7 @@ class Stack:
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
             f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\nmin_cohort = 1\n"
             f"{f'deadline_s = {self.deadline_s}' if self.deadline_s else ''}\nsealed = {json.dumps(list(self.sealed))}\n"
-            f'[image]\nmode = "L"\nheight = {side}\nwidth = {side}\nmean = [{mean}]\nstd = [{std}]\n'
+            f'[input]\nmode = "L"\nheight = {side}\nwidth = {side}\nmean = [{mean}]\nstd = [{std}]\n'
             f'[network]\nsplit = "{self.split}"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n{frozen}'
             f"[params]\n{params}\n"
         )

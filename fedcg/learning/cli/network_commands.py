@@ -137,7 +137,7 @@ def _plan(network: dict[str, str | int], side: int, channels: int, classes: int)
     return {
         "federation": "sizes",
         "classes": [str(label) for label in range(classes)],
-        "image": {"mode": _MODES[channels], "height": side, "width": side, "mean": mean, "std": std},
+        "input": {"mode": _MODES[channels], "height": side, "width": side, "mean": mean, "std": std},
         "network": network,
         "method": "local",
         "rounds": 1,

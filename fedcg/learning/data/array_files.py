@@ -5,7 +5,8 @@ Torch-free; every size is bounded before memory is taken.
 IDX files, the form of MNIST and its family (Fashion-MNIST, KMNIST, EMNIST, QMNIST): a magic number, big-endian sizes, bytes. A folder holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same with `t10k-` (or `test-`), each also as `.gz`,
 with a name in front where the set has one (`emnist-digits-train-images-idx3-ubyte`).
 
-`.npz` files: `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras' `x_train`.
+`.npz` files: `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras' `x_train`. Tensors
+of other shapes than images, uint8 or float32, come in the same files; `inputs` is another name of `images`.
 
 The sizes that the archive and each array's header declare are checked against each other and against the limit before a byte
 is unpacked, and never is more unpacked than declared. Objects (pickles) are refused.
@@ -16,14 +17,16 @@ import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.errors import DataError
 
 # The largest public set of this kind, EMNIST by class, has 814,255 images and 640 MB; more than this is a mistake or an attack.
@@ -37,12 +40,12 @@ class LabelledImages:
     """One part of a data set.
 
     Attributes:
-        images: [N, H, W] (grey) or [N, H, W, 3] uint8.
+        images: [N, H, W] (grey) or [N, H, W, 3] uint8; of tensors [N, ...] uint8 or float32, all numbers finite.
         labels: [N] int64, not negative.
         file: the file of the images, for messages and names.
     """
 
-    images: NDArray[np.uint8]
+    images: NDArray[Any]
     labels: NDArray[np.int64]
     file: Path
 
@@ -91,11 +94,34 @@ def checked_shape(shape: tuple[int, ...], where: Path) -> int:
     return size
 
 
-def labelled(images: NDArray[np.uint8], labels: NDArray[np.int64], file: Path, labels_file: Path) -> LabelledImages:
-    """Images with their labels; a last axis of one channel is dropped.
+def holds_images(shape: tuple[int, ...], kind: np.dtype[Any]) -> bool:
+    """Whether an array that nothing else is known of holds images, [N, H, W] or [N, H, W, 1 or 3] uint8, and not tensors."""
+    return kind == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3)))
+
+
+def _checked_tensors(shape: tuple[int, ...], kind: np.dtype[Any], form: TensorForm | None, where: str) -> int:
+    """The number of bytes of tensors, which are of a form where one is given."""
+    if form is not None and (shape[1:], kind) != (form.shape, np.dtype(form.dtype)):
+        raise DataError(
+            f"{where} must be {form.dtype} [N, {', '.join(map(str, form.shape))}], not {kind} {list(shape)}"
+        )
+    if kind not in (np.uint8, np.float32) or len(shape) not in range(2, 6) or min(shape) < 1:
+        raise DataError(
+            f"{where} must be uint8 or float32, [N, ...] with 1 to 4 dimensions behind N, not {kind} {list(shape)}"
+        )
+    size = int(np.prod(shape, dtype=object)) * kind.itemsize
+    if shape[0] > MAX_IMAGES or size > MAX_BYTES:
+        raise DataError(
+            f"{where} declares {list(shape)}: over the limit of {MAX_IMAGES} rows and {MAX_BYTES >> 20} MiB"
+        )
+    return size
+
+
+def labelled(images: NDArray[Any], labels: NDArray[np.int64], file: Path, labels_file: Path) -> LabelledImages:
+    """Inputs with their labels.
 
     Raises:
-        DataError: not one label per image, or a negative one.
+        DataError: not one label per input, or a negative one.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
@@ -103,7 +129,7 @@ def labelled(images: NDArray[np.uint8], labels: NDArray[np.int64], file: Path, l
         raise DataError(f"{labels_file}: {list(labels.shape)} labels for the {len(images)} images of {file}")
     if int(labels.min()) < 0:
         raise DataError(f"{labels_file}: a negative label ({int(labels.min())})")
-    return LabelledImages(images[..., 0] if images.ndim == 4 and images.shape[3] == 1 else images, labels, file)
+    return LabelledImages(images, labels, file)
 
 
 _NAME = re.compile(r"(?P<set>.*?)-?(?P<part>train|t10k|test)-(?P<what>images|labels)[.-]idx[13]-ubyte(\.gz)?")
@@ -185,12 +211,16 @@ def _read(file: BinaryIO, path: Path, dimensions: int) -> NDArray[np.uint8]:
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
-_WHOLE = ("images", "labels")
+_WHOLE = (("images", "labels"), ("inputs", "labels"))
 _PARTS = {part: ((f"{part}_images", f"{part}_labels"), (f"x_{part}", f"y_{part}")) for part in ("train", "test", "val")}
 
 
-def read_npz(path: Path) -> ArrayData:
-    """Read the labelled images of an `.npz`.
+def read_npz(path: Path, form: InputForm | None = None) -> ArrayData:
+    """Read the labelled images or tensors of an `.npz`.
+
+    Args:
+        path: the file.
+        form: what they are; None: images where the arrays look so (`holds_images`), else tensors.
 
     Raises:
         DataError: not such a file, other arrays in it, damaged, or over the limit; names it.
@@ -198,10 +228,11 @@ def read_npz(path: Path) -> ArrayData:
     try:
         with zipfile.ZipFile(path) as archive:
             there = {name.removesuffix(".npy") for name in archive.namelist()}
-            if there.issuperset(_WHOLE):
-                return ArrayData(_labelled(archive, path, *_WHOLE))
+            for names in _WHOLE:
+                if there.issuperset(names):
+                    return ArrayData(_labelled(archive, path, *names, form))
             parts = {
-                part: _labelled(archive, path, *names)
+                part: _labelled(archive, path, *names, form)
                 for part, candidates in _PARTS.items()
                 for names in candidates
                 if there.issuperset(names)
@@ -218,42 +249,65 @@ def read_npz(path: Path) -> ArrayData:
     return ArrayData(parts["train"], parts.get("test"), parts.get("val"))
 
 
-def read_unlabelled(path: Path) -> NDArray[np.uint8]:
+def read_unlabelled(path: Path, form: ImageForm) -> NDArray[np.uint8]:
     """The images of an `.npz`, whose labels are not read: `images`, `train_images` or `x_train`.
 
     Raises:
         DataError: not such a file, no such array, damaged, or over the limit; names it.
     """
-    names = (_WHOLE[0], *(images for images, _ in _PARTS["train"]))
+    names = (_WHOLE[0][0], *(images for images, _ in _PARTS["train"]))
     try:
         with zipfile.ZipFile(path) as archive:
             there = {name.removesuffix(".npy") for name in archive.namelist()}
             name = next((name for name in names if name in there), None)
             if name is None:
                 raise DataError(f"{path}: an .npz without `{'`, `'.join(names)}`")
-            pixels = _pixels(archive, path, name)
-            if pixels.ndim < 3:
-                raise DataError(f"{path}: `{name}` must be [N, H, W] or [N, H, W, 1 or 3], not {list(pixels.shape)}")
-            return pixels[..., 0] if pixels.ndim == 4 and pixels.shape[3] == 1 else pixels
+            return _inputs(archive, path, name, form)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
         raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
 
 
-def _pixels(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.uint8]:
-    pixels = _array(archive, path, name)
-    if pixels.dtype != np.uint8:
-        raise DataError(f"{path}: `{name}` must be uint8, not {pixels.dtype}")
-    return pixels.astype(np.uint8, copy=False)
+def _inputs(archive: zipfile.ZipFile, path: Path, name: str, form: InputForm | None) -> NDArray[Any]:
+    """Images, without an axis of one channel, or tensors."""
+
+    def are_images(shape: tuple[int, ...], kind: np.dtype[Any]) -> bool:
+        return isinstance(form, ImageForm) or (form is None and holds_images(shape, kind))
+
+    def size_of(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
+        if not are_images(shape, kind):
+            return _checked_tensors(shape, kind, form if isinstance(form, TensorForm) else None, f"{path}: `{name}`")
+        if kind != np.uint8:
+            raise DataError(f"{path}: `{name}` must be uint8, not {kind}")
+        return checked_shape(shape, path)
+
+    found = _array(archive, path, name, size_of)
+    if are_images(found.shape, found.dtype):
+        return found[..., 0] if found.ndim == 4 and found.shape[3] == 1 else found
+    finite = np.isfinite(found).reshape(len(found), -1).all(1)
+    if not finite.all():
+        raise DataError(f"{path}#{int(finite.argmin())}: numbers that are not finite; repair the row, or leave it out")
+    return found
 
 
-def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str) -> LabelledImages:
-    pixels, numbers = _pixels(archive, path, images), _array(archive, path, labels)
+def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str, form: InputForm | None) -> LabelledImages:
+    def size_of(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
+        size = int(np.prod(shape, dtype=object)) * kind.itemsize
+        if not shape or not 0 < size <= MAX_IMAGES * 8:
+            raise DataError(
+                f"{path}: `{labels}` has the shape {list(shape)}: there must be at least one image and label"
+            )
+        return size
+
+    inputs, numbers = _inputs(archive, path, images, form), _array(archive, path, labels, size_of)
     if numbers.dtype.kind not in "iu":
         raise DataError(f"{path}: `{labels}` must be integers, not {numbers.dtype}")
-    return labelled(pixels, numbers.astype(np.int64), path, path)
+    return labelled(inputs, numbers.astype(np.int64), path, path)
 
 
-def _array(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.generic]:
+def _array(
+    archive: zipfile.ZipFile, path: Path, name: str, size_of: Callable[[tuple[int, ...], np.dtype[Any]], int]
+) -> NDArray[Any]:
+    """An array whose shape and type `size_of` has checked before it is read."""
     entry = archive.getinfo(f"{name}.npy")
     if entry.file_size > MAX_BYTES:
         raise DataError(f"{path}: `{name}` unpacks to {entry.file_size} bytes: over the limit of {MAX_BYTES}")
@@ -261,14 +315,7 @@ def _array(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.generi
         shape, is_columns_first, kind = _header(file, path, name)
         if kind.hasobject:
             raise DataError(f"{path}: `{name}` holds objects, which are not read")
-        is_images = len(shape) > 2
-        size = (
-            checked_shape(shape, path) * kind.itemsize
-            if is_images
-            else int(np.prod(shape, dtype=object)) * kind.itemsize
-        )
-        if not is_images and (not shape or not 0 < size <= MAX_IMAGES * 8):
-            raise DataError(f"{path}: `{name}` has the shape {list(shape)}: there must be at least one image and label")
+        size = size_of(shape, kind)
         if size != entry.file_size - file.tell():
             raise DataError(f"{path}: `{name}` declares {list(shape)} of {kind}, which is not what the archive holds")
         content = file.read(size)

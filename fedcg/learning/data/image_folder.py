@@ -20,7 +20,7 @@ from fedcg.learning.data import sources
 from fedcg.learning.data.array_files import ArrayData, LabelledImages, checked_shape
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
-from fedcg.learning.spec import ImageForm
+from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
 
 def own_dataset(name: str, classes: Sequence[str]) -> ArrayData:
@@ -131,7 +131,7 @@ def given_split(path: str, classes: Sequence[str]) -> str | None:
 
 
 def load_folder(
-    root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
+    root: Path, classes: Sequence[str], form: InputForm, *, subset: Sequence[str] | None = None
 ) -> tuple[ImageSet, list[FileEntry]]:
     """`read_images` without what was skipped."""
     found = read_images(root, classes, form, subset=subset)
@@ -139,7 +139,7 @@ def load_folder(
 
 
 def read_images(
-    root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
+    root: Path, classes: Sequence[str], form: InputForm, *, subset: Sequence[str] | None = None
 ) -> LocalImages:
     """Decode the images of a data source once. What can't be decoded is skipped and named.
 
@@ -148,7 +148,7 @@ def read_images(
             distinguish them); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
             group `fedcg.datasets`.
         classes: the spec's class names, in order; labels of arrays are indices into them.
-        form: the spec's image form.
+        form: the spec's input form.
         subset: entries' paths to load, in this order, each of which must still be readable; all when None.
 
     Raises:
@@ -156,11 +156,16 @@ def read_images(
             `subset` can't be.
     """
     name = sources.dataset_name(root)
+    if isinstance(form, TensorForm) and root.suffix != ".npz":
+        raise DataError(
+            f"{root}: tensors are read from an .npz with `inputs` [N, ...] and `labels` [N], and from nothing else"
+        )
     if name is not None:
         return _from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
-    arrays = sources.read_arrays(root)
+    arrays = sources.read_arrays(root, form)
     if arrays is not None:
         return _from_arrays(arrays, root, tuple(classes), form, subset)
+    assert isinstance(form, ImageForm)
     return _from_files(root, tuple(classes), form, subset)
 
 
@@ -172,7 +177,7 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
         if missing is not None:
             raise DataError(f"{root / missing}: named by the snapshot, but not there any more")
         listed = [(path, labels[path]) for path in subset]
-    pixels = np.empty((len(listed), form.channels, form.height, form.width), dtype=np.uint8)
+    pixels = sources.empty_rows(len(listed), form)
     entries: list[FileEntry] = []
     skipped: list[SkippedImage] = []
     for path, label in listed:
@@ -195,7 +200,7 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
 
 
 def _from_arrays(
-    data: ArrayData, root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None
+    data: ArrayData, root: Path, classes: tuple[str, ...], form: InputForm, subset: Sequence[str] | None
 ) -> LocalImages:
     """Rows are named after their file and number, behind their part where the source has several."""
     parts = data.parts()
@@ -212,12 +217,12 @@ def _from_arrays(
     missing = next((name for name in names if name not in places), None)
     if missing is not None:
         raise DataError(f"{root}: the snapshot names {missing}, which is not there any more")
-    pixels = np.empty((len(names), form.channels, form.height, form.width), dtype=np.uint8)
+    pixels = sources.empty_rows(len(names), form)
     entries: list[FileEntry] = []
     for number, name in enumerate(names):
         part, row = places[name]
         image = parts[part].images[row]
-        pixels[number] = sources.fit_pixels(image, form)
+        pixels[number] = sources.fit_row(image, form)
         digest = hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
         entries.append(FileEntry(name, digest, int(parts[part].labels[row])))
     return LocalImages(_image_set(pixels, [entry.label for entry in entries], classes), entries)
@@ -265,26 +270,29 @@ def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str
     return where | {entry.path: name for name, chosen in divided.items() for entry in chosen}
 
 
-def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
-    """`(x / 255 - mean) / std` per channel, batched on the images' device.
+def normalise(images: torch.Tensor, form: InputForm) -> torch.Tensor:
+    """`(x - mean) / std` along dimension 1, with x / 255 in the place of x where that is uint8; batched on the inputs' device.
 
     Args:
-        images: [B, C, H, W] uint8; or [B, K] float32, a frozen backbone's features of images, which stay as they are.
-        form: the spec's image form.
+        images: [B, *tensor_shape] uint8 or float32; or [B, K] float32, a frozen backbone's features of images, which stay as they are.
+        form: the spec's input form.
 
     Returns:
-        [B, C, H, W] float32.
+        [B, *tensor_shape] float32.
     """
-    if images.ndim == 2:
+    if images.ndim != 1 + len(form.tensor_shape):
         return images
-    mean, std = (_per_channel(values, images.device) for values in (form.mean, form.std))
-    return (images.to(torch.float32) / 255.0 - mean) / std
+    inputs = images.to(torch.float32) / 255.0 if images.dtype == torch.uint8 else images
+    if not form.mean:
+        return inputs
+    mean, std = (_per_channel(values, inputs.ndim, inputs.device) for values in (form.mean, form.std))
+    return (inputs - mean) / std
 
 
 @functools.lru_cache(maxsize=16)
-def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _per_channel(values: tuple[float, ...], dimensions: int, device: torch.device) -> torch.Tensor:
     # Kept: a copy to a GPU would make a step wait, and can't be part of a CUDA graph.
-    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, *[1] * (dimensions - 2))
 
 
 def usable_rows(count: int, batch_size: int) -> int:

@@ -72,7 +72,7 @@ def spread(count: int, most: int) -> list[int]:
 
 def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int], NDArray[np.uint8]]]:
     """The names of all images, and what decodes one of them."""
-    images = _arrays(root)
+    images = _arrays(root, form)
     if images is not None:
         return [f"{root}#{row}" for row in range(len(images))], lambda row: fit_pixels(images[row], form)
     if not root.is_dir():
@@ -83,8 +83,8 @@ def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int],
     return [str(path) for path in paths], lambda at: decode_image(read_image(paths[at]), form, str(paths[at]))
 
 
-def _arrays(root: Path) -> NDArray[np.uint8] | None:
+def _arrays(root: Path, form: ImageForm) -> NDArray[np.uint8] | None:
     if root.suffix == ".npz":
-        return read_unlabelled(root)
-    arrays = read_arrays(root)
+        return read_unlabelled(root, form)
+    arrays = read_arrays(root, form)
     return None if arrays is None else arrays.train.images

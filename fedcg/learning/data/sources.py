@@ -8,13 +8,15 @@ One walk for training, the doctor and the snapshots. Images are decoded by `fedc
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcg import imaging
 from fedcg.errors import NOT_FOUND
-from fedcg.image_form import ImageForm
 from fedcg.imaging import ImageError, Pixels, is_named_as_image
+from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.data.array_files import ArrayData, is_idx_name, read_idx_folder, read_npz
 from fedcg.learning.data.cifar import CIFAR_NAMES, read_cifar_folder
 from fedcg.learning.errors import DataError
@@ -101,9 +103,19 @@ def read_image(path: Path) -> bytes:
         raise DataError(f"{path}: {error}") from error
 
 
+def fit_row(row: NDArray[Any], form: InputForm) -> NDArray[Any]:
+    """[H, W] or [H, W, 3] uint8 to [C, H, W] in the spec's form, as if it came from a file without loss; a tensor as it is."""
+    return row if isinstance(form, TensorForm) else fit_pixels(row, form)
+
+
 def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
-    """[H, W] or [H, W, 3] uint8 to [C, H, W] in the spec's form, as if it came from a file without loss."""
+    """`fit_row` of an image."""
     return _channels_first(imaging.fit_pixels(pixels, form))
+
+
+def empty_rows(count: int, form: InputForm) -> NDArray[Any]:
+    """[N, *tensor_shape] of the form's element type, with whatever memory holds."""
+    return np.empty((count, *form.tensor_shape), dtype=form.dtype if isinstance(form, TensorForm) else np.uint8)
 
 
 def _channels_first(pixels: Pixels) -> Pixels:
@@ -114,8 +126,12 @@ DATASET_GROUP = "fedcg.datasets"
 DATASET_PREFIX = "dataset:"  # before the name of an entry point of the group
 
 
-def read_arrays(root: Path) -> ArrayData | None:
+def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData | None:
     """Read an `.npz` file, or a folder with IDX or CIFAR files.
+
+    Args:
+        root: the file or folder.
+        form: of what is in an `.npz`, as for `read_npz`.
 
     Returns:
         The data set; None for a folder that holds none of these, whose images are files of their own.
@@ -126,7 +142,7 @@ def read_arrays(root: Path) -> ArrayData | None:
     if root.suffix == ".npz":
         if not root.is_file():
             raise DataError(f"{root}: no such file", exit_code=NOT_FOUND)
-        return read_npz(root)
+        return read_npz(root, form)
     if not root.is_dir():
         return None
     return read_idx_folder(root) or read_cifar_folder(root)

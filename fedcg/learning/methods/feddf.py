@@ -102,13 +102,13 @@ class PublicEnsembleAggregator:
 
         def tensors_of(rows: slice) -> Tensors:
             chosen = position[rows]
-            return normalise(images[chosen], self._ctx.spec.image), target[chosen]
+            return normalise(images[chosen], self._ctx.spec.input), target[chosen]
 
         def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
             shown, taught = batch
             return kl_teacher_student(taught, nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)))
 
-        at_once = images_at_once(self._ctx.spec.image)
+        at_once = images_at_once(self._ctx.spec.input)
         run_stage(distillation(student, loss_of, tensors_of, self._settings, self._ctx, at_once=at_once), self._ctx)
         return {part: weights_of(student[part]) for part in sorted(PERSONAL)}
 
@@ -117,7 +117,7 @@ class PublicEnsembleAggregator:
         extractor, classifier = (net.eval() for net in self._load(update.parts).values())
         used, logits = self._batches[0], []
         for some in used.split(self._ctx.machine.most_rows or _TEACHER_ROWS):
-            images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
+            images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.input)
             logits.append(classifier(extractor(images)).cpu())
             self._ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
         return torch.cat(logits)

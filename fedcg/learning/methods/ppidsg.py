@@ -45,7 +45,7 @@ from fedcg.learning.networks.assembly import allocated, split_of
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS, ImageAutoencoder, unfit_form
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, NetworkSpec, TensorForm
 from fedcg.learning.training import stage
 from fedcg.learning.training.batches import Augmenter, images_at_once, local_batches
 from fedcg.learning.training.classification import dropped
@@ -98,11 +98,13 @@ def problem_with(spec: NetworkSpec) -> str:
     if spec.network.split not in IMAGE_SPLITS:
         first, *_ = names = tuple(IMAGE_SPLITS)
         return f"its networks work on whole images: network.split must be {' or '.join(names)} (--network {first})"
+    if isinstance(spec.input, TensorForm):
+        return f"{spec.network.split} needs images, not tensors of shape {list(spec.input.shape)}"
     form, params = spec.image, PpidsgParams.model_validate(spec.params)
     if unfit := unfit_form(form):
         return unfit
     try:
-        size = form.channels, form.height, form.width
+        size = form.tensor_shape
         scrambling_of(draw_keys(Streams(b""), size, params.block), size, params.etc.order(form.channels))
     except DefenceError as error:
         return f"params: {error}"
@@ -127,7 +129,7 @@ def init_client(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.
 
 
 def _size(spec: NetworkSpec) -> tuple[int, int, int]:
-    return spec.image.channels, spec.image.height, spec.image.width
+    return spec.image.tensor_shape
 
 
 def _stored(keys: ScramblingKeys) -> fl.Weights:

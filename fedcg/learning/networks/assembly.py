@@ -20,7 +20,7 @@ from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split,
 from fedcg.learning.networks.timm_backbones import check_plain, projected_split
 from fedcg.learning.networks.torchvision_backbones import backbone_split
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec, NetworkSpec
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkSpec
 from fedcg.learning.split_names import is_backbone, is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
@@ -36,15 +36,17 @@ NETWORKS = (Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR, Part.DISCRIMINATOR)
 
 
 def split_of(spec: NetworkSpec) -> Split:
-    """The split that a spec names; a user's own has been tried on random images of the spec's form.
+    """The split that a spec names; a user's own has been tried on random inputs of the spec's form.
 
     Raises:
-        NetworkError: unknown or not allowed here, torchvision is missing, an image smaller than the split can take, or a
+        NetworkError: unknown or not allowed here, torchvision is missing, inputs of a form that the split can't take, or a
             user's split that does not do what it says.
     """
-    name, image = spec.network.split, spec.image
+    name, form = spec.network.split, spec.input
+    if (is_projected(name) or name in IMAGE_SPLITS) and not isinstance(form, ImageForm):
+        raise NetworkError(f"{name} needs images, not tensors of shape {list(form.tensor_shape)}")
     if is_projected(name):
-        split = projected_split(spec.network, image)
+        split = projected_split(spec.network, spec.image)
     else:
         check_plain(spec.network)
         split = (
@@ -52,33 +54,36 @@ def split_of(spec: NetworkSpec) -> Split:
             or IMAGE_SPLITS.get(name)
             or (backbone_split(name) if is_backbone(name) else load_split(name))
         )
-    if min(image.height, image.width) < split.smallest_side:
+    if len(form.tensor_shape) != 3 and not split.initialises_itself:
+        raise NetworkError(f"{name} needs inputs of three dimensions, not of shape {list(form.tensor_shape)}")
+    sides = form.tensor_shape[1:]
+    if min(sides, default=split.smallest_side) < split.smallest_side:
         raise NetworkError(
             f"{name} needs images of at least {split.smallest_side}x{split.smallest_side}, "
-            f"not {image.height}x{image.width}: choose a larger image height and width"
+            f"not {'x'.join(map(str, sides))}: choose a larger image height and width"
         )
     if split.initialises_itself:
-        rehearse(split, Rehearsal(name, (image.channels, image.height, image.width), len(spec.classes)))
+        rehearse(split, Rehearsal(name, form.tensor_shape, len(spec.classes)))
     return split
 
 
 def feature_shape(spec: NetworkSpec) -> tuple[int, ...]:
-    """Shape of one feature h, found by a dry run of the extractor on one empty image, once per split and form of image."""
-    return _feature_shape(split_of(spec), spec.image.channels, spec.image.height, spec.image.width)
+    """Shape of one feature h, found by a dry run of the extractor on one input of zeros, once per split and shape."""
+    return _feature_shape(split_of(spec), spec.input.tensor_shape)
 
 
 @functools.lru_cache(maxsize=64)
-def _feature_shape(split: Split, channels: int, height: int, width: int) -> tuple[int, ...]:
+def _feature_shape(split: Split, shape: tuple[int, ...]) -> tuple[int, ...]:
     # On the CPU: a forward pass on the meta device makes torch import 800 modules, 1.2 s in every process that builds networks.
     if split.initialises_itself:
         with lent_generators(0):
-            extractor = split.extractor(channels)
+            extractor = split.extractor(shape[0])
     else:
         with torch.device("meta"):
-            extractor = split.extractor(channels)
+            extractor = split.extractor(shape[0])
         extractor = allocated(extractor, "cpu")
     with torch.no_grad():
-        features = extractor.eval()(torch.zeros(1, channels, height, width))
+        features = extractor.eval()(torch.zeros(1, *shape))
     return tuple(features.shape[1:])
 
 
@@ -88,7 +93,7 @@ def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
     shape = feature_shape(spec)
     with torch.device("cpu" if _fills_itself(split, part) else "meta"):
         if part is Part.EXTRACTOR:
-            return split.extractor(spec.image.channels)
+            return split.extractor(spec.input.channels)
         if part is Part.CLASSIFIER:
             return split.classifier(shape, classes)
         if part is Part.IMAGE_GENERATOR:
@@ -141,7 +146,7 @@ def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None 
     """One part on the CPU, with initial weights from `generator` (a fixed stream when None: meant to be overwritten).
 
     Raises:
-        NetworkError: an unknown name or an image too small for the split.
+        NetworkError: an unknown name, or inputs of a form that the split can't take.
     """
     return _made(spec, part, "cpu", generator or torch.Generator().manual_seed(0))
 
@@ -180,7 +185,7 @@ def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[Tenso
 
 
 class ExtractorAndClassifier(nn.Module):
-    """Images [B, C, H, W] float32, normalised, to logits [B, classes]."""
+    """Inputs [B, *tensor_shape] float32, normalised, to logits [B, classes]."""
 
     def __init__(self, extractor: nn.Module, classifier: nn.Module) -> None:
         super().__init__()
@@ -205,7 +210,7 @@ def personal_model(
         before: what real images go through first, normalised ones in and out (a data defence's input layer).
 
     Returns:
-        From images [B, C, H, W] float32, normalised, to logits [B, classes].
+        From inputs [B, *tensor_shape] float32, normalised, to logits [B, classes].
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.

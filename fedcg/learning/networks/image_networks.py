@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 from fedcg.learning.networks.splits import FeatureRange, Split
 
 SMALLEST_SIDE = 12  # the discriminator's two last 4x4 convolutions take two pixels off a quarter of a side
@@ -55,10 +55,10 @@ def unfit_form(form: ImageForm) -> str:
     """Why images of this form do not fit these networks, as a sentence with the setting to change; empty where they do."""
     for side, pixels in (("height", form.height), ("width", form.width)):
         if pixels % 4 or pixels < SMALLEST_SIDE:
-            return f"networks on whole images halve image.{side} = {pixels} twice: choose a multiple of 4 from {SMALLEST_SIDE} on"
+            return f"networks on whole images halve input.{side} = {pixels} twice: choose a multiple of 4 from {SMALLEST_SIDE} on"
     if {*form.mean, *form.std} != {0.5}:
         return (
-            f"networks on whole images take pixels in [-1, 1], and image.mean = {form.mean}, image.std = {form.std} make others: "
+            f"networks on whole images take pixels in [-1, 1], and input.mean = {form.mean}, input.std = {form.std} make others: "
             "set every one to 0.5"
         )
     return ""

@@ -115,7 +115,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
 
     Raises:
         ValueError: a parameter that the method does not have, or out of range; names every bad one.
-        LearningError: an unknown method or network, or an image too small for the split.
+        LearningError: an unknown method or network, or inputs of a form that the split can't take.
     """
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
@@ -129,7 +129,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     return FederationSpec(
         federation=plan.federation,
         classes=plan.classes,
-        image=plan.image,
+        input=plan.input,
         network=plan.network,
         method=plan.method,
         params=params.model_dump(mode="json"),

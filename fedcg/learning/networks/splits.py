@@ -36,10 +36,10 @@ class Split:
     """A named split.
 
     Attributes:
-        extractor: image channels -> module taking [B, C, H, W] to features.
+        extractor: size of an input's first dimension (an image's channels) -> module taking [B, C, ...] to features.
         classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
         feature_range: where features lie.
-        smallest_side: the least height and width of an image.
+        smallest_side: the least height and width of an image, and size of other dimensions behind the first.
         fill: puts into an extractor what its state lacks (constants), and with a stream also the initial values of its state; None:
             there are no constants, and `draw_weights` gives the initial values.
         image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; None: there are none.
@@ -138,10 +138,10 @@ def _imported(target: str) -> Split:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a split is tried with: its name for messages, an image's shape (channels, height, width), and C."""
+    """What a split is tried with: its name for messages, the shape of an input (of an image channels, height, width), and C."""
 
     name: str
-    image: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
 
     def wrong(self, half: str, problem: str) -> NetworkError:
@@ -151,14 +151,14 @@ class Rehearsal:
 
 @functools.cache
 def rehearse(split: Split, asked: Rehearsal) -> None:
-    """Run a user's split on a few random images, in eval and in train mode; once per process and form of image.
+    """Run a user's split on a few random inputs, in eval and in train mode; once per process and shape of input.
 
     Raises:
         NetworkError: names the split, which of its halves, and what is wrong with it.
     """
     with lent_generators(0):
-        images = torch.randn(_ROWS, *asked.image)
-        extractor = _built(asked, "extractor", lambda: split.extractor(asked.image[0]))
+        images = torch.randn(_ROWS, *asked.shape)
+        extractor = _built(asked, "extractor", lambda: split.extractor(asked.shape[0]))
         features = _output(asked, "extractor", extractor, images)
         _check_features(asked, features, split.feature_range)
         shape = tuple(features.shape[1:])

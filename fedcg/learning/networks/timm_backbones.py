@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fedcg.errors import ConnectionFailedError
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.randomness import draw_weights

@@ -19,7 +19,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import poisson_batches, private_step_count, sampling_rate
 from fedcg.learning.method import Method, RoundContext, TrainingParams
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.spec import FederationSpec, InputForm
 from fedcg.learning.training.stage import Batches, Tensors
 
 
@@ -101,9 +101,11 @@ def paced(spec: FederationSpec, method: Method, share: float, rows: int) -> Fede
     return spec.model_copy(update={"params": {**spec.params, "steps": max(1, steps)}})
 
 
-def images_at_once(form: ImageForm) -> int:
-    """How many images are prepared, or run through a frozen extractor, at once: 2,048 of 32x32, 41 of 224x224."""
-    return max(1, BLOCK_ROWS * _SMALL_IMAGE // max(form.height * form.width, _SMALL_IMAGE))
+def images_at_once(form: InputForm) -> int:
+    """How many inputs are prepared, or run through a frozen extractor, at once: 2,048 images of 32x32, 41 of 224x224."""
+    numbers = math.prod(form.tensor_shape)
+    size = max(numbers // form.channels, numbers // 3)  # three channels are usual
+    return max(1, BLOCK_ROWS * _SMALL_IMAGE // max(size, _SMALL_IMAGE))
 
 
 def index_blocks(
@@ -178,11 +180,11 @@ def local_batches(
 def image_tensors(
     data: ImageSet, spec: FederationSpec, augmenter: Augmenter
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """(indices) -> images [R, C, H, W] float32, augmented and normalised, and labels [R]."""
+    """(indices) -> inputs [R, *tensor_shape] float32, augmented and normalised, and labels [R]."""
 
     def of_images(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raw = data.rows(index.to(data.labels.device))
-        return normalise(augmenter.draw(len(index)).apply(raw.images), spec.image), raw.labels
+        return normalise(augmenter.draw(len(index)).apply(raw.images), spec.input), raw.labels
 
     return of_images
 
@@ -191,11 +193,11 @@ def image_tensors(
 def extract_features(
     extractor: nn.Module, images: torch.Tensor, spec: FederationSpec, *, flipped: bool = False
 ) -> torch.Tensor:
-    """Features of images ([N, C, H, W] uint8) by a frozen extractor (eval mode), [N, *feature_shape]."""
+    """Features of inputs ([N, *tensor_shape] uint8 or float32) by a frozen extractor (eval mode), [N, *feature_shape]."""
     extractor.eval()
-    at_once = min(images_at_once(spec.image), frozen_rows(images.device))
+    at_once = min(images_at_once(spec.input), frozen_rows(images.device))
     blocks = (images.flip(-1) if flipped else images).split(at_once)
-    return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
+    return torch.cat([extractor(normalise(some, spec.input)) for some in blocks])
 
 
 def frozen_rows(device: torch.device) -> int:

@@ -79,7 +79,7 @@ def classification(
         losses=_LOSSES,
         networks=networks | dict({} if penalty is None else penalty.networks),
         trained={TASK: Trained((Part.EXTRACTOR, Part.CLASSIFIER), optimiser)},
-        batches=local_batches(CLASSIFY, len(data), params, ctx, tensors, at_once=images_at_once(ctx.spec.image)),
+        batches=local_batches(CLASSIFY, len(data), params, ctx, tensors, at_once=images_at_once(ctx.spec.input)),
         step=_step_of(penalty, ctx.privacy.dropout),
         after=after,
     )

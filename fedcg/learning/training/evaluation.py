@@ -52,8 +52,8 @@ def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSe
     if len(data) == 0:
         raise DataError("no images to evaluate on")
     model = personal_model(spec, parts, device)
-    some = data.images.split(min(_BATCH, images_at_once(spec.image)))
-    return torch.cat([model(normalise(images.to(device), spec.image)).cpu() for images in some])
+    some = data.images.split(min(_BATCH, images_at_once(spec.input)))
+    return torch.cat([model(normalise(images.to(device), spec.input)).cpu() for images in some])
 
 
 def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

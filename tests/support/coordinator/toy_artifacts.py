@@ -25,7 +25,7 @@ def tiny_spec(rounds: int = 2) -> FederationSpec:
     return FederationSpec(
         federation=FEDERATION,
         classes=("x", "y", "z"),
-        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        input=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
         network=NetworkChoice(),
         method="fedcg",
         params={"server_iterations": 4},

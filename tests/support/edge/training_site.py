@@ -37,7 +37,7 @@ def real_plan(
     return FederationPlan(
         federation=FEDERATION,
         classes=CLASSES,
-        image=FORM,
+        input=FORM,
         network=network or get_method(method).example.network,
         method=method,
         params={**(FAST if method == "fedcg" else {"epochs": 1}), **params},

@@ -63,7 +63,7 @@ def toy_spec(
     return FederationSpec(
         federation=federation,
         classes=CLASSES,
-        image=FORM,
+        input=FORM,
         network=NetworkChoice(),
         method=method,
         params=dict(params or {}),

@@ -47,7 +47,7 @@ def make_spec(form: ImageForm | None = None, split: str = "lenet5_relu") -> Fede
     return FederationSpec(
         federation="garden",
         classes=CLASSES,
-        image=form or image_form(),
+        input=form or image_form(),
         network=NetworkChoice(split=split),
         method="fedcg",
         params={},
@@ -111,7 +111,7 @@ def flip_bit(path: Path, position: int) -> None:
 def labels_by(directory: Path, images: Sequence[Pixels | Path]) -> list[int]:
     """The labels under which an installed model is always right."""
     model = Model.load(directory, threads=1)
-    pixels = [load_image(one, model.manifest.image) if isinstance(one, Path) else one for one in images]
+    pixels = [load_image(one, model.manifest.input) if isinstance(one, Path) else one for one in images]
     return [int(label) for label in model.predict(pixels).argmax(axis=1)]
 
 

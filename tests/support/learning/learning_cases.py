@@ -40,7 +40,7 @@ def plan_of(
     return FederationPlan(
         federation="tests",
         classes=CLASSES,
-        image=image,
+        input=image,
         network=network,
         method=method,
         params={"epochs": 2, "batch_size": 8, **QUICK.get(method, {}), **params},

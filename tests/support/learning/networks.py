@@ -189,7 +189,7 @@ def tiny_plan(
     return FederationPlan(
         federation="tiny",
         classes=CLASSES,
-        image=IMAGENET,
+        input=IMAGENET,
         network=NetworkChoice(split=split, weights=pinned, freeze=freeze, noise_dim=8),
         method=method,
         params={"epochs": 1, "batch_size": 8, **params},

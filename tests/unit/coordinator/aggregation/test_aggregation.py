@@ -29,7 +29,7 @@ classes = ["x", "y", "z"]
 method = "{method}"
 rounds = {rounds}
 seed = 3
-[image]
+[input]
 mode = "L"
 height = 28
 width = 28

@@ -22,11 +22,11 @@ def _run(*arguments: str) -> Result:
 
 def test_the_document_has_a_row_for_every_field() -> None:
     schema = FederationPlan.model_json_schema()
-    tables = {
-        name: schema["$defs"][field["$ref"].rpartition("/")[2]]["properties"] if "$ref" in field else None
-        for name, field in schema["properties"].items()
-    }
-    names = [f"{name}.{inner}" if fields else name for name, fields in tables.items() for inner in (fields or [name])]
+    names = set()
+    for name, field in schema["properties"].items():
+        models = [one["$ref"].rpartition("/")[2] for one in field.get("oneOf", [field]) if "$ref" in one]
+        inner = {f"{name}.{one}" for model in models for one in schema["$defs"][model]["properties"]}
+        names |= inner or {name}
     rows = [line.split("`")[1] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     assert sorted(rows) == sorted(names)
 
@@ -34,7 +34,7 @@ def test_the_document_has_a_row_for_every_field() -> None:
 def test_the_example_for_a_frozen_backbone_can_be_used_as_it_is(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(_run("plan", "--example", "--frozen").stdout)
-    assert tomllib.loads(plan.read_text())["image"]["mean"] == [0.5, 0.5, 0.5]  # as its weights were trained
+    assert tomllib.loads(plan.read_text())["input"]["mean"] == [0.5, 0.5, 0.5]  # as its weights were trained
     assert "all fields can be used (analytic)" in _run("plan", str(plan)).stdout
 
 
@@ -47,7 +47,7 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
         name for name, field in FederationPlan.model_fields.items() if field.is_required() or field.default is not None
     }
     tables = FederationPlan.model_json_schema()["$defs"]
-    for table, name in (("ImageForm", "image"), ("NetworkChoice", "network")):
+    for table, name in (("ImageForm", "input"), ("NetworkChoice", "network")):
         fields = tables[table]["properties"].items()
         assert set(full[name]) == {field for field, about in fields if about.get("default", "") is not None}
     del full["params"], short["params"]
@@ -64,7 +64,7 @@ def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = ImageForm(mode="L", height=28, width=28, mean=(0.5,), std=(0.5,))
-    plan = FederationPlan(federation="tiny", classes=("x", "y"), method="fedsplit", rounds=1, image=form)
+    plan = FederationPlan(federation="tiny", classes=("x", "y"), method="fedsplit", rounds=1, input=form)
     here = make_artifacts(plan, tmp_path / "here")
     monkeypatch.setattr(create_federation, "in_a_process", in_a_process)
     assert make_artifacts(plan, tmp_path / "there") == here
@@ -74,7 +74,7 @@ def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_n
 
 def test_a_plan_that_takes_too_long_or_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     form = ImageForm(mode="RGB", height=1024, width=1024, mean=(0.5,) * 3, std=(0.5,) * 3)
-    plan = FederationPlan(federation="large", classes=("x", "y"), method="fedcg", rounds=1, image=form)
+    plan = FederationPlan(federation="large", classes=("x", "y"), method="fedcg", rounds=1, input=form)
     with pytest.raises(PlanError, match=r"its parts have \d{3},\d{3},\d{3} numbers.*smaller images"):
         check_plan(plan)
     monkeypatch.setattr(create_federation, "in_a_process", in_a_process)
@@ -95,6 +95,7 @@ def with_rows(start: str, *rows: Row) -> list[Row]:
     return [*EXAMPLE[:at], *rows, *EXAMPLE[at + 1 :]]
 
 
+TENSORS: list[Row] = [*EXAMPLE[: EXAMPLE.index(("[input]", ""))], ("[input]", ""), ('kind = "tensor"', "")]
 WRONG: dict[str, list[Row]] = {
     "fields": [
         ('federation = "Shapes One"', "federation: must be 1 to 63 small letters, digits and dashes"),
@@ -103,11 +104,11 @@ WRONG: dict[str, list[Row]] = {
         ("rounds = 0", "rounds: must be greater than or equal to 1"),
         ("min_client = 3", "min_client: there is no such setting (did you mean `min_clients`?)"),
         ('codec = "f8"', "codec: must be 'f32', 'f16', 'i8', 'f16-delta' or 'i8-delta'"),
-        ("[image]", "image.width: is missing"),
-        ('mode = "GRAY"', "image.mode: must be 'L' or 'RGB'"),
-        ("height = 2", "image.height: must be greater than or equal to 4"),
+        ("[input]", "input.width: is missing"),
+        ('mode = "GRAY"', "input.mode: must be 'L' or 'RGB'"),
+        ("height = 2", "input.height: must be greater than or equal to 4"),
         ("mean = [0.5]", ""),
-        ("std = [0]", "image.std.0: must be greater than or equal to 0.0001"),
+        ("std = [0]", "input.std.0: must be greater than or equal to 0.0001"),
     ],
     "what method and networks refuse, beside fields": [
         ('federation = "shapes"', ""),
@@ -115,12 +116,12 @@ WRONG: dict[str, list[Row]] = {
         ('method = "fedcg"', ""),
         ("rounds = 0", "rounds: must be greater than or equal to 1"),
         ("min_clients = 2", "min_clients: min_clients = 2 is below min_cohort = 3"),
-        ("[image]", ""),
+        ("[input]", ""),
         ('mode = "L"', ""),
         ("height = 32", ""),
         ("width = 32", ""),
-        ("mean = [0.5, 0.5]", "image.mean: must have one number for each channel, 1 with mode L, not 2"),
-        ("std = [1e-300]", "image.std.0: must be greater than or equal to 0.0001"),
+        ("mean = [0.5, 0.5]", "input.mean: must have one number for each channel, 1 with mode L, not 2"),
+        ("std = [1e-300]", "input.std.0: must be greater than or equal to 0.0001"),
         ("[params]", ""),
         ("lr = 1e300", "params.lr: must be true, false, a text of at most 200 characters or a number within 1e18"),
         ("epochs = 0", "params.epochs: must be greater than or equal to 1 ("),
@@ -138,6 +139,20 @@ WRONG: dict[str, list[Row]] = {
             ('discriminator = "nil"', "network.discriminator: no discriminator named 'nil'; there are "),
         ),
         ("epochs = 0", "params.epochs: must be greater than or equal to 1 ("),
+    ],
+    "tensors": [
+        *TENSORS,
+        ("shape = [6, 0]", "input.shape.1: must be greater than or equal to 1"),
+        ('dtype = "int8"', "input.dtype: must be 'uint8' or 'float32'"),
+        ("mean = [0.0]", ""),
+        ("std = []", "input.std: goes with mean: set both, or neither (as `mean`; both or neither)"),
+        ("height = 32", "input.height: there is no such setting (known: kind, shape, dtype, mean, std)"),
+    ],
+    "a network of images, for tensors": [
+        *TENSORS,
+        ("shape = [6, 100]", ""),
+        ("[network]", ""),
+        ('split = "image_small"', "network.split: image_small needs images, not tensors of shape [6, 100]"),
     ],
     "a pair of settings": with_rows(
         "# min_clients = 3", ("min_clients = 2", "min_clients: min_clients = 2 is below min_cohort = 3")

@@ -169,7 +169,7 @@ def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_n
     image = {"mode": "RGB", "height": 64, "width": 64, "mean": [0.5] * 3, "std": [0.5] * 3}
 
     def create(name: str) -> tuple[int, str]:
-        plan = {"federation": name, "classes": ["x", "y"], "method": "fedcg", "rounds": 1, "image": image}
+        plan = {"federation": name, "classes": ["x", "y"], "method": "fedcg", "rounds": 1, "input": image}
         url = f"{home.config().api.url}/api/v1/federations"
         answer = httpx.post(url, json={"plan": plan}, headers=headers, timeout=60, trust_env=False)
         return answer.status_code, answer.json()["detail"]

@@ -33,7 +33,7 @@ PLAN = {
     "classes": ["x", "y"],
     "method": "fedavg",
     "rounds": 1,
-    "image": {"mode": "L", "height": 28, "width": 28, "mean": [0.5], "std": [0.5]},
+    "input": {"mode": "L", "height": 28, "width": 28, "mean": [0.5], "std": [0.5]},
 }
 
 

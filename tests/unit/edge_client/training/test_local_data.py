@@ -34,7 +34,7 @@ PETS = ("cat", "dog")
 @pytest.fixture(scope="module")
 def spec() -> FederationSpec:
     image = {"mode": "L", "height": 16, "width": 16, "mean": [0.5], "std": [0.5]}
-    plan = {"federation": "pets", "classes": PETS, "image": image, "method": "local", "rounds": 1}
+    plan = {"federation": "pets", "classes": PETS, "input": image, "method": "local", "rounds": 1}
     return complete_spec(plan_from_mapping(plan))
 
 

@@ -142,7 +142,7 @@ def digits_spec() -> FederationSpec:
     plan = {
         "federation": FEDERATION,
         "classes": DIGITS,
-        "image": FORM,
+        "input": FORM,
         "method": "local",
         "params": {"epochs": 12, "lr": 2e-3},
         "rounds": 2,

@@ -159,7 +159,7 @@ def site_of(tmp_path: Path, weights: Path, *backbones: str, codec: str = "i8-del
     """A device of a federation with a tiny public backbone, which allows its devices others of their own."""
     plan = tiny_plan("fedcg", weights, server_iterations=2, ramp_rounds=1)
     network = plan.network.model_copy(update={"backbones": tuple(BackboneChoice(name=one) for one in backbones)})
-    update = {"federation": FEDERATION, "classes": CLASSES, "image": GREY, "network": network, "codec": codec}
+    update = {"federation": FEDERATION, "classes": CLASSES, "input": GREY, "network": network, "codec": codec}
     return Site(tmp_path / "device", complete_spec(plan.model_copy(update=update)), shadow=1)
 
 

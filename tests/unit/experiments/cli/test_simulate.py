@@ -12,7 +12,9 @@ from PIL import Image
 
 from experiments.simulation.batch import load_batch
 from fedcg.errors import NOT_FOUND
+from fedcg.learning.split_names import ALLOW_VARIABLE
 from tests.support.commands import data_of, run_fedcg
+from tests.support.installed import importable
 from tests.support.simulations import QUIET, fedcg_simulate, records_of
 
 BOTH = "--method local --method fedavg --seeds 0,1 --json --plot --tensorboard"
@@ -23,6 +25,37 @@ def resume(folder: Path, *words: object) -> Any:
 
 
 # Batches
+
+
+SIGNAL_SPLIT = """
+from torch import nn
+from fedcg.learning.networks import FeatureRange, Split
+
+def split():
+    def classifier(shape, classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1], classes))
+    return Split(lambda n: nn.Sequential(nn.Conv1d(n, 4, 5, 5), nn.ReLU()), classifier, FeatureRange.NON_NEGATIVE)
+"""
+
+
+def test_tensors_are_trained_on_and_recorded_by_an_own_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "signal_split.py").write_text(SIGNAL_SPLIT)
+    monkeypatch.setenv(ALLOW_VARIABLE, "")  # which the command extends
+    [folder] = importable(tmp_path, monkeypatch)
+    data, labels = folder / "signals.npz", np.arange(300) % 2
+    signals = np.random.default_rng(0).normal(labels[:, None, None], size=(300, 6, 50)).astype(np.float32)
+    np.savez(data, inputs=signals, labels=labels)
+    asked = (
+        f"--method local --method fedavg --data {data} --rounds 2 --local-epochs 9 --lr 0.02 --keep-updates 2 --json"
+    )
+    ours = ("--network", "signal_split:split")
+    runs = records_of(fedcg_simulate(folder / "runs", asked, *ours))
+    assert [run["method"] for run in runs] == ["local", "fedavg"]
+    assert min(run["mean"]["accuracy_personal"] for run in runs) > 0.9
+    truth = np.load(next(folder.glob("runs/updates/*fedavg*/truth/client-1.npz")))["x_train"]
+    assert np.isin(truth[0], signals).all()
+    assert "lenet5_relu needs inputs of three dim" in fedcg_simulate(folder / "other", asked).stderr
+    assert "augment_flip: changes images" in fedcg_simulate(folder / "other", asked, "--flip", *ours).stderr
 
 
 def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from experiments.simulation.party_builder import party_of
 from fedcg.learning.data.image_folder import load_folder, split_by_hash
 from fedcg.learning.data.public_images import read_public
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.spec import image_form
 from tests.support.learning.learning_cases import quick_spec
 from tests.support.simulations import image_tree
 
@@ -153,7 +154,7 @@ def cohort_of(
     public: int = 0,
 ) -> Cohort:
     options = DealOptions(4, Partition.parse(partition), 0, most, validation, test, public)
-    return build_cohort(source, source.image_form(8), options)
+    return build_cohort(source, source.input_form(8), options)
 
 
 def same(left: ImageSet, right: ImageSet) -> bool:
@@ -174,7 +175,7 @@ def test_a_cohort_in_memory_is_what_an_agent_reads_from_the_demos_folders(
     cohort = cohort_of(digits, most=100, validation=validation, public=12)
     partition = Partition.parse("dirichlet:0.5")
     prepare(digits, tmp_path, DealOptions(4, partition, 0, 100, validation, public_images=12))
-    form, written = digits.image_form(8), image_counts(tmp_path)
+    form, written = image_form(digits.input_form(8)), image_counts(tmp_path)
     for name, mine in cohort.clients.items():
         assert {path.name for path in (tmp_path / name / "train").iterdir()} == set(digits.classes)
         test, _ = load_folder(tmp_path / name / "test", digits.classes, form)

@@ -24,7 +24,7 @@ from tests.support.simulations import image_tree
 def cohort_of(
     source: Source, partition: str = "iid", clients: int = 2, validation: Validation = "test-half", public: int = 0
 ) -> Cohort:
-    form = source.image_form(8)
+    form = source.input_form(8)
     options = DealOptions(clients, Partition.parse(partition), 0, validation=validation, public_images=public)
     return build_cohort(source, form, options)
 
@@ -134,7 +134,7 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     (tmp_path / "in" / "cat" / "000.png").unlink()
     os.mkfifo(tmp_path / "in" / "cat" / "000.png")  # whoever opens it waits for ever
     source = open_source(str(tmp_path / "in"))
-    assert source.image_form(8).mode == "RGB"
+    assert source.input_form(8).channels == 3
     cohort = cohort_of(source, validation="share")
     assert sorted(image.file for image in cohort.skipped) == [
         str(tmp_path / "in" / n) for n in ("cat/000.png", "cat/003.png", "dog/040.png")
@@ -144,7 +144,7 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     assert sum(map(len, sets)) + len(cohort.common) == 117
     prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     for name, mine in cohort.clients.items():
-        read, _ = load_folder(tmp_path / "out" / name, source.classes, source.image_form(8))
+        read, _ = load_folder(tmp_path / "out" / name, source.classes, source.input_form(8))
         assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
 
 
@@ -152,7 +152,7 @@ def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> No
     image_tree(tmp_path, 60)
     Image.new("L", (6, 6), 200).save(tmp_path / "cat" / "000.png")
     source = open_source(str(tmp_path))
-    assert source.image_form(8).mode == "RGB"
+    assert source.input_form(8).channels == 3
     assert next(iter(cohort_of(source).clients.values())).train.images.shape[1] == 3
 
 
@@ -176,7 +176,7 @@ def test_an_npz_is_a_source_whose_occurring_labels_are_the_classes(tmp_path: Pat
     np.savez(tmp_path / "d.npz", images=images, labels=labels)
     source = open_source(str(tmp_path / "d.npz"))
     assert (source.name, source.classes, per_class(source)) == ("d", ("00", "05", "10"), [50, 50, 50])
-    assert source.image_form(8).mode == "L"
+    assert source.input_form(8).channels == 1
     picture = source.train[1][0]
     assert isinstance(picture, RowPicture)
     assert picture.where == "d.npz#1"

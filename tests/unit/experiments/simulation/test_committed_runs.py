@@ -1,5 +1,6 @@
 """Published figures stay what they are: the committed records' settings still give their specs, and their first round its figures."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ from experiments.simulation.simulation_record import read_records
 from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
-from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.spec import FederationSpec, plan_from_mapping
 
 RUNS = Path(__file__).parents[4] / "docs" / "benchmarks" / "runs"
 # Another CPU model, or torch, rounds otherwise; other draws, losses or defaults differ by far more.
 LOSS_OFF = 1e-2
 IMAGES_OFF = 4
+LATER: dict[str, Any] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": [], "sealed": []}
+LATER |= {"sealed_range": None, "alternates": False}
 WHOLE = (
     "digits-fedcg-f32-f32-seed0",
     "digits-fedmd_cg-f32-f32-seed0",
@@ -67,13 +70,23 @@ def agrees(record: dict[str, Any], party: Party, now: Simulation, column: str, f
     return compared
 
 
+def first_digest(spec: FederationSpec) -> str:
+    """The digest as these runs were recorded: of JSON that had `image`, and lacked later fields at their defaults."""
+    values = json.loads(spec.canonical())
+    values["image"] = {name: value for name, value in values.pop("input").items() if name != "kind"}
+    for fields, later in ((values, LATER), (values["network"], {"weights": None, "freeze": "none", "backbones": []})):
+        for name in [name for name, default in later.items() if fields[name] == default]:
+            del fields[name]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def test_every_committed_setting_still_means_the_spec_that_was_run(sources: dict[str, Source]) -> None:
     checked = 0
     for record in read_records(RUNS):
         setting = RunSetting.model_validate(record["setting"])
         if setting.data in sources:
             spec = complete_spec(plan_from_mapping(setting.plan(sources[setting.data])))
-            assert (record["name"], spec.digest) == (record["name"], record["spec"])
+            assert record["spec"] in {spec.digest, first_digest(spec)}, record["name"]
             checked += 1
     assert checked >= 50
 

@@ -73,7 +73,7 @@ def test_the_file_passes_the_checker_states_its_opset_and_says_what_it_is(
     assert exported.opset == OPSET
     assert proto.ir_version <= 10  # what the onnxruntime of JetPack 6 (1.20 and later) reads
     told = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
-    assert (json.loads(told["classes"]), json.loads(told["image"])["mean"]) == (
+    assert (json.loads(told["classes"]), json.loads(told["input"])["mean"]) == (
         list(export_models.CLASSES),
         [0.5, 0.4, 0.3],
     )
@@ -167,7 +167,7 @@ def test_a_file_that_is_not_the_trained_model_is_refused(
         swapped = export_models.image_form().model_copy(update={"mean": (0.3, 0.4, 0.5)})
         export_personal(export_models.make_spec(swapped), parts, path)
         proto = onnx.load(path)
-        [told] = [one for one in proto.metadata_props if one.key == "image"]
+        [told] = [one for one in proto.metadata_props if one.key == "input"]
         told.value = spec.image.model_dump_json()  # which it does not do
         onnx.save(proto, path)
     else:
@@ -190,7 +190,7 @@ def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
     assert (manifest.federation, manifest.round, manifest.spec) == ("garden", 2, spec.digest)
     assert (manifest.classes, manifest.metrics) == (export_models.CLASSES, {"accuracy_personal": 0.75})
     assert manifest.versions["torch"] == torch.__version__
-    rows = model.predict([load_image(file, manifest.image) for file in images.files])
+    rows = model.predict([load_image(file, manifest.input) for file in images.files])
     right = [
         model.top(row, 1)[0].label == export_models.CLASSES[label]
         for row, label in zip(rows, images.labels, strict=True)
@@ -237,8 +237,8 @@ def test_an_image_of_another_shape_or_type_is_refused(model_dir: Path, image: Pi
 
 OTHERS: dict[str, dict[str, object]] = {
     "classes": {"classes": ("ant", "bee")},
-    "height": {"image": export_models.image_form(height=21)},
-    "mean": {"image": export_models.image_form().model_copy(update={"mean": (0.5, 0.4, 0.2)})},
+    "height": {"input": export_models.image_form(height=21)},
+    "mean": {"input": export_models.image_form().model_copy(update={"mean": (0.5, 0.4, 0.2)})},
 }
 
 
@@ -248,7 +248,7 @@ def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, take
     directory = export_models.install_model(tmp_path, takes=takes)
     manifest = read_manifest(directory)
     assert manifest.takes == takes
-    assert Model.load(directory).predict(export_models.random_pixels(manifest.image, 2)).shape == (2, 3)
+    assert Model.load(directory).predict(export_models.random_pixels(manifest.input, 2)).shape == (2, 3)
     other = OTHERS.get(what, {"takes": "normalised" if takes == "pixels" else "pixels"})
     write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):

@@ -20,8 +20,8 @@ from export.build.preprocess_graph import add_preprocessing, on_network
 from export.build.to_onnx import export_personal
 from export.errors import VerificationError
 from export.model.runtime import load_image, normalise
-from fedcg.image_form import ImageForm
 from fedcg.imaging import Pixels
+from fedcg.input_form import ImageForm
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.sources import fit_pixels
 from tests.support.learning.export_models import TestImages, encoded, image_form, make_parts, make_spec

@@ -210,7 +210,7 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
         assert check.accuracy == check.top1_agreement  # fp32 gets all right, so what differs from it is wrong
         assert (check.max_abs_difference < 1e-4) == (name == "ort")
     served = Model.load(directory, threads=1)
-    pictures = [load_image(file, manifest.image) for file in images.files]
+    pictures = [load_image(file, manifest.input) for file in images.files]
     plain = Model.load(tmp_path / "plain", threads=1)
     agreement = (served.predict(pictures).argmax(axis=1) == plain.predict(pictures).argmax(axis=1)).mean()
     assert checks[manifest.serves].top1_agreement == agreement

@@ -30,7 +30,7 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
     done = run_fedcg("infer", "--model", slots_root, *images.files[:3])
     assert done.exit_code == 0
     model = Model.load(slots_root)
-    rows = model.predict([load_image(file, model.manifest.image) for file in images.files[:3]])
+    rows = model.predict([load_image(file, model.manifest.input) for file in images.files[:3]])
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     for file, row, line in zip(images.files, rows, lines, strict=False):

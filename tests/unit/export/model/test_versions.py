@@ -16,7 +16,7 @@ from export.errors import GateError, ManifestError, SlotError, TamperedError
 from export.model import versions
 from export.model.manifest import Manifest, ModelFile, Verification, digest, read_manifest, read_model, write_manifest
 from export.model.versions import POINTER_NAME, ModelVersions, resolve
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 from tests.support.learning.export_models import TestImages, flip_bit, install_model, labels_by
 from tests.support.present import present
 
@@ -27,7 +27,7 @@ def _manifest(content: bytes, round_number: int = 1) -> Manifest:
         round=round_number,
         spec="0" * 64,
         classes=("ant", "bee"),
-        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        input=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
         takes="pixels",
         model=ModelFile(sha256=digest(content), size=len(content), opset=18),
         metrics={"accuracy": 0.5},
@@ -71,7 +71,7 @@ def three(installed: ModelVersions) -> ModelVersions:
         ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),
         ('"opset": 18', '"opset": 0', "opset"),
         ('"serves": "fp32"', '"serves": "int8"', "serves int8, which was not kept"),
-        ('"mode": "L"', '"mode": "RGB"', "image.mean: must have one number for each channel"),
+        ('"mode": "L"', '"mode": "RGB"', "input.mean: must have one number for each channel"),
         ("{", "", "not valid JSON"),
     ],
 )

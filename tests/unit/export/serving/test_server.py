@@ -72,7 +72,7 @@ def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, insta
     assert raw == {**wanted[0], "file": "image"}
     body, headers = multipart({"a.png": ONE, "b.png": TWO})
     assert _told(server, body, headers, "?top=2") == [{**wanted[0], "file": "a.png"}, {**wanted[1], "file": "b.png"}]
-    form = Model.load(installed).manifest.image
+    form = Model.load(installed).manifest.input
     arrays = [load_image(content, form).tolist() for content in (ONE, TWO)]
     batch = _told(server, json.dumps({"images": arrays}).encode(), JSON, "?top=2")
     assert batch == [{**wanted[0], "file": "images[0]"}, {**wanted[1], "file": "images[1]"}]

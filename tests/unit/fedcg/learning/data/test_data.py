@@ -16,7 +16,7 @@ from fedcg.learning.data.image_folder import load_folder, normalise, read_images
 from fedcg.learning.data.sources import is_array_source, list_files, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
-from fedcg.learning.spec import ImageForm
+from fedcg.learning.spec import ImageForm, TensorForm
 from fedcg.learning.training.batches import index_blocks
 
 SMALL_GREY = ImageForm(mode="L", height=4, width=4, mean=(0.5,), std=(0.5,))
@@ -198,8 +198,34 @@ def test_an_npz_that_is_not_what_it_declares_is_refused_before_memory_is_taken(
     tmp_path: Path, images: bytes, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        read_arrays(npz(tmp_path / "d.npz", images=images, labels=LABELS))
+        read_arrays(npz(tmp_path / "d.npz", images=images, labels=LABELS), SMALL_GREY)
     assert "d.npz" in str(caught.value)
+
+
+SIGNALS = TensorForm(kind="tensor", shape=(2, 3), mean=(1.0, 0.0), std=(2.0, 1.0))
+
+
+def test_tensors_of_an_npz_are_read_as_they_are_and_normalised_along_their_first_dimension(tmp_path: Path) -> None:
+    signals = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    np.savez(tmp_path / "d.npz", inputs=signals, labels=np.array([0, 1, 0, 1]))
+    found = read_images(tmp_path / "d.npz", ("a", "b"), SIGNALS)
+    assert np.array_equal(found.images.images.numpy(), signals)
+    normalised = normalise(found.images.images, SIGNALS)
+    assert normalised[1].tolist() == [[2.5, 3.0, 3.5], [9.0, 10.0, 11.0]]  # (6 - 1) / 2, ...; (9 - 0) / 1, ...
+    counts = TensorForm(kind="tensor", shape=(3,), dtype="uint8")
+    assert normalise(torch.tensor([[0, 255, 51]]).byte(), counts)[0].tolist() == pytest.approx([0, 1, 0.2])
+    with pytest.raises(DataError, match=r"tensors are read from an \.npz"):
+        read_images(tmp_path, ("a", "b"), SIGNALS)
+
+
+def test_tensors_that_are_of_another_form_or_infinite_are_refused(tmp_path: Path) -> None:
+    for inputs, message in (
+        (header((2, 60_000, 60_000), "<f8"), r"must be float32 \[N, 2, 3\], not float64 \[2, 60000"),
+        (header((10**9, 2, 3), "<f4"), "over the limit of 4000000 rows"),
+        (npy(np.array([[[0] * 3] * 2, [[np.inf] * 3] * 2], dtype=np.float32)), "d.npz#1: numbers that are not fin"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_images(npz(tmp_path / "d.npz", inputs=inputs, labels=LABELS), ("a", "b"), SIGNALS)
 
 
 def test_a_member_that_unpacks_to_more_than_the_limit_is_refused_by_its_declared_size(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedcg.image_form import ImageForm
+from fedcg.input_form import ImageForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.defences.ats import TRANSFORMATIONS, AtsParams
 from fedcg.learning.defences.defence import (

@@ -50,7 +50,7 @@ def test_the_text_says_features_parts_and_methods() -> None:
 
 
 def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
-    reason = "halve image.height = 30 twice: choose a multiple of 4"
+    reason = "halve input.height = 30 twice: choose a multiple of 4"
     assert reason in data_of(output_of("show", "image_small", "--image-size", "30", "--json"))["refusals"]["ppidsg"]
     (line,) = (line for line in output_of("show", "lenet5").splitlines() if line.split()[0] == "ppidsg")
     assert "not with these networks" in line

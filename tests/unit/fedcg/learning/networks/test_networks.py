@@ -31,7 +31,7 @@ def cifar(**network: object) -> FederationPlan:
     return FederationPlan(
         federation="cifar",
         classes=TEN,
-        image=CIFAR,
+        input=CIFAR,
         network=NetworkChoice.model_validate(network),
         method="fedcg",
         rounds=1,

@@ -91,7 +91,7 @@ def test_installed_weights_give_timms_network_the_logits_of_the_network_they_wer
 @pytest.mark.parametrize(("mode", "freeze"), [("RGB", "all"), ("L", "none")])
 def test_the_extractor_starts_as_in_the_file_and_projects_to_the_width(weights: Path, mode: str, freeze: str) -> None:
     form = IMAGENET if mode == "RGB" else ImageForm(mode="L", height=64, width=64, mean=(0.449,), std=(0.226,))
-    spec = complete_spec(tiny_plan("fedcg", weights, freeze).model_copy(update={"image": form}))
+    spec = complete_spec(tiny_plan("fedcg", weights, freeze).model_copy(update={"input": form}))
     assert feature_shape(spec) == (16,)
     extractor = extractor_of(spec).eval()
     batch = torch.randn(2, form.channels, 64, 64)
@@ -202,10 +202,10 @@ def test_pretrained_weights_want_their_normalisation_and_64_pixels(weights: Path
     plan = tiny_plan("local", weights)
     plain = IMAGENET.model_copy(update={"mean": (0.0,) * 3, "std": (1.0,) * 3})
     with pytest.raises(NetworkError, match=r"normalised as they were trained: mean \[0.485.*--normalise imagenet"):
-        complete_spec(plan.model_copy(update={"image": plain}))
+        complete_spec(plan.model_copy(update={"input": plain}))
     small = IMAGENET.model_copy(update={"height": 48, "width": 48})
     with pytest.raises(NetworkError, match="at least 64x64"):
-        complete_spec(plan.model_copy(update={"image": small}))
+        complete_spec(plan.model_copy(update={"input": small}))
 
 
 def test_weights_are_found_by_their_hash_alone_and_a_missing_file_has_a_remedy(weights: Path) -> None:

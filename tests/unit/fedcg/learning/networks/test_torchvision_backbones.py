@@ -41,7 +41,7 @@ def plan_for(
     return FederationPlan(
         federation="backbones",
         classes=CLASSES,
-        image=ImageForm.model_validate(values),
+        input=ImageForm.model_validate(values),
         network=NetworkChoice(split=split, generator=kind, discriminator=kind, noise_dim=8),
         method=method,
         params=params,
