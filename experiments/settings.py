@@ -182,11 +182,19 @@ class Setting(BaseModel):
         Raises:
             NetworkError: a backbone's name that has no meaning, or no weights for it at hand.
         """
+        return self.plan_for(source.classes, self.input_form(source))
+
+    def plan_for(self, classes: Sequence[str], form: spec.InputForm) -> dict[str, object]:
+        """As `plan`, for inputs of a form that is known.
+
+        Raises:
+            NetworkError: as `plan`.
+        """
         own = split_names.parse_projected(self.network).backbone if split_names.is_projected(self.network) else None
         others = [self._backbone(name) for name in self.backbones.split(",") if name]
         return {
             "federation": FEDERATION,
-            "classes": list(source.classes),
+            "classes": list(classes),
             "method": self.method,
             "rounds": self.rounds,
             "seed": self.seed,
@@ -194,7 +202,7 @@ class Setting(BaseModel):
             "augment_crop": self.crop,
             "min_clients": self.clients,
             "min_cohort": min(self.clients, spec.DEFAULT_MIN_COHORT),
-            "input": self.input_form(source).model_dump(mode="json"),
+            "input": form.model_dump(mode="json"),
             "network": {
                 "split": self.network,
                 "generator": self.generator,

@@ -1,1 +1,26 @@
-"""FedCG Edge: the code that all sides of a federation share, and the command `fedcg`."""
+"""FedCG Edge: the code that all sides of a federation share, the command `fedcg`, and what a program of one's own imports from here (docs/python.md).
+
+Nothing is imported before it is used.
+"""
+
+from importlib import import_module
+
+_FACE = {
+    "Client": "fedcg.learning.client:Client",
+    "Run": "experiments.face:Run",
+    "Split": "fedcg.learning.networks.cut:Halves",
+    "simulate": "experiments.face:simulate",
+    "split": "fedcg.learning.networks.cut:split",
+}
+__all__ = [*_FACE]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FACE:
+        raise AttributeError(f"module 'fedcg' has no attribute {name!r}; there are {', '.join(_FACE)}")
+    module, _, attribute = _FACE[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FACE})

@@ -7,7 +7,7 @@ measurements in the entry-point group `fedcg.benches`.
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -43,45 +43,6 @@ def _bench() -> None:
 
 def _announce(line: str) -> None:
     typer.echo(line, err=True)
-
-
-@prints
-def round_command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="64 images, 5 student steps, once: does it run at all?")
-    ] = False,
-) -> Result:
-    """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run.
-
-    Example: fedcg bench round --quick
-    """
-    from experiments.bench.fedcg_round import RoundPlan, measure
-
-    quickest = RoundPlan(images=64, measured_iterations=5, processes=1, threads=1, repeats=1)
-    plan = quickest if quick else RoundPlan()
-    result = measure(plan, _announce)
-    extrapolated = {
-        "epochs": [plan.measured_epochs, plan.epochs],
-        "server_iterations": [plan.measured_iterations, plan.server_iterations],
-    }
-    record = {"setting": asdict(plan), "extrapolated": extrapolated, **result}
-    lines = [*_round_lines(result)]
-    lines.append(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
-    return {**bench_record("bench round"), **record}, "\n".join(lines)
-
-
-def _round_lines(result: Mapping[str, object]) -> Iterator[str]:
-    yield f"{'reference':<12} {_stage_seconds(result['reference_seconds'])}"
-    for name, found in result.items():
-        if isinstance(found, dict) and "speedup" in found:
-            ratios = ", ".join(f"{stage} {ratio:.2f}x" for stage, ratio in found["speedup"].items())
-            yield f"{name:<12} {_stage_seconds(found['seconds'])}"
-            yield f"{'':<12} {ratios}   ({found['what']})"
-
-
-def _stage_seconds(stages: object) -> str:
-    assert isinstance(stages, dict)
-    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
 
 
 @prints
@@ -147,9 +108,7 @@ def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
     network: Annotated[str, typer.Option(help="Split: how large updates are.")] = "lenet5_relu",
-    out: Annotated[
-        Path | None, typer.Option(help="A folder for coordinator.json and a plot of the memory, memory.png.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for coordinator.json.")] = None,
     sum_devices: Annotated[
         list[int] | None, typer.Option(min=4, max=1000, help="Instead: sealed sums of so many devices; again for more.")
     ] = None,
@@ -171,7 +130,7 @@ def coordinator_command(
     if sum_devices:
         return _sums(sum_devices, lost, numbers)
     from coordinator.storage.store import Store
-    from experiments.bench.coordinator_rounds import Setting, draw_memory, growth_mb, rounds_of, run_rounds
+    from experiments.bench.coordinator_rounds import Setting, growth_mb, rounds_of, run_rounds
     from experiments.bench.sessions import new_home
 
     setting = Setting(sessions, rounds, network)
@@ -194,7 +153,6 @@ def coordinator_command(
     }
     if out is not None:
         write_record(record, out / "coordinator.json")
-        draw_memory(found, out / "memory.png", f"{sessions} sessions: memory after each round")
     return record, "\n".join(_coordinator_lines(record))
 
 

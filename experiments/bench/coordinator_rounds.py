@@ -276,25 +276,3 @@ def growth_mb(rounds: Sequence[Round]) -> float | None:
     if len(later) < POINTS:
         return None
     return round(linear_regression([each.round for each in later], [sum(each.memory_mb) for each in later]).slope, 3)
-
-
-def draw_memory(rounds: Sequence[Round], path: Path, title: str) -> None:
-    """Draw resident memory over rounds, of the coordinator's process and of its worker, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panel = figure.subplots()
-    numbers = [each.round for each in rounds]
-    for index, label in enumerate(("coordinator", "its aggregation worker")):
-        panel.plot(numbers, [each.memory_mb[index] for each in rounds], marker=".", label=label)
-    panel.set_ylim(bottom=0)
-    panel.set_xlabel("round")
-    panel.set_ylabel("resident memory, MB")
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)

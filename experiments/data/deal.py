@@ -84,7 +84,9 @@ class Partition:
             together = (group_of_client[:, None] == group_of_class[None]).astype(np.float64)
             evenly: Shares = together / together.sum(axis=0)
             return evenly
-        return generator.dirichlet(np.full(clients, self.omega), size=classes).T
+        drawn: Shares = generator.dirichlet(np.full(clients, self.omega), size=classes)
+        by_client: Shares = drawn.T
+        return by_client
 
 
 def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:

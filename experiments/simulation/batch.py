@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings import Setting, of_method
 from fedcg.errors import NOT_FOUND
 from fedcg.files import replace_durably
 from fedcg.learning.defences.defence import check_defence, defence_label
 from fedcg.learning.privacy import OFF, PrivacySettings
-from fedcg.learning.spec import ParameterValue
+from fedcg.learning.spec import InputForm, ParameterValue
 from fedcg.wire.parts import AggregateCodec, UpdateCodec
 
 BATCH_FORMAT = 1
@@ -148,9 +147,9 @@ class RunSetting(Setting):
         )
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
 
-    def plan(self, source: Source) -> dict[str, object]:
+    def plan_for(self, classes: Sequence[str], form: InputForm) -> dict[str, object]:
         """As a demo's, with the codecs that this run asks for."""
-        return {**super().plan(source), "codec": self.codec, "aggregate_codec": self.aggregate_codec}
+        return {**super().plan_for(classes, form), "codec": self.codec, "aggregate_codec": self.aggregate_codec}
 
     def published(self) -> dict[str, Any]:
         """The setting as a record shows it: no path of this machine in it."""

@@ -25,7 +25,7 @@ from experiments.errors import OptionError
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, RunSetting, has_record
 from experiments.simulation.curves import EventFiles, draw_curves, write_tables
 from experiments.simulation.simulation_record import label_of
-from experiments.simulation.single_run import FailedRun, Runs, Simulator, write_failures
+from experiments.simulation.single_run import FailedRun, Given, Runs, Simulator, write_failures
 from fedcg.errors import told
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import Runner
@@ -116,10 +116,18 @@ class BatchRunner:
         console: for progress and lines.
         events: whether event files for TensorBoard are written.
         picture: whether curves.png is drawn.
+        given: the clients of all runs (`Runs`).
     """
 
     def __init__(
-        self, folder: Path, lanes: Workers, console: Console, *, events: bool = True, picture: bool = True
+        self,
+        folder: Path,
+        lanes: Workers,
+        console: Console,
+        *,
+        events: bool = True,
+        picture: bool = True,
+        given: Given | None = None,
     ) -> None:
         self._folder = folder
         self._console = console
@@ -128,7 +136,7 @@ class BatchRunner:
         self._events: dict[str, EventFiles] = {}
         self._counted_rounds: dict[str, int] = {}  # rounds of a run that the bar knows of
         self._writing = Lock()
-        self._runs = Runs(folder, lanes.simulator, self._after_round, self._print)
+        self._runs = Runs(folder, lanes.simulator, self._after_round, self._print, given)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -142,6 +150,10 @@ class BatchRunner:
             speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should look at several
         )
         self._task = self._bar.add_task("", total=0)
+
+    def stands(self, planned: PlannedRun) -> Simulation | None:
+        """Where a run stands after its newest checkpoint; None without one."""
+        return self._runs.stands(planned)
 
     def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
         """Do what is not done yet.

@@ -18,6 +18,8 @@ from experiments.simulation.simulation_record import COLUMNS, label_of, read_rec
 from fedcg.files import READABLE, replace_durably
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from fedcg.learning.simulation.simulation import Simulation
 
 
@@ -60,28 +62,32 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[objec
 
 
 def draw_curves(folder: Path) -> None:
-    """Draw accuracy on the clients' own test images over rounds: one colour per method, local-only shadows dashed.
+    """Draw the records of a folder into its picture; nothing where there are none."""
+    if records := read_records(folder):
+        picture = io.BytesIO()
+        drawn(records).savefig(picture, dpi=110, format="png")
+        replace_durably(folder / PICTURE_FILE, picture.getvalue(), READABLE)
+
+
+def drawn(records: Sequence[Record]) -> Figure:
+    """Accuracy on the clients' own test images over rounds: one colour per method, local-only shadows dashed.
 
     A line is the mean over clients and seeds, its band the standard deviation over them. One panel per data set, partition
     and published setting.
     """
     panels: dict[str, list[Record]] = defaultdict(list)
-    for record in read_records(folder):
+    for record in records:
         panels[record["paper"] or f"{record['data']}, {record['partition']}"].append(record)
-    if not panels:
-        return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for panel, (title, records) in zip(axes, sorted(panels.items()), strict=True):
-        _draw_panel(panel, records)
+    for panel, (title, some) in zip(axes, sorted(panels.items()), strict=True):
+        _draw_panel(panel, some)
         panel.set_title(title)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    replace_durably(folder / PICTURE_FILE, picture.getvalue(), READABLE)
+    return figure
 
 
 def _draw_panel(panel: Any, records: Sequence[Record]) -> None:

@@ -44,6 +44,14 @@ class FailedRun:
     reason: str
 
 
+@dataclass(frozen=True)
+class Given:
+    """Clients of the user's own code, in the place of a source whose images are dealt out."""
+
+    spec: FederationSpec
+    cohort: Cohort
+
+
 class Runs:
     """The runs of one folder.
 
@@ -52,11 +60,18 @@ class Runs:
         simulator: who runs a federation; `simulate` does so in this process.
         on_round: called after every round.
         note: gets lines about what comes before the first round.
+        given: the clients of all runs, whose last checkpoints are kept; None: those that the settings name.
     """
 
     def __init__(
-        self, folder: Path, simulator: Simulator, on_round: OnRound, note: Callable[[str], None] = lambda _: None
+        self,
+        folder: Path,
+        simulator: Simulator,
+        on_round: OnRound,
+        note: Callable[[str], None] = lambda _: None,
+        given: Given | None = None,
     ) -> None:
+        self._given = given
         self._folder = folder
         self._note = note
         self._simulator = simulator
@@ -81,6 +96,11 @@ class Runs:
     def done_rounds(self, planned: PlannedRun) -> int:
         """How many rounds of a run a checkpoint holds."""
         return self._checkpoints(planned).rounds()
+
+    def stands(self, planned: PlannedRun) -> Simulation | None:
+        """Where a run stands after its newest checkpoint; None without one."""
+        found = self._checkpoints(planned).newest()
+        return None if found is None else found[0]
 
     def run(self, planned: PlannedRun) -> dict[str, Any]:
         """Run or go on with a run; its record.
@@ -130,11 +150,14 @@ class Runs:
             raise RunError(reason)
         record = record_of(planned, party, result, _names(cohort), time.monotonic() - started, facts)
         write_json(record, record_path(self._folder, planned))
-        checkpoints.remove()
+        if self._given is None:
+            checkpoints.remove()
         return record
 
     def _cohort_of(self, setting: RunSetting) -> tuple[FederationSpec, Cohort]:
         """The spec of a run, and the images of its clients."""
+        if self._given is not None:
+            return self._given.spec, self._given.cohort
         if self._opened is None or self._opened[0] != setting.data:
             self._opened = setting.data, setting.source()
         source, deal = self._opened[1], setting.deal()

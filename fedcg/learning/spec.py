@@ -12,7 +12,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, WrapValidator, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+)
 
 from fedcg.config_file import Settings
 from fedcg.input_form import ImageForm as ImageForm
@@ -78,6 +87,7 @@ class _Frozen(Settings):
     model_config = ConfigDict(allow_inf_nan=False)  # it is JSON, which has neither
 
 
+_Count = Annotated[int, Field(ge=-64, le=1 << 20)]
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@+-]{1,200}$")]
 _Weights = Annotated[
     str | None,
@@ -102,8 +112,41 @@ class BackboneChoice(_Frozen):
     freeze: Freeze = "none"
 
 
+PROGRAM = "program"
+"""The split whose extractor is the devices' own code: the spec has its features' shape, and the classifier as data."""
+
+
+class Layer(_Frozen):
+    """A standard layer as data; `fedcg.learning.networks.layers` has the kinds, and checks and builds it."""
+
+    kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", description="linear, conv2d, relu, ...")]
+    args: Annotated[
+        dict[
+            Annotated[str, Field(max_length=32)],
+            bool
+            | _Count
+            | Annotated[float, Field(ge=-1e6, le=1e6)]
+            | Annotated[tuple[_Count, ...], Field(max_length=4)],
+        ],
+        Field(max_length=12, description="as torch.nn names them"),
+    ] = Field({})
+
+
+class Features(_Frozen):
+    """What an extractor makes of one input."""
+
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...], Field(min_length=1, max_length=4)]
+    range: Annotated[
+        Literal["unit", "non_negative", "real"],
+        Field(description="unit: within [0, 1], non_negative: from 0 on, real: any"),
+    ] = "real"
+
+
 class NetworkChoice(_Frozen):
-    """Which split, generator and discriminator, by name."""
+    """Which split, generator and discriminator, by name.
+
+    A process that has a program's code binds it to the spec (`bound`): it is no part of the spec, and not sent.
+    """
 
     split: Annotated[_NetworkName, Field(description="extractor and classifier: `fedcg network list`")] = "lenet5_relu"
     generator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
@@ -126,6 +169,32 @@ class NetworkChoice(_Frozen):
         if len(set(names)) < len(names):
             raise ValueError(f"each backbone once, the split's own too: {', '.join(names)}")
         return backbones
+
+    # The two are no part of other specs' bytes, and so of their names.
+    features: Annotated[
+        Features | None,
+        Field(description=f"of the split {PROGRAM}: what its extractor makes", exclude_if=lambda one: one is None),
+    ] = None
+    classifier: Annotated[
+        tuple[Layer, ...],
+        Field(
+            max_length=64,
+            description=f"of the split {PROGRAM}: layers; none: its code is the program's alone",
+            exclude_if=lambda layers: not layers,
+        ),
+    ] = ()
+    _program: object = PrivateAttr(None)
+
+    @property
+    def program(self) -> object:
+        """The split of the program (`networks.splits.Split`) that this process bound; None where it has none."""
+        return self._program
+
+    def bound(self, program: object) -> NetworkChoice:
+        """The same choice with the code of its program, a `networks.splits.Split`."""
+        own = self.model_copy()
+        own._program = program  # noqa: SLF001 - a copy of its own
+        return own
 
     @property
     def backbone_names(self) -> tuple[str, ...]:

@@ -12,22 +12,21 @@ from torch import nn
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Spill, Update, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
-from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part, TensorLayout
 
 HELD, PROTOTYPES = "held", "prototypes"
-_HIGHEST = {FeatureRange.UNIT: 1.0, FeatureRange.NON_NEGATIVE: 1e4}
+_HIGHEST = 1e4
 
 
 def prototype_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
     """`held` [C], 1 for a class with images, and `prototypes` [C, D], 0 for one without; D numbers are a feature."""
     classes, size = len(spec.classes), math.prod(feature_shape(spec))
-    highest = _HIGHEST[split_of(spec).feature_range]
+    low, high = (min(max(bound, -_HIGHEST), _HIGHEST) for bound in split_of(spec).feature_range.bounds)
     return (
         TensorLayout(name=HELD, dtype="int64", shape=(classes,), low=0.0, high=1.0),
-        TensorLayout(name=PROTOTYPES, dtype="float32", shape=(classes, size), low=0.0, high=highest),
+        TensorLayout(name=PROTOTYPES, dtype="float32", shape=(classes, size), low=low, high=high),
     )
 
 

@@ -8,12 +8,13 @@ A head by discriminant analysis has logits (μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ 
 them make the first term too sure of itself: T, which the textbook lacks, gives the prior its weight.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from fedcg.learning.heads.moments import ClassGaussians, highest_feature
+from fedcg.learning.heads.moments import ClassGaussians, feature_bounds
 from fedcg.learning.method import RoundContext, Weights, check_finite
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import skeleton
@@ -52,11 +53,11 @@ def calibrated(head: Weights, classes: ClassGaussians, lr: float, ctx: RoundCont
     optimiser = adam(classifier.parameters(), rate, 0.0)
     root = (classes.vectors * classes.values.sqrt()).T.float().to(ctx.device)  # Σ = rootᵀ root
     means, present = classes.means.float().to(ctx.device), classes.present
-    highest, shape = highest_feature(ctx.spec), feature_shape(ctx.spec)
+    bounds, shape = feature_bounds(ctx.spec), feature_shape(ctx.spec)
     for step in range(STEPS):
         labels = present[torch.randint(len(present), (BATCH,), generator=asked)].to(ctx.device)
         drawn = torch.randn(BATCH, len(root), generator=noise).to(ctx.device)
-        features = (means[labels] + drawn @ root).clamp(0.0, highest)
+        features = (means[labels] + drawn @ root).clamp(*bounds)
         loss = cross_entropy(classifier(features.view(-1, *shape)), labels)
         optimiser.zero_grad()
         loss.backward()
@@ -68,13 +69,17 @@ def calibrated(head: Weights, classes: ClassGaussians, lr: float, ctx: RoundCont
     return found
 
 
+_WITHOUT_WEIGHTS = {nn.Sequential, nn.Flatten, nn.Identity, nn.Dropout}
+
+
 def linear_layer(spec: NetworkSpec) -> str:
-    """The prefix of the tensors of a classifier that is one linear layer with a bias; nothing for another classifier."""
+    """The prefix of the tensors of a classifier that is one linear layer with a bias, of all features; nothing for another classifier."""
     with lent_generators(0):
-        named = skeleton(spec, Part.CLASSIFIER).named_modules()
-        layers = [(name, one) for name, one in named if next(one.parameters(recurse=False), None) is not None]
+        named = dict(skeleton(spec, Part.CLASSIFIER).named_modules())
+    layers = [(name, one) for name, one in named.items() if type(one) not in _WITHOUT_WEIGHTS]
     name, layer = layers[0] if len(layers) == 1 else ("", None)
-    return f"{name}." if isinstance(layer, nn.Linear) and layer.bias is not None else ""
+    is_one = isinstance(layer, nn.Linear) and layer.in_features == math.prod(feature_shape(spec))
+    return f"{name}." if is_one and layer is not None and layer.bias is not None else ""
 
 
 def lda_head(

@@ -14,7 +14,6 @@ from torch import nn
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext, Weights
 from fedcg.learning.networks.assembly import feature_shape, split_of
-from fedcg.learning.networks.splits import FeatureRange
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import TensorLayout
@@ -30,20 +29,21 @@ CLIP = 32.0
 Clip = Annotated[float, Field(gt=0, le=1024, description="highest feature that counts in moments")]
 
 
-def highest_feature(spec: NetworkSpec) -> float:
-    """What features are cut at: 1 where the split ends in a sigmoid, otherwise the method's `clip`."""
-    if split_of(spec).feature_range is FeatureRange.UNIT:
-        return 1.0
-    return TypeAdapter[float](Clip).validate_python(spec.params.get("clip") or CLIP)
+def feature_bounds(spec: NetworkSpec) -> tuple[float, float]:
+    """What features are cut to: the split's range, within the method's `clip` either way."""
+    low, high = split_of(spec).feature_range.bounds
+    clip = TypeAdapter[float](Clip).validate_python(spec.params.get("clip") or CLIP)
+    return (max(low, -clip), high if high == 1.0 else clip)
 
 
 def moments_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
     """`counts` [C], `sums` [C, D] and `moment` [D (D + 1) / 2], the upper triangle by rows; D numbers are a feature."""
-    classes, size, highest = len(spec.classes), math.prod(feature_shape(spec)), highest_feature(spec)
+    classes, size, (low, high) = len(spec.classes), math.prod(feature_shape(spec)), feature_bounds(spec)
+    least, most = min(low * high, 0.0), max(low**2, high**2)
     return (
         TensorLayout(name=COUNTS, dtype="float32", shape=(classes,), low=0.0, high=1.0),
-        TensorLayout(name=SUMS, dtype="float32", shape=(classes, size), low=0.0, high=highest),
-        TensorLayout(name=MOMENT, dtype="float32", shape=(size * (size + 1) // 2,), low=0.0, high=highest**2),
+        TensorLayout(name=SUMS, dtype="float32", shape=(classes, size), low=low, high=high),
+        TensorLayout(name=MOMENT, dtype="float32", shape=(size * (size + 1) // 2,), low=least, high=most),
     )
 
 
@@ -55,15 +55,16 @@ def feature_moments(extractor: nn.Module, data: ImageSet, ctx: RoundContext) -> 
         data: the training images.
         ctx: the spec; the owner is warned where many features are cut.
     """
-    highest = highest_feature(ctx.spec)
+    low, high = feature_bounds(ctx.spec)
     whole = features_of(extractor, data, ctx.spec, ctx.device)
-    if float((whole > highest).double().mean()) > _MOST_CUT:
+    cut = whole.clamp(low, high)
+    if (share := float((cut != whole).double().mean())) > _MOST_CUT:
         ctx.callbacks.warn(
-            f"{float((whole > highest).double().mean()):.1%} of the features lie above {highest:g} (highest "
-            f"{float(whole.max()):.3g}) and are cut to it, which biases the moments: plan with a higher clip (--set clip=N)"
+            f"{share:.1%} of the features lie above {high:g} (highest {float(whole.abs().max()):.3g}) "
+            "and are cut to it, which biases the moments: plan with a higher clip (--set clip=N)"
         )
     labels = data.labels.cpu().repeat(len(whole) // max(1, len(data)))
-    return moments_of(whole.clamp(0.0, highest), labels, ctx.spec.class_count)
+    return moments_of(cut, labels, ctx.spec.class_count)
 
 
 def features_of(extractor: nn.Module, data: ImageSet, spec: FederationSpec, device: str) -> torch.Tensor:

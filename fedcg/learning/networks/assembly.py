@@ -16,11 +16,11 @@ from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.gan import DISCRIMINATORS, build_generator
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
-from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, rehearse
+from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, program_split, rehearse
 from fedcg.learning.networks.timm_backbones import check_plain, projected_split
 from fedcg.learning.networks.torchvision_backbones import backbone_split
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkSpec
+from fedcg.learning.spec import PROGRAM, FederationSpec, ImageForm, NetworkSpec
 from fedcg.learning.split_names import is_backbone, is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
@@ -47,6 +47,8 @@ def split_of(spec: NetworkSpec) -> Split:
         raise NetworkError(f"{name} needs images, not tensors of shape {list(form.tensor_shape)}")
     if is_projected(name):
         split = projected_split(spec.network, spec.image)
+    elif name == PROGRAM:
+        split = program_split(spec.network)
     else:
         check_plain(spec.network)
         split = (
@@ -54,7 +56,7 @@ def split_of(spec: NetworkSpec) -> Split:
             or IMAGE_SPLITS.get(name)
             or (backbone_split(name) if is_backbone(name) else load_split(name))
         )
-    if len(form.tensor_shape) != 3 and not split.initialises_itself:
+    if len(form.tensor_shape) != 3 and name != PROGRAM and not split.initialises_itself:
         raise NetworkError(f"{name} needs inputs of three dimensions, not of shape {list(form.tensor_shape)}")
     sides = form.tensor_shape[1:]
     if min(sides, default=split.smallest_side) < split.smallest_side:
@@ -69,7 +71,8 @@ def split_of(spec: NetworkSpec) -> Split:
 
 def feature_shape(spec: NetworkSpec) -> tuple[int, ...]:
     """Shape of one feature h, found by a dry run of the extractor on one input of zeros, once per split and shape."""
-    return _feature_shape(split_of(spec), spec.input.tensor_shape)
+    split = split_of(spec)
+    return split.features or _feature_shape(split, spec.input.tensor_shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,7 +125,8 @@ def allocated(module: nn.Module, device: str) -> nn.Module:
 
 
 def _fills_itself(split: Split, part: Part) -> bool:
-    return split.initialises_itself and part in {Part.EXTRACTOR, Part.CLASSIFIER}
+    own = {Part.EXTRACTOR} if split.draws_classifier else {Part.EXTRACTOR, Part.CLASSIFIER}
+    return split.initialises_itself and part in own
 
 
 def _made(spec: NetworkSpec, part: Part, device: str, stream: torch.Generator | None) -> nn.Module:

@@ -95,13 +95,13 @@ class ClassGaussians(nn.Module):
         super().__init__()
         self.mean, self.deviation = (empty_embedding(classes, math.prod(feature_shape)) for _ in range(2))
         self.feature_shape, self.noise_dim = feature_shape, noise_dim
-        self.highest = 1.0 if feature_range is FeatureRange.UNIT else math.inf
+        self.bounds = feature_range.bounds
 
     def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Features [B, *feature_shape] for z [B, noise_dim] and labels [B]."""
         shared: torch.Tensor = noise @ _directions(self.noise_dim, math.prod(self.feature_shape), noise.device)
         features: torch.Tensor = self.mean(labels) + self.deviation(labels) * shared
-        return features.clamp(0.0, self.highest).reshape(-1, *self.feature_shape)
+        return features.clamp(*self.bounds).reshape(-1, *self.feature_shape)
 
     @torch.no_grad()
     def fit(self, features: torch.Tensor, labels: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def spread_growth(size: int, layers: int) -> list[int]:
 
 
 def _last_activation(feature_range: FeatureRange) -> nn.Module:
-    return nn.Sigmoid() if feature_range is FeatureRange.UNIT else nn.ReLU()
+    return {FeatureRange.UNIT: nn.Sigmoid(), FeatureRange.NON_NEGATIVE: nn.ReLU()}.get(feature_range, nn.Identity())
 
 
 def _conv(widths: tuple[int, int, int]) -> GeneratorBuilder:
@@ -229,7 +229,7 @@ def _rehearse(target: str, builder: GeneratorBuilder, asked: tuple[tuple[int, ..
         raise ExtensionError(f"generator {target} can't be built and run: {type(error).__name__}: {error}") from error
     if features.shape != (_ROWS, *feature_shape):
         raise ExtensionError(f"generator {target} makes features {[*features.shape]}, not {[_ROWS, *feature_shape]}")
-    if not 0.0 <= low <= high <= (1.0 if feature_range is FeatureRange.UNIT else math.inf):
+    if not feature_range.bounds[0] <= low <= high <= feature_range.bounds[1]:
         raise ExtensionError(
             f"generator {target} makes features from {low:.3g} to {high:.3g}, and the split's are {feature_range.value}: end it in "
             "a sigmoid (unit) or a ReLU (non_negative)"

@@ -7,6 +7,8 @@ feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with
 two linear layers with nothing between them; 32x2x2 features of a 32x32 image.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import re
@@ -19,8 +21,10 @@ from torch import nn
 
 from fedcg.learning.errors import ExtensionError, NetworkError
 from fedcg.learning.networks.fast_layers import AveragedConv2d, MaxedConv2d
+from fedcg.learning.networks.layers import built
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.registry import imported
+from fedcg.learning.spec import PROGRAM, NetworkChoice
 from fedcg.learning.split_names import own_target
 
 
@@ -29,6 +33,18 @@ class FeatureRange(str, Enum):
 
     UNIT = "unit"
     NON_NEGATIVE = "non_negative"
+    REAL = "real"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the highest feature."""
+        return (-math.inf if self is FeatureRange.REAL else 0.0, 1.0 if self is FeatureRange.UNIT else math.inf)
+
+    @classmethod
+    def around(cls, features: torch.Tensor) -> FeatureRange:
+        """The narrowest range that holds some features."""
+        low, high = features.min().item(), features.max().item()
+        return next(one for one in cls if one.bounds[0] <= low and high <= one.bounds[1])
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,8 @@ class Split:
         image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; None: there are none.
         initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
             without values and filled by `draw_weights`. Set for the user's own splits, whatever they set.
+        draws_classifier: not so the classifier, which is made of standard layers.
+        features: shape of one input's features where the spec states it; None: found by a dry run.
     """
 
     extractor: Callable[[int], nn.Module]
@@ -52,6 +70,8 @@ class Split:
     feature_range: FeatureRange
     smallest_side: int = 1
     initialises_itself: bool = False
+    draws_classifier: bool = False
+    features: tuple[int, ...] | None = None
     fill: Callable[[nn.Module, torch.Generator | None], None] | None = None
     image_generator: Callable[[int], nn.Module] | None = None
     image_discriminator: Callable[[int], nn.Module] | None = None
@@ -105,6 +125,31 @@ SPLITS: Mapping[str, Split] = {
     # Four halvings of a side.
     "cnn_bn": Split(_extractor_bn, _classifier_linear, FeatureRange.NON_NEGATIVE, 16),
 }
+
+
+def program_split(choice: NetworkChoice) -> Split:
+    """The split `program`: the code of it that this process has, else what the spec says of it.
+
+    Raises:
+        NetworkError: what is asked of it is in neither; when it is called, that its extractor is.
+    """
+    if isinstance(choice.program, Split):
+        return choice.program
+    if choice.features is None:
+        raise NetworkError(f"network.split = {PROGRAM} needs network.features: what the program's extractor makes")
+
+    def extractor(_: int) -> nn.Module:
+        raise NetworkError(f"network.split = {PROGRAM}: its extractor is the code of a program, which is not here")
+
+    def classifier(_: tuple[int, ...], classes: int) -> nn.Module:
+        if not choice.classifier:
+            raise NetworkError(
+                f"network.split = {PROGRAM}: its classifier is no sequence of standard layers, so it is in the program alone; "
+                "build it of torch.nn's layers in nn.Sequential, or register the split as an entry point"
+            )
+        return built(choice.classifier)
+
+    return Split(extractor, classifier, FeatureRange(choice.features.range), features=choice.features.shape)
 
 
 _ROWS = 3
@@ -220,7 +265,7 @@ def _output(asked: Rehearsal, half: str, module: nn.Module, inputs: torch.Tensor
 
 def _check_features(asked: Rehearsal, features: torch.Tensor, feature_range: FeatureRange) -> None:
     low, high = features.min().item(), features.max().item()
-    if low < 0.0 or (feature_range is FeatureRange.UNIT and high > 1.0):
+    if low < feature_range.bounds[0] or high > feature_range.bounds[1]:
         raise asked.wrong(
             "extractor",
             f"gives features from {low:.3g} to {high:.3g}, but its feature_range is {feature_range.value}: "

@@ -212,7 +212,9 @@ class _Descending:
             for name, network in stage.networks.items()
         }
         self._weights = {
-            name: [weight for network in stage.modules_of(name) for weight in network.parameters()]
+            name: [
+                weight for network in stage.modules_of(name) for weight in network.parameters() if weight.requires_grad
+            ]
             for name in stage.trained
         }
         self._optimisers = {name: one.optimiser for name, one in stage.trained.items()}

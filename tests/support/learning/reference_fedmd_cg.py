@@ -1,4 +1,4 @@
-"""FedMD-CG as its paper prints it (alg. 1, eq. 1-12), one step at a time: the expected values of the tests. See `experiments.bench.reference_fedcg` for FedCG.
+"""FedMD-CG as its paper prints it (alg. 1, eq. 1-12), one step at a time: the expected values of the tests. See `tests.support.learning.reference_fedcg` for FedCG.
 
 Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the generator, the
 frozen global generator in every step of the classifier, and on the server every client's generator and classifier run in every
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from experiments.bench.reference_fedcg import Batch, Networks, batches, take_step
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
@@ -17,6 +16,7 @@ from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
 from fedcg.learning.training.batches import Augmenter, index_blocks, slices, steps_of
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 from fedcg.wire.parts import Part
+from tests.support.learning.reference_fedcg import Batch, Networks, batches, take_step
 
 Replay = tuple[torch.Tensor, torch.Tensor]
 """Noise [B, q] and labels [B] to replay."""

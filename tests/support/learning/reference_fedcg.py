@@ -1,8 +1,9 @@
-"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the expected values of the tests and the baseline of the measurements.
+"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the expected values of the tests.
 
 Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
-again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are torch's own.
+again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are
+torch's own, but for convolutions that `test_layers` compares with torch's.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
 One thing differs from a literal program: the generator's second run over a batch does not count in its running statistics, so that
 each batch counts once.
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -41,14 +41,6 @@ _GAN_BETAS = (0.5, 0.999)
 Networks = Mapping[Part, nn.Module]
 
 
-class _ConvThenPool(nn.Conv2d):
-    """torch's convolution, then torch's average pool."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
-        return F.avg_pool2d(super().forward(input), 2)
-
-
 def plain_networks(networks: Networks) -> dict[Part, nn.Module]:
     """Copies of networks out of torch's own layers."""
     return {part: plain(network) for part, network in networks.items()}
@@ -68,17 +60,9 @@ def plain(module: nn.Module) -> nn.Module:
 def _plain_layer(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, (fast_layers.SpectralConv2d, fast_layers.SpectralLinear)):
         return _plain_spectral(layer)
-    twin: nn.Module
-    if isinstance(layer, fast_layers.AveragedConv2d):
-        twin = _ConvThenPool(layer.in_channels, layer.out_channels, layer.kernel_size[0])
-    elif isinstance(layer, fast_layers.SmallConvTranspose2d):
-        kernel = (layer.kernel_size[0], layer.kernel_size[1])
-        twin = nn.ConvTranspose2d(layer.in_channels, layer.out_channels, kernel, bias=False)
-    elif isinstance(layer, fast_layers.MapBatchNorm2d):
-        twin = nn.BatchNorm2d(layer.num_features)
-    else:
+    if not isinstance(layer, fast_layers.MapBatchNorm2d):
         return None
-    twin.to(next(layer.parameters()))
+    twin = nn.BatchNorm2d(layer.num_features).to(next(layer.parameters()))
     twin.load_state_dict(layer.state_dict())
     return twin
 
@@ -103,7 +87,7 @@ def _plain_spectral(layer: fast_layers.SpectralConv2d | fast_layers.SpectralLine
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Within the block, batch norms normalise by the batch as ever, but their running statistics stand still."""
-    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001
+    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.track_running_stats = False
     try:

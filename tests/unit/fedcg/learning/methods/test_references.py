@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.bench.reference_fedcg import Networks, classify, distil, plain, plain_networks, train_gan
 from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
@@ -23,6 +22,7 @@ from fedcg.learning.training.losses import Divergence, LossMeter, kl_teacher_stu
 from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import CLASSES, context, merged, plan
+from tests.support.learning.reference_fedcg import Networks, classify, distil, plain, plain_networks, train_gan
 from tests.support.learning.reference_fedmd_cg import classify as classify_crossed
 from tests.support.learning.reference_fedmd_cg import distil_crossed, train_generator
 

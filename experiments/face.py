@@ -1,0 +1,273 @@
+"""`fedcg.simulate`: a federation of clients that the user's own code states, and what came of it.
+
+The same runs, records, checkpoints and workers as the command `fedcg simulate` has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from experiments.data.client_datasets import Cohort
+from experiments.errors import OptionError, RunError
+from experiments.settings import bad_input_ends, check
+from experiments.simulation.batch import Batch, PlannedRun, RunSetting, has_record, record_path
+from experiments.simulation.batch_runner import BatchRunner, open_workers
+from experiments.simulation.curves import drawn
+from experiments.simulation.party_builder import party_of
+from experiments.simulation.single_run import Given
+from fedcg.learning.client import Client
+from fedcg.learning.errors import DataError
+from fedcg.learning.mechanisms.protected_round import downloaded_parts
+from fedcg.learning.method import Weights
+from fedcg.learning.networks.assembly import personal_model
+from fedcg.learning.networks.plans import complete_spec, shadow_spec
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import Simulation
+from fedcg.learning.spec import PROGRAM, NetworkChoice, TensorForm, plan_from_mapping
+from fedcg.learning.training.stage import averaged_parts
+from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from torch import nn
+
+
+def simulate(
+    clients: Sequence[Client] | Mapping[str, Client],
+    method: str = "fedcg",
+    rounds: int = 10,
+    seed: int = 0,
+    *,
+    out: str | Path | None = None,
+    workers: int = 1,
+    **settings: Any,
+) -> Run:
+    """Run a federation of these clients in this process, with a local-only shadow of each beside it.
+
+    All start from the first client's extractor; a classifier of standard layers starts from the seed. With `out`, a run that was
+    interrupted goes on after its last round, and a finished one is not run again, as long as network, data and settings are the same.
+
+    Args:
+        clients: two or more, by name or in a list; all with inputs of one shape, the same classes and the same network.
+        method: a name of `fedcg method list`.
+        rounds: of the federation.
+        seed: root of all randomness.
+        out: folder for records and checkpoints, which hold the private networks of all clients; None: a temporary one.
+        workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
+        settings: options of `fedcg simulate` under their names with `_` for `-`: local_epochs, batch_size, lr, device,
+            evaluate_every, params={"server_lr": 1e-3}, and so on.
+
+    Raises:
+        BadInputError: names the option, or the client and the sample or parameter, and what is wrong.
+        RunError: no client could train.
+    """
+    named = _named(clients)
+    with bad_input_ends():
+        data = {name: client.data(name) for name, client in named.items()}
+        form = _common_form(named, data)
+        setting = RunSetting.model_validate(
+            {
+                **settings,
+                "test": "all",  # each client's own, as it was given
+                "data": f"{PROGRAM}:{_digest(named, data)}",
+                "network": PROGRAM,
+                "clients": len(named),
+                "method": method,
+                "rounds": rounds,
+                "seed": seed,
+            }
+        )
+        check(setting)
+        first = next(iter(named))
+        plan = plan_from_mapping(setting.plan_for(tuple(named[first].classes), form))
+        network = named[first].network(data[first], **_chosen(plan.network))
+        spec = complete_spec(plan.model_copy(update={"network": network}))
+    folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-")) if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    given = Given(spec, Cohort(data, data[first].test, None, spec.classes))
+    planned = PlannedRun(setting=setting)
+    with open_workers(workers, setting.threads) as opened:
+        runner = BatchRunner(folder, opened, Console(stderr=True), events=False, picture=False, given=given)
+        is_lost = has_record(folder, planned) and runner.stands(planned) is None
+        _, failed = runner.run(Batch(runs=(planned,)), force=is_lost)
+        stood = runner.stands(planned)
+    if failed or stood is None:
+        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone")
+    return Run(
+        folder, json.loads(record_path(folder, planned).read_text()), party_of(setting, spec, given.cohort), stood
+    )
+
+
+def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client]:
+    """Clients by name.
+
+    Raises:
+        OptionError: names the one that is none, or whose name is taken.
+    """
+    if isinstance(clients, Mapping):
+        pairs = list(clients.items())
+    else:
+        pairs = [(getattr(one, "name", "") or f"client-{place}", one) for place, one in enumerate(clients, 1)]
+    named: dict[str, Client] = {}
+    for name, client in pairs:
+        if not isinstance(client, Client):
+            raise OptionError(f"clients: {name} is a {type(client).__name__}, not a fedcg.Client")
+        if name in named or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", str(name)):
+            raise OptionError(f"clients: {name!r}: give each a name of its own, of letters, digits and dashes")
+        named[name] = client
+    if len(named) < 2:
+        raise OptionError("clients: a federation has two or more")
+    return named
+
+
+def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> TensorForm:
+    """The form that all clients' inputs have.
+
+    Raises:
+        DataError: names two clients that differ, and in what.
+    """
+    first, *others = named
+    form = named[first].form(data[first])
+    for name in others:
+        if (found := named[name].form(data[name])) != form:
+            raise DataError(
+                f"client {name}: inputs are {_about(found)}, and those of {first} {_about(form)}: make them alike"
+            )
+        if list(named[name].classes) != list(named[first].classes):
+            raise DataError(f"client {name}: classes are not those of {first}: name the same ones in the same order")
+    return form
+
+
+_COLUMNS = {
+    "own model": "accuracy_personal",
+    "local only": "accuracy_local",
+    "downloaded": "accuracy_after",
+    "deployed": "accuracy_deployed",
+}
+
+
+def _pandas() -> Any:
+    """The package.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    try:
+        return import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            "tables need the Python package pandas: pip install pandas; Run.record has the figures"
+        ) from error
+
+
+def _chosen(network: NetworkChoice) -> dict[str, Any]:
+    """What settings choose of the networks beside the split."""
+    return network.model_dump(include={"generator", "discriminator", "noise_dim"})
+
+
+def _about(form: TensorForm) -> str:
+    normalised = f", normalised by {list(form.mean)} and {list(form.std)}" if form.mean else ""
+    return f"{form.dtype} {list(form.shape)}{normalised}"
+
+
+def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> str:
+    """What of clients decides a run's numbers: samples, code as far as its text shows, initial weights."""
+    digest = hashlib.sha256()
+    for name in named:
+        found = data[name]
+        digest.update("\0".join((name, *(one.digest() for one in (found.train, found.val, found.test)))).encode())
+    halves = named[next(iter(named))].model
+    digest.update(f"{halves.extractor}{halves.classifier}".encode())
+    for tensor in halves.extractor.state_dict().values():
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ClientRun:
+    """What came of one client: its figures, and the model that it would use.
+
+    Attributes:
+        name: of the client.
+        figures: its part of the run's record: accuracies in [0, 1], the curve, failures.
+        model: from inputs [B, *shape] float32, normalised, to logits [B, C]; in eval mode, on the CPU.
+        choice: which model that is, by the loss on its validation samples: own, ema (its moving average), downloaded or local (trained
+            without the others).
+    """
+
+    name: str
+    figures: Mapping[str, Any]
+    model: nn.Module
+    choice: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: of its files.
+        record: as `fedcg simulate` writes it (docs/records.md).
+    """
+
+    folder: Path
+    record: Mapping[str, Any]
+    _party: Party
+    _stood: Simulation
+
+    @cached_property
+    def clients(self) -> Mapping[str, ClientRun]:
+        """Every client by its name."""
+        return {figures["id"]: self._client(figures) for figures in self.record["clients"]}
+
+    def table(self) -> pd.DataFrame:
+        """One row per client: samples, and accuracies in % of its own model, of the local-only one beside it, of the downloaded and the deployed one."""
+        rows = [
+            {
+                "client": one["id"],
+                "train samples": one["train_images"],
+                **{label: None if one[name] is None else 100 * one[name] for label, name in _COLUMNS.items()},
+            }
+            for one in self.record["clients"]
+        ]
+        return _pandas().DataFrame(rows).set_index("client")
+
+    def curves(self) -> pd.DataFrame:
+        """One row per client and measured round, with the columns of the record's curves."""
+        rows = [
+            {"client": one["id"], **dict(zip(one["curve"], values, strict=True))}
+            for one in self.record["clients"]
+            for values in zip(*one["curve"].values(), strict=True)
+        ]
+        return _pandas().DataFrame(rows)
+
+    def plot(self) -> Figure:
+        """Accuracy over rounds, the mean over clients, beside local-only training (dashed)."""
+        return drawn([self.record])
+
+    def _client(self, figures: Mapping[str, Any]) -> ClientRun:
+        name, stood, party = figures["id"], self._stood, self._party
+        spec, state = party.spec_of(name), stood.states[name]
+        losses = stood.curves[name][-1].losses
+        choice = min(losses, key=losses.__getitem__, default="own")
+        parts: Mapping[Part, Weights] = state.parts
+        if choice == "ema":
+            parts = averaged_parts(state.extras) or parts
+        elif choice == "downloaded":
+            ctx = party.client_context(name, stood.rounds + 1)
+            parts = {**parts, **downloaded_parts(parts, stood.aggregate, party.datasets[name].train, ctx)}
+        elif choice == "local":
+            spec, parts = shadow_spec(spec), stood.shadows[name].parts
+        return ClientRun(name, figures, personal_model(spec, parts), choice)

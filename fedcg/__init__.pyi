@@ -1,0 +1,4 @@
+from experiments.face import Run as Run
+from experiments.face import simulate as simulate
+from fedcg.learning.client import Client as Client
+from fedcg.learning.networks.cut import split as split

@@ -1,0 +1,108 @@
+"""`import fedcg`: a federation of a program's own network and data."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fedcg
+from fedcg.errors import BadInputError, FedcgError
+
+CLASSES = ("slow", "fast", "still")
+
+
+def windows(seed: int, count: int = 60) -> TensorDataset:
+    """Sines of two speeds and noise, [2, 32]; a client's have a phase of its own."""
+    stream = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    times = torch.linspace(0, 6.0, 32)
+    speeds = torch.tensor([1.0, 3.0, 0.0])[labels]
+    waves = torch.sin(speeds[:, None, None] * times + seed + torch.tensor([0.0, 1.0])[:, None])
+    return TensorDataset(waves + 0.3 * torch.randn(count, 2, 32, generator=stream), labels)
+
+
+def net() -> nn.Module:
+    """A small network, the same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Conv1d(2, 8, 5, padding=2), nn.ReLU(), nn.AdaptiveAvgPool1d(4))
+        return nn.Sequential(body, nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def client(seed: int) -> fedcg.Client:
+    return fedcg.Client(fedcg.split(net(), after="0"), windows(seed), CLASSES, test=windows(seed + 100, 30))
+
+
+def clients() -> dict[str, fedcg.Client]:
+    return {"a": client(1), "b": client(2), "c": client(3)}
+
+
+QUICK: dict[str, Any] = {"local_epochs": 2, "batch_size": 8, "lr": 3e-3}
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedseal", "fedproto"])
+def test_a_program_of_ones_own_is_federated(method: str, tmp_path: Path) -> None:
+    run = fedcg.simulate(clients(), method=method, rounds=2, seed=1, out=tmp_path, **QUICK)
+    table = run.table()
+    assert list(table.index) == ["a", "b", "c"]
+    assert (table["own model"] > 50).all()
+    assert len(run.curves()) == 6
+    assert run.plot().axes[0].get_ylabel() == "accuracy on own test images, %"
+    one = run.clients["b"]
+    features = one.model(windows(102, 30).tensors[0]).argmax(1)
+    accuracy = float((features == windows(102, 30).tensors[1]).float().mean())
+    assert accuracy > 0.5, one.choice
+
+
+def test_a_finished_run_is_not_run_again_and_other_data_is_another_run(tmp_path: Path) -> None:
+    first = fedcg.simulate(clients(), "fedavg", 2, out=tmp_path, **QUICK)
+    record = next(tmp_path.glob("*.json"))
+    written = record.stat().st_mtime_ns
+    again = fedcg.simulate(clients(), "fedavg", 2, out=tmp_path, **QUICK)
+    assert record.stat().st_mtime_ns == written
+    inputs = windows(1).tensors[0][:4]
+    assert torch.equal(again.clients["a"].model(inputs), first.clients["a"].model(inputs))
+    fedcg.simulate({**clients(), "c": client(9)}, "fedavg", 2, out=tmp_path, **QUICK)
+    assert len(list(tmp_path.glob("program-*.json"))) == 2
+
+
+def test_workers_change_no_number(tmp_path: Path) -> None:
+    one, two = (
+        fedcg.simulate(clients(), "fedcg", 1, out=tmp_path / str(count), workers=count, **QUICK) for count in (1, 2)
+    )
+    inputs = windows(1).tensors[0]
+    assert torch.equal(one.clients["a"].model(inputs), two.clients["a"].model(inputs))
+
+
+WRONG: dict[str, Callable[[], dict[str, Any]]] = {
+    "clients: a federation has two or more": lambda: {"a": client(1)},
+    "clients: b is a Sequential": lambda: {"a": client(1), "b": net()},
+    "'a/b': give each a name": lambda: {"a/b": client(1), "c": client(2)},
+    "client b: classes are not those of a": lambda: {
+        "a": client(1), "b": fedcg.Client(client(2).model, windows(2), CLASSES[::-1])
+    },
+    r"client b: inputs are float32 \[4\], and those of a float32 \[2, 32\]": lambda: {
+        "a": client(1), "b": fedcg.Client(client(2).model, (torch.randn(40, 4), torch.arange(40) % 3), CLASSES)
+    },
+    "makes \\[3\\] of an input, not one number for each of 4 classes": lambda: {
+        name: fedcg.Client(client(1).model, windows(seed), [*CLASSES, "more"]) for seed, name in enumerate("ab")
+    },
+    "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_federated_is_one_sentence(words: str) -> None:
+    with pytest.raises(FedcgError, match=words):
+        fedcg.simulate(WRONG[words](), rounds=1)
+
+
+def test_a_wrong_option_is_named() -> None:
+    with pytest.raises(BadInputError, match="local_epoch"):
+        fedcg.simulate(clients(), rounds=1, local_epoch=3)
+    with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Client"):
+        getattr(fedcg, "simulat")  # noqa: B009 - mypy knows that it is not there
