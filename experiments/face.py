@@ -34,7 +34,7 @@ from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.networks.plans import complete_spec, shadow_spec
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
-from fedcg.learning.spec import PROGRAM, NetworkChoice, TensorForm, plan_from_mapping
+from fedcg.learning.spec import PROGRAM, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part
 
@@ -202,15 +202,31 @@ class ClientRun:
     Attributes:
         name: of the client.
         figures: its part of the run's record: accuracies in [0, 1], the curve, failures.
-        model: from inputs [B, *shape] float32, normalised, to logits [B, C]; in eval mode, on the CPU.
         choice: which model that is, by the loss on its validation samples: own, ema (its moving average), downloaded or local (trained
             without the others).
     """
 
     name: str
     figures: Mapping[str, Any]
-    model: nn.Module
     choice: str
+    _spec: FederationSpec
+    _parts: Mapping[Part, Weights]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """From inputs [B, *shape] float32, normalised, to logits [B, C]; in eval mode, on the CPU."""
+        return personal_model(self._spec, self._parts)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the model as ONNX: from `input`, [B, *shape] of the data's type, to `logits` and `probabilities` [B, C].
+
+        Raises:
+            ConversionError: it can't be written.
+        """
+        from export.build.to_onnx import export_personal
+
+        export_personal(self._spec, self._parts, Path(path))
+        return Path(path)
 
 
 @dataclass(frozen=True)
@@ -270,4 +286,4 @@ class Run:
             parts = {**parts, **downloaded_parts(parts, stood.aggregate, party.datasets[name].train, ctx)}
         elif choice == "local":
             spec, parts = shadow_spec(spec), stood.shadows[name].parts
-        return ClientRun(name, figures, personal_model(spec, parts), choice)
+        return ClientRun(name, figures, choice, spec, parts)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import onnxruntime
@@ -58,6 +58,18 @@ class Served(nn.Module):
         return logits, logits.softmax(dim=1)
 
 
+class Normalised(nn.Module):
+    """Tensors as a network takes them."""
+
+    def __init__(self, form: TensorForm) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[B, *shape] float32, normalised, of [B, *shape] of the form's type."""
+        return normalise(inputs, self.form)
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was written: the file's bytes, its opset, and the exporter that made it."""
@@ -86,23 +98,24 @@ def export_personal(
         parts: weights of the parts that the method's model is made of; others are ignored.
         out_path: file to write.
         round_number: the round the weights come from.
-        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
+        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file. Tensors are taken as
+            they are, and normalised in the file.
         before: what images go through before the network, normalised ones in and out; it is in the file.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
-        ConversionError: no exporter can write this network, or its inputs are tensors.
+        ConversionError: no exporter can write this network.
     """
     import onnx
 
+    network = personal_model(spec, parts, before=before)
     if isinstance(spec.input, TensorForm):
-        raise ConversionError(f"models of tensors, here of shape {list(spec.input.shape)}, can't be exported yet")
-
-    model = Served(personal_model(spec, parts, before=before)).eval()
-    proto, exporter = _convert(model, spec)
-    if takes == "pixels":
-        proto = add_preprocessing(proto, spec.image)
-    _describe(proto, spec, round_number, takes)
+        proto, exporter = _convert(Served(nn.Sequential(Normalised(spec.input), network)).eval(), spec)
+        _describe(proto, spec, round_number, "tensors")
+    else:
+        proto, exporter = _convert(Served(network).eval(), spec)
+        proto = add_preprocessing(proto, spec.input) if takes == "pixels" else proto
+        _describe(proto, spec, round_number, takes)
     onnx.checker.check_model(proto, full_check=True)
     content = proto.SerializeToString(deterministic=True)
     out_path.write_bytes(content)
@@ -111,8 +124,8 @@ def export_personal(
 
 
 def _convert(model: Served, spec: FederationSpec) -> tuple[onnx.ModelProto, str]:
-    form = spec.image
-    example = torch.zeros(_TRACED_BATCH, form.channels, form.height, form.width)
+    dtype = torch.uint8 if isinstance(spec.input, TensorForm) and spec.input.dtype == "uint8" else torch.float32
+    example = torch.zeros(_TRACED_BATCH, *spec.input.tensor_shape, dtype=dtype)
     failures = []
     for name, convert in (("torchscript", _with_torchscript), ("dynamo", _with_dynamo)):
         try:
@@ -159,14 +172,15 @@ def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     return program.model_proto
 
 
-def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes) -> None:
+def _describe(
+    proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes | Literal["tensors"]
+) -> None:
     import onnx
 
-    form = spec.image
     proto.producer_name, proto.doc_string = "fedcg-edge", ""
     properties = {
         "classes": json.dumps(spec.classes),
-        "input": form.model_dump_json(),
+        "input": spec.input.model_dump_json(),
         "takes": takes,
         "federation": spec.federation,
         "round": str(round_number),
