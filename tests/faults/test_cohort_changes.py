@@ -62,6 +62,7 @@ def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_new_secr
         blocked = stack.wait_event(FIRST, lambda one: one["event"] == "sum_off", "no sum after the restore")
         assert "`fedcg cohort resume-sums ROUND`" in blocked["reason"]
         await_receipt(stack, FIRST, blocked["round"])
+        stack.wait_event("coordinator", lambda one: (one.get("client"), one.get("reason")) == (FIRST, "blocked"), "why")
         last = blocked["round"]
         await_sum(stack, last)
         stop(stack, *DEVICES)

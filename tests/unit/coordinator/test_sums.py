@@ -17,6 +17,7 @@ from coordinator.sums import WAIT_S, Phase, SealedSums, Sends, SumBoard, SumFail
 from edge_client.store.sum_keeper import Numbered
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec
+from fedcg.sentences import texts
 from fedcg.wire.errors import SignatureError, SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
@@ -601,6 +602,7 @@ def test_a_device_that_refuses_is_named_with_its_reason_and_not_waited_for(
     assert attempt.sums.refused == {"box-00": schemas.SumObstacle.LEAST_SUM}
     assert [(event["client"], event["reason"]) for event in attempt.events("sum_refused")] == [("box-00", "least_sum")]
     assert (attempt.sums.failure is None) is opens
+    assert texts().sum_obstacles.keys() == {one.value for one in schemas.SumObstacle} - {"shown"}, "a remedy for each"
 
 
 def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: Attempt) -> None:
