@@ -42,6 +42,7 @@ DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
 # Networks of a demo whose method can't do with the usual one.
 DEMO_NETWORKS: Mapping[str, Mapping[str, str | int]] = {
+    "ppidsg": {"network": "image_small"},
     "analytic": {
         "network": "efficientnet_lite0+project:1280",
         "freeze": "all",
