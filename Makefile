@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo-installed
 SOURCES := fedcg edge_client coordinator export devices audit experiments tests
 
 .PHONY: help setup setup-broker demo test test-all check check-deploy format clean
@@ -10,9 +11,9 @@ SOURCES := fedcg edge_client coordinator export devices audit experiments tests
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
 
-setup: $(STAMP)  ## create .venv and install pinned dependencies
+setup: $(STAMP)  ## create .venv and install pinned dependencies, those of the tests too
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 setup"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
@@ -20,13 +21,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]'
+	@touch $(DEMO)
+
+$(STAMP): $(DEMO)
+	@echo "Installing what the tests need beside (Ray, a browser's driver, tools) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
 setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker
 	@deploy/mosquitto/install.sh
 
-demo: setup  ## run a whole federation on this machine and print what happened
+demo: $(DEMO)  ## run a whole federation on this machine and print what happened
 	@$(BIN)/fedcg demo $(DEMO_ARGS)
 
 test: setup  ## the tests, under 8 minutes on 2 cores
