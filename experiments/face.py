@@ -10,12 +10,14 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from pydantic import ValidationError
 from rich.console import Console
 
 from experiments.data.client_datasets import Cohort
@@ -26,11 +28,13 @@ from experiments.simulation.batch_runner import BatchRunner, open_workers
 from experiments.simulation.curves import drawn
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.single_run import Given
+from export.build.to_onnx import as_used, export_personal
+from export.errors import ConversionError
+from fedcg.config_file import problems_in_words
 from fedcg.learning.client import Client
 from fedcg.learning.errors import DataError
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import Weights
-from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.networks.plans import complete_spec, shadow_spec
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
@@ -77,21 +81,24 @@ def simulate(
     with bad_input_ends():
         data = {name: client.data(name) for name, client in named.items()}
         form = _common_form(named, data)
-        setting = RunSetting.model_validate(
-            {
-                **settings,
-                "test": "all",  # each client's own, as it was given
-                "data": f"{PROGRAM}:{_digest(named, data)}",
-                "network": PROGRAM,
-                "clients": len(named),
-                "method": method,
-                "rounds": rounds,
-                "seed": seed,
-            }
-        )
+        own = {
+            "test": "all",  # each client's own, as it was given
+            "data": f"{PROGRAM}:{_digest(named, data)}",
+            "network": PROGRAM,
+            "clients": len(named),
+            "method": method,
+            "rounds": rounds,
+            "seed": seed,
+        }
+        if unused := settings.keys() & (_OF_SOURCES | own.keys()):
+            raise OptionError(f"{', '.join(sorted(unused))}: of no use here, where clients bring network and data")
+        try:
+            setting = RunSetting.model_validate({**settings, **own})
+        except ValidationError as error:
+            raise OptionError(problems_in_words(error, RunSetting)) from error
         check(setting)
         first = next(iter(named))
-        plan = plan_from_mapping(setting.plan_for(tuple(named[first].classes), form))
+        plan = plan_from_mapping(setting.plan_for(tuple(map(str, named[first].classes)), form))
         network = named[first].network(data[first], **_chosen(plan.network))
         spec = complete_spec(plan.model_copy(update={"network": network}))
     folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-")) if out is None else Path(out)
@@ -145,6 +152,8 @@ def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) ->
             raise DataError(
                 f"client {name}: inputs are {_about(found)}, and those of {first} {_about(form)}: make them alike"
             )
+        if str(named[name].model.extractor) != str(named[first].model.extractor):
+            raise DataError(f"client {name}: its network is not that of {first}: cut the same one for all")
         if list(named[name].classes) != list(named[first].classes):
             raise DataError(f"client {name}: classes are not those of {first}: name the same ones in the same order")
     return form
@@ -177,6 +186,11 @@ def _chosen(network: NetworkChoice) -> dict[str, Any]:
     return network.model_dump(include={"generator", "discriminator", "noise_dim"})
 
 
+_OF_SOURCES = {"partition", "images_per_client", "validation", "public_images", "image_size", "normalise", "flip", "crop"} | {
+    "weights", "freeze", "backbones", "defence", "paper"
+}  # fmt: skip
+
+
 def _about(form: TensorForm) -> str:
     normalised = f", normalised by {list(form.mean)} and {list(form.std)}" if form.mean else ""
     return f"{form.dtype} {list(form.shape)}{normalised}"
@@ -207,25 +221,33 @@ class ClientRun:
     """
 
     name: str
-    figures: Mapping[str, Any]
+    figures: Mapping[str, Any] = field(repr=False)
     choice: str
-    _spec: FederationSpec
-    _parts: Mapping[Part, Weights]
+    _spec: FederationSpec = field(repr=False)
+    _parts: Mapping[Part, Weights] = field(repr=False)
+    _some: torch.Tensor = field(repr=False)
 
     @cached_property
     def model(self) -> nn.Module:
-        """From inputs [B, *shape] float32, normalised, to logits [B, C]; in eval mode, on the CPU."""
-        return personal_model(self._spec, self._parts)
+        """From inputs [B, *shape] as the data has them to logits [B, C]; in eval mode, on the CPU."""
+        return as_used(self._spec, self._parts).eval()
 
     def export(self, path: str | Path) -> Path:
         """Write the model as ONNX: from `input`, [B, *shape] of the data's type, to `logits` and `probabilities` [B, C].
 
         Raises:
-            ConversionError: it can't be written.
+            ConversionError: it can't be written, or does not do what the model does for any number of inputs.
         """
-        from export.build.to_onnx import export_personal
+        import onnxruntime
 
-        export_personal(self._spec, self._parts, Path(path))
+        content = export_personal(self._spec, self._parts, Path(path)).content
+        try:
+            session = onnxruntime.InferenceSession(content)
+            found = session.run(["logits"], {"input": self._some.numpy()})[0]
+        except Exception as error:
+            raise ConversionError(f"{path}: it can't run on {len(self._some)} inputs: {error}") from error
+        if not torch.allclose(torch.from_numpy(found), self.model(self._some), rtol=1e-3, atol=1e-4):
+            raise ConversionError(f"{path}: it gives other logits than the model")
         return Path(path)
 
 
@@ -239,9 +261,9 @@ class Run:
     """
 
     folder: Path
-    record: Mapping[str, Any]
-    _party: Party
-    _stood: Simulation
+    record: Mapping[str, Any] = field(repr=False)
+    _party: Party = field(repr=False)
+    _stood: Simulation = field(repr=False)
 
     @cached_property
     def clients(self) -> Mapping[str, ClientRun]:
@@ -286,4 +308,4 @@ class Run:
             parts = {**parts, **downloaded_parts(parts, stood.aggregate, party.datasets[name].train, ctx)}
         elif choice == "local":
             spec, parts = shadow_spec(spec), stood.shadows[name].parts
-        return ClientRun(name, figures, choice, spec, parts)
+        return ClientRun(name, figures, choice, spec, parts, party.datasets[name].val.images[:33])

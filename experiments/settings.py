@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -48,7 +48,7 @@ DEMO_NETWORKS: Mapping[str, Mapping[str, str | int]] = {
         "freeze": "all",
         "normalise": "imagenet",
         "image_size": 64,
-    }
+    },
 }
 
 QUICK_LR: Mapping[str, spec.ParameterValue] = {"lr": 1e-3}
@@ -311,36 +311,6 @@ def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str,
             raise OptionError(f"--set {key}: {method!r} is not one of the methods of this call ({', '.join(methods)})")
         params.setdefault(method, {})[name] = value
     return params
-
-
-def parse_networks(typed: Mapping[str, Sequence[str]], methods: Collection[str]) -> dict[str, dict[str, str]]:
-    """Read `NAME` (every method's) and `METHOD=NAME` (one method's) of the options that name networks.
-
-    Args:
-        typed: texts by option, a field of `RunSetting`: network, generator or discriminator.
-        methods: those of the call.
-
-    Returns:
-        By method, and "" for every method, fields of `RunSetting`.
-
-    Raises:
-        OptionError: of a method that is not run, without a name, or twice for the same methods.
-    """
-    networks: dict[str, dict[str, str]] = {}
-    for option, texts in typed.items():
-        for text in texts:
-            method, equals, name = text.rpartition("=")
-            if equals and method not in methods:
-                known = ", ".join(methods)
-                raise OptionError(f"--{option} {text}: {method!r} is not one of the methods of this call ({known})")
-            if not name:
-                raise OptionError(f"--{option} {text!r}: write NAME, or METHOD=NAME for one method")
-            if option in networks.setdefault(method, {}):
-                raise OptionError(
-                    f"--{option} {text}: given twice for {method or 'every method'}; leave one of them out"
-                )
-            networks[method][option] = name
-    return networks
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
 from experiments.face import Run as Run
 from experiments.face import simulate as simulate
 from fedcg.learning.client import Client as Client
+from fedcg.learning.networks.cut import Halves
 from fedcg.learning.networks.cut import split as split
+
+Split = Halves

@@ -19,6 +19,7 @@ from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import plan_runs
 from experiments.parallel.ray_cluster import check_ray
 from experiments.settings import (
+    DEMO_NETWORKS,
     Values,
     bad_input_ends,
     check,
@@ -26,7 +27,6 @@ from experiments.settings import (
     free_folder,
     options_of,
     parse_method_params,
-    parse_networks,
     parse_params,
     parse_seeds,
 )
@@ -55,19 +55,6 @@ class SimulateOptions(BaseModel):
     params: Annotated[
         list[str],
         Field(description="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"),
-    ] = []
-    network: Annotated[
-        list[str],
-        Field(
-            description="split of extractor and classifier: a name of `fedcg network list`, or module:function "
-            "(default lenet5_relu); METHOD=NAME for one method; repeat for more"
-        ),
-    ] = []
-    generator: Annotated[
-        list[str], Field(description="mlp (default), conv, ...; METHOD=NAME for one method; repeat for more")
-    ] = []
-    discriminator: Annotated[
-        list[str], Field(description="default: goes with the generator; METHOD=NAME for one method; repeat for more")
     ] = []
     privacy: Annotated[
         list[str],
@@ -154,21 +141,21 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
     fields = {name: values[name] for name in values if name in own} | {"data": data_text(values["data"])}
     fields["privacy"] = parse_mechanisms(options.privacy)
     fields["defence_params"] = parse_params(options.defence_params, "--defence-set")
-    named = {name: getattr(options, name) for name in ("network", "generator", "discriminator")}
     if options.paper is None:
         methods = options.method or ["fedcg"]
-        params, networks = parse_method_params(options.params, tuple(methods)), parse_networks(named, methods)
+        params, networks = parse_method_params(options.params, tuple(methods)), dict[str, dict[str, object]]()
+        if "network" not in typed:
+            needed = {method: DEMO_NETWORKS.get(method, {}) for method in methods}
+            networks = {method: {k: v for k, v in of.items() if k not in typed} for method, of in needed.items()}
         return plan_batch(fields, methods, parse_seeds(options.seeds or str(options.seed)), params, networks)
     if "variant" in typed:
         raise OptionError("--paper names the variants itself; choose some by --method METHOD/VARIANT")
     text = options.seeds or (str(options.seed) if "seed" in typed else None)
     seeds = () if text is None else parse_seeds(text)
     rows = sorted({row.method for preset in find_presets(options.paper) for row in preset.rows.values()})
-    params, networks = parse_method_params(options.params, tuple(rows)), parse_networks(named, rows)
+    params = parse_method_params(options.params, tuple(rows))
     setting = {name: value for name, value in fields.items() if name in typed}
-    runs = plan_runs(
-        options.paper, methods=options.method, seeds=seeds, setting=setting, params=params, networks=networks
-    )
+    runs = plan_runs(options.paper, methods=options.method, seeds=seeds, setting=setting, params=params)
     return Batch(runs=tuple(run.planned() for run in runs))
 
 

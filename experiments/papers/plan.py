@@ -70,7 +70,6 @@ def plan_runs(
     seeds: Sequence[int] = (),
     setting: Values | None = None,
     params: Mapping[str, Values] | None = None,
-    networks: Mapping[str, Values] | None = None,
 ) -> tuple[TableRun, ...]:
     """The runs of a published table, which `fedcg simulate --paper NAME` runs, each once: all rows of a seed before the next seed.
 
@@ -80,7 +79,6 @@ def plan_runs(
         seeds: empty means the paper's.
         setting: what the user puts over the published setting.
         params: parameters that the user gives, by method; those under "" are every method's.
-        networks: likewise what the user puts over the published networks.
 
     Raises:
         OptionError: no such table or row, or data that the user has to bring and did not.
@@ -100,7 +98,7 @@ def plan_runs(
         for seed in dict.fromkeys(seeds or preset.seeds):
             for row in preset.rows.values():
                 if row.needs is None and (not methods or row.names & set(methods)):
-                    typed = {**(setting or {}), **of_method(networks or {}, row.method)}
+                    typed = dict(setting or {})
                     for run in _runs_of(preset, row, seed, typed, of_method(params or {}, row.method)):
                         runs.setdefault(run.key, run)
     return tuple(runs.values())

@@ -223,7 +223,7 @@ def plan_batch(
     methods: Sequence[str],
     seeds: Sequence[int],
     method_params: Mapping[str, Mapping[str, ParameterValue]],
-    networks: Mapping[str, Mapping[str, str]] | None = None,
+    networks: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Batch:
     """Every method with every seed; all methods of a seed before the next seed.
 
@@ -232,7 +232,7 @@ def plan_batch(
         methods: names.
         seeds: roots of all randomness.
         method_params: parameters by method; those under "" are every method's.
-        networks: likewise the fields of `RunSetting` that name networks, over those in `options`.
+        networks: likewise fields of `RunSetting`, over those in `options`: what a method needs.
 
     Raises:
         ValidationError: names every bad value.

@@ -70,6 +70,12 @@ class Normalised(nn.Module):
         return normalise(inputs, self.form)
 
 
+def as_used(spec: FederationSpec, parts: Mapping[Part, Weights], before: nn.Module | None = None) -> nn.Module:
+    """A personal model of tensors as the data has them, or of normalised images."""
+    network = personal_model(spec, parts, before=before)
+    return nn.Sequential(Normalised(spec.input), network) if isinstance(spec.input, TensorForm) else network
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was written: the file's bytes, its opset, and the exporter that made it."""
@@ -108,14 +114,10 @@ def export_personal(
     """
     import onnx
 
-    network = personal_model(spec, parts, before=before)
-    if isinstance(spec.input, TensorForm):
-        proto, exporter = _convert(Served(nn.Sequential(Normalised(spec.input), network)).eval(), spec)
-        _describe(proto, spec, round_number, "tensors")
-    else:
-        proto, exporter = _convert(Served(network).eval(), spec)
-        proto = add_preprocessing(proto, spec.input) if takes == "pixels" else proto
-        _describe(proto, spec, round_number, takes)
+    proto, exporter = _convert(Served(as_used(spec, parts, before)).eval(), spec)
+    if isinstance(spec.input, ImageForm) and takes == "pixels":
+        proto = add_preprocessing(proto, spec.input)
+    _describe(proto, spec, round_number, takes if isinstance(spec.input, ImageForm) else "tensors")
     onnx.checker.check_model(proto, full_check=True)
     content = proto.SerializeToString(deterministic=True)
     out_path.write_bytes(content)

@@ -169,8 +169,8 @@ def _traced(halves: Halves, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def _as_data(halves: Halves, features: torch.Tensor) -> tuple[Layer, ...] | None:
     """The classifier as data, where the layers that it is made of give its own logits; None where it has none."""
     layers = halves.layers()
-    if not layers:
-        return None
+    if not layers or not all(weight.requires_grad for weight in halves.classifier.parameters()):
+        return None  # what is frozen keeps its weights
     own = copy.deepcopy(halves.classifier).eval()
     again = built(layers).eval()
     tensors, names = own.state_dict().values(), again.state_dict()

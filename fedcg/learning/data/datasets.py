@@ -36,7 +36,7 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
     """
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(hasattr(one, "shape") for one in data):
         inputs, labels = _array(data[0], where), _array(data[1], where)
-        if len(inputs) != len(labels):
+        if len(inputs) != len(labels) or not len(labels):
             raise DataError(f"{where}: {len(inputs)} inputs and {len(labels)} labels; give one label for each")
     else:
         inputs, labels = _stacked(data, where)

@@ -3,6 +3,7 @@
 The network is followed symbolically (torch.fx) through the modules that hold the cut; all others are taken as they are.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,14 +60,18 @@ def split(net: nn.Module, after: str) -> Halves:
     if after not in names:
         top = [name for name, _ in net.named_children()]
         raise NetworkError(f"split: the network has no submodule {after!r}; it has {', '.join(top) or 'none'}")
-    tracer = _Tracer(after)
     try:
-        graph = tracer.trace(net)
+        graph, as_used = (_Tracer(after).trace(copy.deepcopy(net).train(mode)) for mode in (True, False))
     except Exception as error:
         raise NetworkError(
             f"split: the network's forward can't be followed ({type(error).__name__}: {error}); "
             "give its halves: fedcg.Split(extractor, classifier)"
         ) from error
+    if str(graph) != str(as_used):
+        raise NetworkError(
+            "split: the network's forward looks at self.training (F.dropout?), which tracing would freeze: use modules such as "
+            "nn.Dropout, or give its halves: fedcg.Split(extractor, classifier)"
+        )
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     found = [node for node in graph.nodes if node.op == "call_module" and node.target == after]
     if len(inputs) != 1:

@@ -82,6 +82,19 @@ def test_workers_change_no_number(tmp_path: Path) -> None:
     assert torch.equal(one.clients["a"].model(inputs), two.clients["a"].model(inputs))
 
 
+def test_frozen_weights_stay_and_a_model_that_knows_its_batch_is_not_exported(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(len(x), -1)
+
+    body, head = nn.Sequential(Fixed(), nn.Linear(64, 8)), nn.Linear(8, 3).requires_grad_(False)  # noqa: FBT003 - torch's own
+    given = {name: fedcg.Client(fedcg.Split(body, head), windows(1), CLASSES) for name in "ab"}
+    run = fedcg.simulate(given, "fedavg", 1, **QUICK)
+    assert any(torch.equal(weights, head.weight) for weights in run.clients["a"].model.state_dict().values())
+    with pytest.raises(FedcgError, match="it can't run on"):
+        run.clients["a"].export(tmp_path / "a.onnx")
+
+
 WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "clients: a federation has two or more": lambda: {"a": client(1)},
     "clients: b is a Sequential": lambda: {"a": client(1), "b": net()},
@@ -95,6 +108,9 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "makes \\[3\\] of an input, not one number for each of 4 classes": lambda: {
         name: fedcg.Client(client(1).model, windows(seed), [*CLASSES, "more"]) for seed, name in enumerate("ab")
     },
+    "client b: its network is not that of a": lambda: {
+        "a": client(1), "b": fedcg.Client(fedcg.Split(nn.Flatten(), nn.Linear(64, 3)), windows(2), CLASSES)
+    },
     "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},  # type: ignore[arg-type]
 }  # fmt: skip
 
@@ -106,7 +122,9 @@ def test_what_cannot_be_federated_is_one_sentence(words: str) -> None:
 
 
 def test_a_wrong_option_is_named() -> None:
-    with pytest.raises(BadInputError, match="local_epoch"):
+    with pytest.raises(BadInputError, match="did you mean `local_epochs`"):
         fedcg.simulate(clients(), rounds=1, local_epoch=3)
+    with pytest.raises(BadInputError, match="flip: of no use here"):
+        fedcg.simulate(clients(), rounds=1, flip=True)
     with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Client"):
         getattr(fedcg, "simulat")  # noqa: B009 - mypy knows that it is not there

@@ -1,7 +1,6 @@
 """`fedcg bench privacy`: grids, their tables, one real cell; `fedcg bench attacks`: one hostile client, with and without the defence."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from experiments.bench.attacked_run import ATTACKS
 from experiments.bench.attacks_command import table as table_of_attacks
 from experiments.bench.privacy_grids import grids, strongest, summary
-from experiments.settings import parse_networks
 from fedcg.learning.method import Update
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, run_fedcg
@@ -51,14 +49,10 @@ def test_the_summary_has_means_over_seeds_and_marks_what_proves_nothing() -> Non
     assert row == "| FedAvg | 50 | - | - | 60 (10) * |"
 
 
-def test_every_grid_has_runs_with_names_of_their_own_and_networks_that_a_simulation_takes() -> None:
+def test_every_grid_has_runs_with_names_of_their_own() -> None:
     for grid in grids().values():
         cells = list(grid.cells())
         assert len({(row, column) for row, column, _ in cells}) == len(cells) > 1
-        for _, _, options in cells:
-            pairs = list(pairwise(options))
-            named = {"network": [value for option, value in pairs if option == "--network"]}
-            assert parse_networks(named, [value for option, value in pairs if option == "--method"])
 
 
 @pytest.mark.parametrize(

@@ -80,18 +80,15 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
     assert len(records_of(fedcg_simulate(folder, "--method local --force --json"))) == 1
 
 
-def test_each_method_of_a_call_may_have_networks_of_its_own(tmp_path: Path) -> None:
+def test_each_method_of_a_call_has_the_networks_that_it_needs(tmp_path: Path) -> None:
     runs, names = tmp_path / "runs", ("digits-fedcg-seed0.json", "digits-ppidsg-seed0.json")
-    asked = (
-        "--method fedcg --method ppidsg --set fedcg.server_iterations=2 "
-        "--network ppidsg=image_small --generator fedcg=mlp_small"
-    )
+    asked = "--method fedcg --method ppidsg --set fedcg.server_iterations=2 --generator mlp_small"
     done = fedcg_simulate(runs, asked)
     assert done.exit_code == 0, done.stderr
     before = [json.loads((runs / name).read_text()) for name in names]
     assert [(run["network"]["split"], run["network"]["generator"]) for run in before] == [
         ("lenet5_relu", "mlp_small"),
-        ("image_small", "mlp"),
+        ("image_small", "mlp_small"),
     ]
     (runs / names[1]).unlink()
     assert resume(runs).exit_code == 0

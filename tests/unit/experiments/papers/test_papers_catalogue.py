@@ -151,9 +151,7 @@ def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_a
     plain = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0])]
     assert {run.setting.network for run in plain} == {"image_small"}
     assert [run.reduced["network"] for run in plain] == [("lenet5_relu", "image_small"), ("image_paper", "image_small")]
-    networks = {"ppidsg": {"network": "image_paper"}, "": {"generator": "conv"}}
-    runs = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0], networks=networks)]
-    assert [run.setting.network for run in runs] == ["image_small", "image_paper"]
+    runs = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0], setting={"generator": "conv"})]
     assert {run.setting.generator for run in runs} == {"conv"}
 
 

@@ -93,9 +93,15 @@ class _Decides(Net):
         return super().forward(x if x.sum() > 0 else -x)
 
 
+class _Drops(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.3, self.training))
+
+
 @pytest.mark.parametrize(
     ("net", "after", "words"),
     [
+        (_Drops().eval(), "features", "looks at self.training .*nn.Dropout"),
         (Net(), "neck", "no submodule 'neck'; it has features, fc1, fc2"),
         (_Skips(), "features", "also uses x, which comes from before it"),
         (_Decides(), "features", r"can't be followed .*fedcg.Split\(extractor, classifier\)"),
