@@ -20,20 +20,8 @@ def opened(stack: Stack) -> dict[int, list[str]]:
     return {event["round"]: sorted(event["clients"]) for event in found}
 
 
-def await_receipt(stack: Stack, device: str, number: int) -> None:
-    stack.wait_event(device, lambda one: one["event"] == "receipt" and one["round"] == number, f"round {number}")
-
-
 def await_sum(stack: Stack, number: int) -> None:
     wait_for(lambda: number in opened(stack), f"the sum of round {number} is opened")
-
-
-def stop(stack: Stack, *devices: str) -> None:
-    """As a person stops agents."""
-    for device in devices:
-        stack.running[device].terminate()
-    for device in devices:
-        stack.running.pop(device).wait(timeout=20)
 
 
 def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_new_secret_seals_later(tmp_path: Path) -> None:
@@ -61,11 +49,14 @@ def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_new_secr
         stack.start_agent(FIRST)
         blocked = stack.wait_event(FIRST, lambda one: one["event"] == "sum_off", "no sum after the restore")
         assert "`fedcg cohort resume-sums ROUND`" in blocked["reason"]
-        await_receipt(stack, FIRST, blocked["round"])
         stack.wait_event("coordinator", lambda one: (one.get("client"), one.get("reason")) == (FIRST, "blocked"), "why")
         last = blocked["round"]
+        stack.wait_event(FIRST, lambda one: one["event"] == "receipt" and one["round"] == last, f"round {last}")
         await_sum(stack, last)
-        stop(stack, *DEVICES)
+        for device in DEVICES:  # as a person stops agents
+            stack.running[device].terminate()
+        for device in DEVICES:
+            stack.running.pop(device).wait(timeout=20)
         assert opened(stack)[1] == list(DEVICES)
         assert opened(stack)[last] == list(OTHERS), "the round went on, with its update and without its sealed part"
 

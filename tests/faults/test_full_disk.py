@@ -147,15 +147,6 @@ def _python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def _left(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
-def _advises(message: str, root: Path) -> None:
-    assert f"Free space on, or repair, {root}, then try again" in message, message
-    assert "the version in use stays" in message
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `fedcg export` and `fedcg model optimise` are given."""
@@ -195,9 +186,10 @@ def test_each_write_of_a_command_that_finds_no_room_is_reported_and_the_server_g
     with serving(root, "--shadow", 0) as server:
         done = _python(COMMAND, part, *command(checkpoint, root))
         assert done.returncode == 2, done.stdout + done.stderr
-        _advises(done.stderr, root)
+        assert f"Free space on, or repair, {root}, then try again" in done.stderr, done.stderr
+        assert "the version in use stays" in done.stderr
         assert "Traceback" not in done.stderr
-        assert _left(root) == [".lock", "0001", POINTER_NAME]
+        assert sorted(path.name for path in root.iterdir()) == [".lock", "0001", POINTER_NAME]
         answer = server.ask("/predict", served, PNG)
         assert (answer.status, answer.document["version"]) == (200, "0001")
         done = _python(COMMAND, "/nowhere", *command(checkpoint, root))

@@ -21,6 +21,7 @@ from tests.support.broker.broker_packets import SUBSCRIBE, scripted_broker, suba
 from tests.support.coordinator.world import RunningService
 from tests.support.coordinator.world import World as ServiceWorld
 from tests.support.edge.world import FakeTrainer, World
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 
 UPDATE = ArtifactRef(id="e" * 64, size=4000, chunk_bytes=500)
@@ -69,11 +70,8 @@ def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_noth
 def test_a_round_that_the_trainer_can_not_be_given_is_declined_and_the_next_attempt_trains(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(_trainer: FakeTrainer, _command: signals.TrainerCommand) -> None:
-        raise RuntimeError("nobody foresaw this")
-
     with monkeypatch.context() as broken:
-        broken.setattr(FakeTrainer, "send", breaks)
+        broken.setattr(FakeTrainer, "send", raising(RuntimeError("nobody foresaw this")))
         invited(world)
         assert world.coordinator.wait(Decline).reason is DeclineReason.TRAINING_FAILED
     assert "RuntimeError: nobody foresaw this" in errors(world)[0]

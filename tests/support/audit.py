@@ -21,7 +21,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import Schedule, Simulation, simulated_rounds
+from fedcg.learning.simulation.simulation import Schedule, simulated_rounds
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, codecs_for, pack, unpack
 from fedcg.wire.messages.schemas import COORDINATOR
@@ -50,7 +50,9 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
     run = RunSetting.model_validate({**small, **setting})
     party = simulated_party(run, run.source())
     spec = party.spec
-    before, after = _last_two(list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds))))
+    rounds = list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds)))
+    assert len(rounds) >= 2, "an audit of round 1 would need the start as a simulation"
+    before, after = rounds[-2:]
     method, data = get_method(spec.method), party.datasets[client]
     sent = {name: _some(state.parts, method.payload.up) for name, state in after.states.items()}
     assert party.common is not None
@@ -63,7 +65,7 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         after.aggregate,
         {name: parts for name, parts in sent.items() if name != client},
         Report(examples=len(data.train)),
-        _first(party.common, auxiliary),
+        party.common.rows(torch.arange(min(auxiliary, len(party.common)))),
         colluder=Colluder.of(spec, party.roots.cohort, {}) if helped else None,
     )
     start, end = (_some(one.states[client].parts, method.payload.private) for one in (before, after))
@@ -71,17 +73,8 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
     return Case(view, truth, Streams(root_secret(run.seed, "audit")))
 
 
-def _last_two(rounds: list[Simulation]) -> tuple[Simulation, Simulation]:
-    assert len(rounds) >= 2, "an audit of round 1 would need the start as a simulation"
-    return rounds[-2], rounds[-1]
-
-
 def _some(parts: Mapping[Part, Weights], wanted: frozenset[Part]) -> dict[Part, Weights]:
     return {part: parts[part] for part in sorted(wanted)}
-
-
-def _first(images: ImageSet, count: int) -> ImageSet:
-    return images.rows(torch.arange(min(count, len(images))))
 
 
 def carried_out(attack: str, case: Case, effort: Effort = Effort.QUICK) -> Outcome:

@@ -194,13 +194,6 @@ def _check(status: int, text: bytes, expected: Answers, seen: Counter[str]) -> N
     seen[document["version"]] += 1
 
 
-def _swap(server: Server, installed: ModelVersions, swaps: int) -> None:
-    names = [version.name for version in installed.versions()]
-    for number in range(swaps):
-        installed.use(names[number % len(names)])
-        server.wait_for_version(names[number % len(names)])
-
-
 def _point_to_a_damaged_version(server: Server, installed: ModelVersions) -> None:
     """As when the disk fails after the switch: `use` would have refused it."""
     content = (installed.root / "0001" / "model.onnx").read_bytes()
@@ -224,7 +217,10 @@ def test_no_request_fails_and_no_answer_is_mixed_while_versions_change(tmp_path:
             pool.submit(_ask_until, done, server, expected, keeps_alive=number % 2 == 0) for number in range(CALLERS)
         ]
         try:
-            _swap(server, installed, swaps)
+            names = [version.name for version in installed.versions()]
+            for number in range(swaps):
+                installed.use(names[number % len(names)])
+                server.wait_for_version(names[number % len(names)])
             _point_to_a_damaged_version(server, installed)
         finally:
             done.set()

@@ -23,23 +23,18 @@ QUEUE_MAX = 65_536
 Record = Callable[[str, str, bytes], None]
 
 
-def allow_all(_identity: str, _action: Action, _topic: str) -> bool:
-    """Rules of a broker that allows every access."""
-    return True
-
-
 class MemoryBroker:
     """Routes between the transports of one process.
 
     Args:
-        rules: whether an identity may publish on, or read from, a concrete topic; only its publisher learns that a publish is refused.
+        rules: whether an identity may publish on, or read from, a concrete topic (by itself it may); only its publisher learns that a publish is refused.
 
     Attributes:
         record: called with (identity, topic, payload) for every publish that was let through, wills included.
         max_payload: the largest payload taken.
     """
 
-    def __init__(self, rules: Rules = allow_all) -> None:
+    def __init__(self, rules: Rules = lambda _identity, _action, _topic: True) -> None:
         self.record: Record | None = None
         self.max_payload = 1_900_000
         self._rules = rules

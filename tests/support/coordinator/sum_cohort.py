@@ -16,6 +16,7 @@ from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 from fedcg.wire.parts import MIN_SUM_DEVICES, TAGS
 from fedcg.wire.sealed_numbers import Numbers
 from fedcg.wire.sums import SumRound, check_tags, unsealed
+from tests.support.present import present
 
 AT = SumRound("shapes", 3, 1)
 SIZE = 5 + TAGS
@@ -89,8 +90,7 @@ class Cohort:
         return masks_in(self.disks[name], name, at, ())
 
     def masked(self, name: str, at: SumRound = AT) -> Numbers:
-        masks = self.masks(name, at)
-        assert masks is not None
+        masks = present(self.masks(name, at))
         return masks.mask(self.numbers[name])
 
     def opened(self, total: Numbers, digest: str, survivors: Iterable[str], at: SumRound = AT) -> Numbers:
@@ -142,8 +142,7 @@ class Cohort:
 
     def announced(self, name: str) -> schemas.SumKeys:
         """The same as other devices get it."""
-        keys = self.keys_of(name)
-        assert keys is not None
+        keys = present(self.keys_of(name))
         return keys.model_copy(update={"key": None})
 
     def announce(self, board: SumBoard, deaf: set[str], at: SumRound = AT) -> Sends:

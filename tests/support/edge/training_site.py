@@ -26,6 +26,7 @@ from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, Report, TensorLayout
 from tests.support.edge.world import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config
+from tests.support.present import present
 
 DEVICE_KEY = b"d" * 32
 FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
@@ -118,9 +119,7 @@ class Site:
         return examine(self.config, datetime.now(timezone.utc), (check,))[0]
 
     def state(self) -> StoredState:
-        state = self.store.generations.load()
-        assert state is not None
-        return state
+        return present(self.store.generations.load())
 
     def weights(self, slot: str = "personal", *parts: Part) -> dict[str, bytes]:
         """Tensors of a slot as bytes, of all its parts or of some."""
@@ -135,9 +134,7 @@ class Site:
 
     def report(self) -> Report:
         """What the update reports."""
-        report = read_header(self.update()).report
-        assert report is not None
-        return report
+        return present(read_header(self.update()).report)
 
     @property
     def shared(self) -> dict[Part, tuple[TensorLayout, ...]]:

@@ -14,6 +14,7 @@ from audit.evidence.case import Knowledge
 from audit.measures import Control, Figure, Interval, Outcome, bootstrap, png, proportion, psnr, ssim, unit_pixels
 from audit.report import Result, finding_of, judge, largest_gains, render
 from tests.support.audit import SUBJECT, VERDICTS, attack, figure, findings
+from tests.support.present import present
 
 
 def _gained(name: str, gain: Interval, *, given: bool = False, value: float = 0.5) -> Figure:
@@ -74,8 +75,7 @@ def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
     assert largest_gains([outcome]) == {"class_recognised": 0.01}
     finding = finding_of(attack("x"), outcome)
     assert finding.result is Result.NOTHING
-    assert finding.headline is not None
-    assert finding.headline.name == "class_recognised"
+    assert present(finding.headline).name == "class_recognised"
     both = replace(outcome, controls=(failed, replace(passed, passed=False)))
     assert finding_of(attack("x"), both).result is Result.UNPROVEN
 
@@ -107,8 +107,7 @@ def test_each_outcome_has_its_result() -> None:
 
 
 def test_a_ceiling_never_stands_for_an_attack() -> None:
-    headline = findings()[0].headline
-    assert headline is not None
+    headline = present(findings()[0].headline)
     assert headline.setting == "classifier alone"
 
 

@@ -14,6 +14,7 @@ from devices.nvidia import nvml_gpu
 from devices.profile import GIB, DeviceKind, Gpu, cpu_precisions, gpu_precisions
 from tests.support.commands import data_of, run_fedcg
 from tests.support.present import present
+from tests.support.raising import raising
 
 ROOT = Path(__file__).parents[3]
 TREES = ROOT / "tests" / "golden" / "devices"
@@ -133,25 +134,19 @@ def test_what_the_driver_tells_of_a_jetson_wins_and_the_catalogue_completes_it(m
 
 
 def test_a_machine_without_the_nvml_library_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    monkeypatch.setattr(pynvml, "nvmlInit", raising(pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
     assert nvml_gpu() is None
 
 
 def test_nvml_fills_the_profile_and_what_it_does_not_support_stays_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
 
-    def unsupported(_handle: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
     fakes = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: closed.append(True),
         "nvmlDeviceGetHandleByIndex": lambda index: SimpleNamespace(index=index),
         "nvmlDeviceGetName": lambda _handle: "NVIDIA RTX 4000",
-        "nvmlDeviceGetMemoryInfo": unsupported,
+        "nvmlDeviceGetMemoryInfo": raising(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)),
         "nvmlDeviceGetCudaComputeCapability": lambda _handle: (8, 9),
         "nvmlSystemGetDriverVersion": lambda: "550.54",
     }

@@ -12,6 +12,7 @@ from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import EnergyMeter, Rail, Supply, read_power_mode, read_rails, read_supply
 from devices.telemetry import Causes, Telemetry, Zone, read_telemetry
 from fedcg.wire.parts import Health
+from tests.support.raising import raising
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 
@@ -208,12 +209,9 @@ def test_the_gpu_of_this_box_is_a_zone_and_a_rail_and_a_recorded_tree_never_gets
 
 
 def test_what_a_gpu_does_not_report_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_arguments: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
     _gpu(monkeypatch, 0)
     for name in ("Temperature", "TemperatureThreshold", "PowerUsage", "CurrentClocksThrottleReasons"):
-        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", unsupported)
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", raising(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)))
     assert nvml_readings() == GpuReadings(None, None, None, (), ())
 
 

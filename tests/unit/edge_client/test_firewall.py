@@ -33,6 +33,7 @@ from fedcg.wire.parts import (
 )
 from fedcg.wire.sealed_numbers import number_count, to_numbers
 from tests.support.edge.world import DEVICE, LAYOUTS, MakeWorld, connected, toy_parts, toy_spec
+from tests.support.present import present
 from tests.support.waiting import wait_until
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
@@ -230,8 +231,7 @@ def test_a_spec_is_judged_by_the_owners_policy_with_a_reason_to_tell(
 
 def test_a_spec_that_names_code_nobody_installed_or_allowed_here_is_refused_and_nothing_is_imported() -> None:
     spec = toy_spec().model_copy(update={"network": NetworkChoice(split="antigravity:geohash")})
-    refusal = check_spec(spec, EVERYTHING)
-    assert refusal is not None
+    refusal = present(check_spec(spec, EVERYTHING))
     assert refusal[0] is DeclineReason.SPEC_REFUSED
     assert "antigravity:geohash may not be imported" in refusal[1]
     assert "antigravity" not in sys.modules
@@ -282,8 +282,7 @@ def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     assert offered == asked
     assert {name.split("/")[0] for name in seen.tensors} == {part.value for part in leaving & allowed}
     header = unpack(data, dict(spec.update_layouts(FACTS.round))).header
-    assert header.report is not None
-    assert header.report.fields() == told & (wanted | VOLUNTARY_REPORT) & permitted
+    assert present(header.report).fields() == told & (wanted | VOLUNTARY_REPORT) & permitted
 
 
 def test_an_update_is_coded_after_it_was_checked_and_against_the_aggregate_of_the_round() -> None:
@@ -358,8 +357,7 @@ def test_a_sealed_part_leaves_only_as_numbers_behind_masks_and_without_masks_as_
     assert bare[0] == 1 << 25
     assert np.array_equal(left(Sealing(0.25, masks.__add__)), bare + masks), "modulo 2^32"
     assert not left(None).any()
-    refused = check_spec(spec, PolicySection())
-    assert refused is not None
+    refused = present(check_spec(spec, PolicySection()))
     assert "sealed (extractor as parts behind masks: the coordinator can't read them" in refused[1]
     with pytest.raises(FirewallError, match="allow_upload") as caught:
         built(shared, spec=spec, policy=PolicySection(allow_upload=frozenset(Part) - {Part.SEALED}))

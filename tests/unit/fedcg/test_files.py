@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedcg.files import PRIVATE, READABLE, checked, file_sha256, replace_durably, with_check, write_durably
+from tests.support.raising import raising
 
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
 
@@ -32,10 +33,7 @@ def test_a_full_disk_leaves_only_the_old_content(tmp_path: Path, monkeypatch: py
     path = tmp_path / "seen.json"
     path.write_text("old")
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, call, raising(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         replace_durably(path, "new")
     assert path.read_text() == "old"

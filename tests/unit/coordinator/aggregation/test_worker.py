@@ -27,6 +27,7 @@ from tests.support.coordinator.driven_worker import DrivenWorker, worker_setting
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
 from tests.support.coordinator.world import ALL_FIRST, MakeWorld, PlainWorker, RunningService
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 from tests.unit.coordinator.aggregation.test_aggregation import founded, real_world
 
@@ -303,10 +304,7 @@ def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, m
 
 
 def test_a_distillation_without_memory_becomes_an_average(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hungry(*_: Any, **__: Any) -> None:
-        raise MemoryError("3 GiB")
-
-    monkeypatch.setattr(distillation, "train_student", hungry)
+    monkeypatch.setattr(distillation, "train_student", raising(MemoryError("3 GiB")))
     artifacts = {client: benches.update(client) for client in "ab"}
     runner, said = benches.open("average")
     runner.serve(jobs.FinishJob((("a", artifacts["a"], 10), ("b", artifacts["b"], 30))))

@@ -5,7 +5,7 @@ import hashlib
 import sqlite3
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.object_store import running_moto
 from tests.support.postgres import PASSWORD, Cluster
+from tests.support.raising import raising
 
 PASSPHRASE = "correct horse battery"
 UPDATE = b"an update" * 300_000  # several frames
@@ -70,13 +71,12 @@ FULL = "database or disk is full"
 def test_what_a_full_or_read_only_disk_refuses_names_the_file(
     home: Home, words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(error: Exception) -> Callable[..., None]:
-        return lambda *_, **__: (_ for _ in ()).throw(error)
-
     making = ("coordinator", "backup", "--out", tmp_path / "out.backup", *words)
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "disable", full(OperationalError("UPDATE devices", {}, sqlite3.OperationalError(FULL))))
-        patched.setattr(sealing.SealingWriter, "write", full(OSError(errno.ENOSPC, "No space left on device")))
+        patched.setattr(
+            Store, "disable", raising(OperationalError("UPDATE devices", {}, sqlite3.OperationalError(FULL)))
+        )
+        patched.setattr(sealing.SealingWriter, "write", raising(OSError(errno.ENOSPC, "No space left on device")))
         code, output = call("device", "disable", "a", "--dir", home.root)
         assert (code, output) == (1, f"Error: {home.database} can't be used: {FULL}. Free space on {home.root}\n")
         code, output = call(*making, "--dir", home.root)

@@ -33,6 +33,7 @@ from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.homes import call
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 
 
@@ -68,11 +69,8 @@ def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_s
     home, store = opened
     first = load_signing_identity(home, store)
 
-    def cut(*_: object) -> None:
-        raise CutError
-
     with monkeypatch.context() as patched:
-        patched.setattr(store, "add_key_links", cut)
+        patched.setattr(store, "add_key_links", raising(CutError))
         with pytest.raises(CutError):
             rotate_key(home, store, 1.0)
     assert load_signing_identity(home, store).key.public == first.key.public

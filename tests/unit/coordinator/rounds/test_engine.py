@@ -26,7 +26,6 @@ from coordinator.rounds.signals import (
     Approval,
     Barred,
     CameOnline,
-    Command,
     Departed,
     Distil,
     Event,
@@ -433,15 +432,11 @@ def started(clients: str = "ab", policy: RoundPolicy = ONE_TRY) -> RoundState:
     return play(RoundState(policy), Paused("set-up"), *map(CameOnline, clients), Resumed())[0]
 
 
-def closed(state: RoundState) -> tuple[RoundState, list[Command]]:
-    stored = [UpdateStored(state.round, state.attempt, client) for client in sorted(state.participants)]
-    return play(state, *stored, AggregateStored(state.round, state.attempt))
-
-
 def test_a_paused_federation_ends_its_attempt_and_opens_no_other_one() -> None:
     state, commands = play(started(), Paused("maintenance"))
     assert (state.phase, commands) == (Phase.COLLECTING, [])
-    state, commands = closed(state)
+    stored = [UpdateStored(state.round, state.attempt, client) for client in sorted(state.participants)]
+    state, commands = play(state, *stored, AggregateStored(state.round, state.attempt))
     assert commands == [Distil(1, 1, ("a", "b"))]
     assert (state.phase, state.round, state.reason) == (Phase.PAUSED, 2, "maintenance")
     assert play(state, Paused("a better reason"))[0].reason == "a better reason"

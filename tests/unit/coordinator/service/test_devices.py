@@ -279,21 +279,15 @@ def paced_world(make_world: MakeWorld, rounds: int) -> World:
     return world
 
 
-def shares_asked(world: World) -> dict[str, list[float]]:
-    return {name: [invite.share for invite in device.of(schemas.Invite)] for name, device in world.devices.items()}
-
-
-def weights(world: World) -> list[dict[str, int]]:
-    return [{client: weight for client, _, weight in updates} for updates in world.merges()]
-
-
 def test_a_slow_device_is_asked_for_fewer_steps_once_its_time_is_known(make_world: MakeWorld) -> None:
     world = paced_world(make_world, 3)
     world.run()
     # 40 s against a median of 10 s: a quarter; what it then expects (10 s) is a quarter of 40 s again.
-    assert shares_asked(world) == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [1.0, 0.25, 0.25]}
+    shares = {name: [invite.share for invite in device.of(schemas.Invite)] for name, device in world.devices.items()}
+    assert shares == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [1.0, 0.25, 0.25]}
     # 11 examples each: of c as of four times as many, cut to the bound of 3 medians like any large claim.
-    assert weights(world) == [{"a": 11, "b": 11, "c": 11}] + 2 * [{"a": 11, "b": 11, "c": 33}]
+    weights = [{client: weight for client, _, weight in updates} for updates in world.merges()]
+    assert weights == [{"a": 11, "b": 11, "c": 11}] + 2 * [{"a": 11, "b": 11, "c": 33}]
     people = {one.client: one for one in world.store.participants("tiny", schemas.RoundAttempt(2, 1))}
     asked = {name: (one.share, one.predicted_s) for name, one in people.items()}
     assert asked == {"a": (1.0, 10.0), "b": (1.0, 10.0), "c": (0.25, 10.0)}

@@ -16,6 +16,7 @@ from fedcg.wire.messages.envelopes import seal
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.present import present
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for
 
@@ -96,8 +97,7 @@ def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggr
     with RunningService(world):
         late.start()
         wait_until(lambda: bool(late.of(schemas.Welcome)), "a welcome")
-        final = world.store.aggregate("tiny", 1)
-        assert final is not None
+        final = present(world.store.aggregate("tiny", 1))
 
         wait_until(lambda: final.artifact in late.artifacts, "the final aggregate is fetched")
         late.stop()
@@ -260,8 +260,7 @@ def test_a_forgotten_device_is_invited_no_more(made: Federations, monkeypatch: p
         until_over(made, "tiny")
         wait_until(lambda: made.world.store.aggregates("tiny")[-1].round == over, "one more round")
         assert made.coordinator.services["tiny"].state.barred == {"c": "forgotten in this federation"}
-    last = made.world.store.last_attempt("tiny")
-    assert last is not None
+    last = present(made.world.store.last_attempt("tiny"))
     assert [each.client for each in made.world.store.participants("tiny", last.at)] == ["a", "b"]
 
 

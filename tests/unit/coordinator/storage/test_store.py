@@ -23,6 +23,7 @@ from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import closing_engine
+from tests.support.present import present
 from tests.support.waiting import wait_until
 
 FEDERATION = records.FederationRecord("f", "fedcg", "5" * 64, policy_of(2, 2, 2), 1.0)
@@ -86,17 +87,14 @@ def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) 
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
     open_attempt(store)
     store.close_attempt(records.AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0))
-    closed = store.attempt(*KEY)
-    assert closed is not None
+    closed = present(store.attempt(*KEY))
     assert (closed.state, closed.aggregate_stored_at) == (records.AttemptState.CLOSED, 20.0)
     open_attempt(store, attempt=2)
     with pytest.raises(StoreError, match="already"):
         store.close_attempt(records.AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))
-    again = store.attempt("f", RoundAttempt(1, 2))
-    assert again is not None
+    again = present(store.attempt("f", RoundAttempt(1, 2)))
     assert again.state is records.AttemptState.COLLECTING
-    stored = store.aggregate("f", 1)
-    assert stored is not None
+    stored = present(store.aggregate("f", 1))
     assert stored.artifact == "a" * 64
 
 

@@ -35,6 +35,7 @@ from fedcg.wire.transfer.windows import Ranges, Window
 from tests.support.broker.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -269,10 +270,7 @@ def test_a_late_manifest_that_names_a_file_of_the_coordinator_does_not_delete_it
 def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
     receiving: Receiving, monkeypatch: pytest.MonkeyPatch, subject: type, method: str, error: Exception
 ) -> None:
-    def broken(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(subject, method, broken)
+    monkeypatch.setattr(subject, method, raising(error))
     with pytest.raises(type(error)):
         receiving.deliver(receiving.data)
     wait_until(lambda: bool(receiving.events), "the service is notified")

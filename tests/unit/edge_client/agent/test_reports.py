@@ -23,6 +23,7 @@ from tests.support.edge.conversations import box_config
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, make_config
 from tests.support.present import present
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
@@ -216,11 +217,8 @@ def test_an_agent_reports_what_its_sensors_read_and_its_record_says_which(make_w
 
 
 def test_an_examination_that_fails_leaves_the_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> tuple[schemas.DoctorFinding, ...]:
-        raise OSError("the disk does not answer")
-
     reporter = SelfReporter(PolicySection(), tmp_path)
-    with reporter.examining(broken):
+    with reporter.examining(raising(OSError("the disk does not answer"))):
         wait_until(lambda: "the disk does not answer" in caplog.text, "it is in the log")
     assert reporter.findings is None
 

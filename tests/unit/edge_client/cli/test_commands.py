@@ -127,14 +127,9 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordi
     assert not load_config(device, {}).store.exists()  # it would belong to whoever asked
 
 
-def block_device(root: Path) -> Path:
-    """Where Linux describes the disk of a folder, below another root."""
-    number = root.stat().st_dev
-    return root / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"
-
-
 def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Path, tmp_path: Path) -> None:
-    disk = block_device(tmp_path)
+    number = tmp_path.stat().st_dev
+    disk = tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"  # where Linux describes it
     unknown = f"unknown: Linux names no disk for {tmp_path} (btrfs, a container, a network?)"
     assert checks.check_encryption(tmp_path, tmp_path)[:2] == ("ok", unknown)
     disk.mkdir(parents=True)

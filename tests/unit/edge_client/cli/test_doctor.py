@@ -224,7 +224,7 @@ def test_a_read_only_store_is_named_by_the_doctor_and_the_agent_and_status_and_d
     assert codes == {"status": 0, "doctor": 1, "diagnose": 0, "run": 2}
     assert json.loads((tmp_path / "status.json").read_text())["data"]["running"] is False
     found = {one["check"]: one for one in data_of((tmp_path / "doctor.json").read_text())["findings"]}
-    assert set(found) == set(checks_of(config))
+    assert set(found) == {one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))}
     assert {name for name, one in found.items() if one["state"] == "failed"} == {"paths"}
     assert f"can't write to {store.root}, which is on a read-only disk" in found["paths"]["detail"]
     assert "mount it writable" in found["paths"]["advice"]
@@ -247,10 +247,6 @@ def test_a_check_that_the_system_breaks_off_is_a_finding_and_the_others_are_made
     assert "repair" in found["disk"].advice
     assert (found["coordinator"].state, "/srv/disk" in found["coordinator"].detail) == ("failed", True)
     assert "data" in found
-
-
-def checks_of(config: Path) -> list[str]:
-    return [one.check for one in examine(load_config(config, {}), datetime.now(timezone.utc))]
 
 
 def test_a_running_agent_is_undisturbed_and_what_it_knows_is_told(

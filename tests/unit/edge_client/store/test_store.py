@@ -246,8 +246,7 @@ def holder(store: PrivateStore) -> Iterator[subprocess.Popen[str]]:
     )
     arguments = [sys.executable, "-c", code, str(store.root)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+        assert present(process.stdout).readline() == "held\n"
         yield process
         process.kill()
 

@@ -31,6 +31,7 @@ from tests.support.coordinator import driven_worker
 from tests.support.coordinator.driven_worker import STALL_S, DrivenWorker, worker_settings
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import aggregate_of, make_config
+from tests.support.raising import raising
 
 EPOCHS = 3
 METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
@@ -194,10 +195,7 @@ def test_a_checkpoint_of_another_round_or_of_other_settings_is_not_used(
 def test_a_full_disk_costs_checkpoints_and_not_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, "fedavg", None, every_s=1e-9)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(CheckpointFile, "save", full)
+    monkeypatch.setattr(CheckpointFile, "save", raising(OSError(28, "No space left on device")))
     site.train()
     assert "No space left on device" in site.events("refused")[0]["detail"]
 

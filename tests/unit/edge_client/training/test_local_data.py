@@ -18,7 +18,7 @@ from edge_client.errors import RoundError
 from edge_client.firewall import check_spec
 from edge_client.session.signals import RoundCommitted
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.local_data import LocalData
 from edge_client.training.trainer_child import Trainer
 from fedcg.imaging import MAX_FILE_BYTES
 from fedcg.learning.networks.plans import complete_spec
@@ -52,10 +52,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> PrivateStore:
     return PrivateStore.open(tmp_path_factory.mktemp("store"), "pets", "a")
 
 
-def sizes(data: RoundData) -> tuple[int, int, int]:
-    return len(data.train), len(data.val), len(data.test)
-
-
 def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(
     spec: FederationSpec, store: PrivateStore, tmp_path: Path
 ) -> None:
@@ -83,7 +79,7 @@ def test_folders_train_val_and_test_are_the_splits(spec: FederationSpec, store: 
     for first, (part, count) in enumerate({"train": 9, "val": 4, "test": 5}.items()):
         tree(tmp_path / part, count, first=100 * first)
     data = LocalData(tmp_path, None, store).for_round(spec, 1)
-    assert sizes(data) == (18, 8, 10)
+    assert (len(data.train), len(data.val), len(data.test)) == (18, 8, 10)
     assert all(file.path.startswith(f"{file.split}/") for file in data.snapshot.files)
 
 

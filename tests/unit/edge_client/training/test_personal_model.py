@@ -27,6 +27,7 @@ from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
 from tests.support.edge.training_site import Site, real_spec
+from tests.support.raising import raising
 
 NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
 
@@ -210,11 +211,8 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
     trainer.afterwards(report)
     before = ModelVersions(models).versions()
 
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as broken:
-        broken.setattr("export.model.versions.fsync_path", full)
+        broken.setattr("export.model.versions.fsync_path", raising(OSError(errno.ENOSPC, "No space left on device")))
         trainer.afterwards(report)
     assert ModelVersions(models).versions() == before
     (failed,) = site.events("export_failed")
@@ -229,10 +227,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
     trainer = site.trainer()
     trainer.afterwards(trainer.do(site.round(1)))
 
-    def refuse(*_: object, **__: object) -> None:
-        raise GateError("worse than version 0001")
-
-    monkeypatch.setattr("export.build.install_model.pass_gate", refuse)
+    monkeypatch.setattr("export.build.install_model.pass_gate", raising(GateError("worse than version 0001")))
     assert trainer.do(site.end) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     assert outcome["gate"] == "worse than version 0001"
@@ -243,10 +238,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
 def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PrivateStore, "save_finalised", full)
+    monkeypatch.setattr(PrivateStore, "save_finalised", raising(OSError(errno.ENOSPC, "No space left on device")))
     assert site.trainer().do(site.end) == Chosen(site.aggregate, succeeded=False)
     assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
     assert f"Free space on, or repair, {site.store.root}" in caplog.text

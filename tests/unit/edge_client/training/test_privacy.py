@@ -19,6 +19,8 @@ from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, PrivacySpent, ReportField
 from tests.support.edge.training_site import Site, real_spec
+from tests.support.present import present
+from tests.support.raising import raising
 from tests.unit.edge_client.training.test_release_audit import StandIn, figure, install
 
 DELTA = 1e-3
@@ -135,8 +137,7 @@ def test_a_process_killed_between_training_and_commit_has_counted_the_round_and_
     (tmp_path / "work").write_bytes(pickle.dumps((killed.config, killed.round())))
     command = [sys.executable, "-c", CHILD, str(tmp_path / "work"), during]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "trained\n"
+        assert present(child.stdout).readline() == "trained\n"
         child.kill()
     assert killed.store.generations.current() == (None, ())
     counted = killed.store.privacy()
@@ -156,11 +157,8 @@ def test_a_round_that_is_withheld_or_fails_after_its_training_stays_counted(
     site.configure(audit=AuditSection(before_publish="quick", gate="label_l1_gain<0.01", attacks=("labels",)))
     site.declined(DeclineReason.WITHHELD)
 
-    def broken(*_: object, **__: object) -> bytes:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(local_round, "build_update", broken)
+        patch.setattr(local_round, "build_update", raising(OSError(28, "No space left on device")))
         site.declined(DeclineReason.TRAINING_FAILED, 1, 2)
     site.configure(audit=AuditSection())
     site.train(1, 3)
@@ -175,8 +173,7 @@ def test_other_settings_for_the_same_attempt_count_once_more(tmp_path: Path, mon
     first = site.store.privacy()["epsilon"]
     site.configure(privacy=dp_sgd(noise_multiplier=1.0))
     site.train()
-    both = site.report().epsilon
-    assert both is not None
+    both = present(site.report().epsilon)
     assert both.epsilon > max(first, expected_epsilon(site, 1))
 
 

@@ -22,6 +22,7 @@ from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Part, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES, draw_images
+from tests.support.raising import raising
 
 GAIN = 0.25
 
@@ -167,10 +168,7 @@ def test_the_report_with_its_pictures_lies_in_the_store_for_its_owner_alone(
 def test_an_attack_that_fails_is_named_and_a_gate_on_its_figures_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> Outcome:
-        raise ArithmeticError("singular matrix")
-
-    install(monkeypatch, StandIn(broken))
+    install(monkeypatch, StandIn(raising(ArithmeticError("singular matrix"))))
     without_gate = audited_site(tmp_path / "a", report=DEFAULT_ALLOW_REPORT | {ReportField.AUDIT})
     without_gate.train()
     assert "singular matrix" in str(without_gate.events("audited")[0]["detail"])

@@ -27,6 +27,7 @@ from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import FEDERATION, make_config
+from tests.support.raising import raising
 
 BATCH = 8
 
@@ -107,10 +108,7 @@ def test_a_round_that_never_fits_is_declined_and_the_share_stays_above_its_least
 ) -> None:
     site = Site(tmp_path, real_spec(batch_size=BATCH))
 
-    def never(*_: object) -> object:
-        raise MemoryError("no room for the networks")
-
-    monkeypatch.setattr(local_round, "protected_round", never)
+    monkeypatch.setattr(local_round, "protected_round", raising(MemoryError("no room for the networks")))
     assert site.declined(DeclineReason.TRAINING_FAILED) == "no room for the networks"
     assert (site.events("memory_short")[-1]["share"], site.store.generations.load()) == (LEAST_SHARE, None)
 

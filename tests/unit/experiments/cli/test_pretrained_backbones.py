@@ -17,6 +17,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning.networks import SPLIT, TIMM, write_tiny_weights
+from tests.support.raising import raising
 
 IMAGES = "--image-size 64 --normalise imagenet"
 TINY = (
@@ -154,10 +155,7 @@ def test_fetch_keeps_a_download_that_holds_the_networks_tensors(
 def test_fetch_without_a_network_says_what_to_do_and_needs_none_for_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(address: str, timeout: float) -> None:
-        raise URLError("no route")
-
-    monkeypatch.setattr(timm_backbones, "urlopen", refuse)
+    monkeypatch.setattr(timm_backbones, "urlopen", raising(URLError("no route")))
     done = run_fedcg("network", "fetch", "resnet18", "--out", tmp_path)
     assert done.exit_code == 4, "as the table of exit codes says: no connection"
     assert (

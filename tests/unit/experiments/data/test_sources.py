@@ -18,6 +18,8 @@ from experiments.data.source import RowPicture, Source, read_digits
 from experiments.demo.run_folder import prepare
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
+from tests.support.present import present
+from tests.support.raising import raising
 from tests.support.simulations import image_tree
 
 
@@ -41,9 +43,7 @@ def test_a_folder_may_bring_its_own_test_and_validation_images(tmp_path: Path, n
     for count, name in zip((60, 20, 10), names, strict=True):
         image_tree(tmp_path / name, count, seed=count)
     source = open_source(str(tmp_path))
-    assert source.test is not None
-    assert source.val is not None
-    assert (per_class(source), len(source.test[0]), len(source.val[0])) == ([60, 60], 20, 10)
+    assert (per_class(source), len(present(source.test)[0]), len(present(source.val)[0])) == ([60, 60], 20, 10)
     cohort = cohort_of(source, validation="share")
     sizes = [(len(one.train), len(one.val), one.test.label_counts()) for one in cohort.clients.values()]
     assert sizes == [(60, 10, (8, 8)), (60, 10, (8, 8))]
@@ -76,8 +76,7 @@ def test_domains_that_are_no_clients_give_the_public_images(tmp_path: Path) -> N
     source = open_source(str(domain_tree(tmp_path)))
     cohort = cohort_of(source, "domains:dslr,amazon", public=32_000)
     assert cohort.domains == {"client-1": "dslr", "client-2": "amazon"}
-    assert cohort.public is not None
-    assert len(cohort.public) == 30
+    assert len(present(cohort.public)) == 30
     with pytest.raises(SourceError, match="every domain is a client"):
         cohort_of(source, "domains", 3, public=5)
 
@@ -193,34 +192,26 @@ def test_arrays_with_labels_that_do_not_fit_or_damage_are_named(tmp_path: Path) 
         assert f"{name}.npz" in str(caught.value)
 
 
-def write_mnist(root: Path) -> None:
-    root.mkdir(parents=True)
+def test_a_public_set_by_name_is_what_its_files_are(tmp_path: Path) -> None:
+    (root := tmp_path / "FashionMNIST" / "raw").mkdir(parents=True)
     for part, count in (("train", 60), ("t10k", 20)):
         images = np.random.default_rng(count).integers(0, 256, (count, 28, 28), dtype=np.uint8)
         head = b"\x00\x00\x08\x03" + struct.pack(">3I", *images.shape)
         (root / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
         labels = bytes(row % 10 for row in range(count))
         (root / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + struct.pack(">I", count) + labels)
-
-
-def test_a_public_set_by_name_is_what_its_files_are(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "FashionMNIST" / "raw")
     by_name = open_source(f"torchvision:FashionMNIST:{tmp_path}")
-    by_folder = open_source(str(tmp_path / "FashionMNIST" / "raw"))
+    by_folder = open_source(str(root))
     assert by_name.classes[0] == "T-shirt-top"  # its name has a slash, which no folder's may
     for left, right in zip(by_name.train[3], by_folder.train[3], strict=True):
         assert left.content() == right.content()
-    assert by_name.test is not None
-    assert sum(map(len, by_name.test)) == 20
+    assert sum(map(len, present(by_name.test))) == 20
 
 
 def test_a_public_set_that_is_neither_there_nor_to_be_had_says_where_its_files_belong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_network(*_: object, **__: object) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr("torchvision.datasets.usps.download_url", no_network)
+    monkeypatch.setattr("torchvision.datasets.usps.download_url", raising(OSError("no network")))
     with pytest.raises(SourceError, match=r"can't be downloaded \(no network\): put usps\.bz2 and usps\.t\.bz2 there"):
         open_source(f"torchvision:USPS:{tmp_path}")
     with pytest.raises(SourceError, match="known are MNIST"):

@@ -15,6 +15,7 @@ from experiments.papers.figures import Figure, Line, is_far, transfer_of
 from experiments.papers.records import ClientRecord, RunRecord
 from experiments.papers.sheets import comparison_sheet, gains_sheet, orders_sheet
 from tests.support.commands import data_of, run_fedcg
+from tests.support.present import present
 
 CIFAR = "fedcg:table1:cifar10-4"
 
@@ -312,18 +313,12 @@ def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
     assert _row(found, "Anti-GAN without C")[-1].startswith("can't be run: needs a GAN that compares pixels")
 
 
-def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process where an import of torch fails."""
-    program = "import sys; sys.modules['torch'] = None; sys.argv = ['fedcg', *sys.argv[1:]]; from fedcg.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "tables", *arguments], capture_output=True, text=True, check=False
-    )
-
-
 def test_the_command_prints_everything_without_torch_and_names_what_it_could_not_use(tmp_path: Path) -> None:
     folder = write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
     (folder / "torn.json").write_text("{")
-    done = _tables("--runs", str(folder), "--paper", CIFAR, "--json")
+    program = "import sys; sys.modules['torch'] = None; sys.argv = ['fedcg', *sys.argv[1:]]; from fedcg.cli import main; main()"
+    command = [sys.executable, "-c", program, "tables", "--runs", str(folder), "--paper", CIFAR, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     content = data_of(done.stdout)
     (table,) = content["tables"]
@@ -368,8 +363,7 @@ def _client(deployed: float, local: float, **more: Any) -> ClientRecord:
 
 
 def test_the_worst_client_has_the_interval_of_two_shares() -> None:
-    told = transfer_of([_client(0.50, 0.40), _client(0.38, 0.40), _client(0.395, 0.40)])
-    assert told is not None
+    told = present(transfer_of([_client(0.50, 0.40), _client(0.38, 0.40), _client(0.395, 0.40)]))
     # 1.96 * sqrt((0.38 * 0.62 + 0.4 * 0.6) / 10,000) = 1.352 points
     assert [told.worst.points, told.worst.margin] == pytest.approx([-2.0, 1.352], abs=1e-3)
     assert (told.clients, told.below, told.beyond) == (3, 2, 1)
@@ -377,10 +371,9 @@ def test_the_worst_client_has_the_interval_of_two_shares() -> None:
 
 
 def test_common_test_images_go_before_a_clients_own() -> None:
-    told = transfer_of(
-        [_client(0.9, 0.9, accuracy_common_deployed=0.5, accuracy_common_local=0.4, common_images=2_500)]
+    told = present(
+        transfer_of([_client(0.9, 0.9, accuracy_common_deployed=0.5, accuracy_common_local=0.4, common_images=2_500)])
     )
-    assert told is not None
     assert (told.below, told.lost) == (0, 0.0)
     assert [told.worst.points, told.worst.margin] == pytest.approx([10.0, 100 * 1.96 * (0.49 / 2_500) ** 0.5])
 

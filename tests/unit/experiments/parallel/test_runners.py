@@ -33,6 +33,7 @@ from fedcg.learning.simulation.party import Party, Roots
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.simulation.tasks import LocalTask, SerialRunner, TeacherTask, local_task
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same, same_parts
+from tests.support.present import present
 from tests.support.simulations import QUIET, WORDS
 
 
@@ -72,9 +73,7 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
     assert sorted(outcome.client for outcome in found) == list(NAMES)
     for outcome in found:
         wanted = expected[outcome.client].result
-        assert outcome.result is not None
-        assert wanted is not None
-        assert same_parts(outcome.result.private.parts, wanted.private.parts)
+        assert same_parts(present(outcome.result).private.parts, present(wanted).private.parts)
 
 
 ANY = TeacherTask(1, Update("a", {}, 1))
@@ -151,9 +150,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
 
 
 def newest(store: Checkpoints) -> tuple[Simulation, float]:
-    found = store.newest()
-    assert found is not None
-    return found
+    return present(store.newest())
 
 
 def test_without_the_package_the_command_names_the_extra_and_makes_nothing(

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,14 @@ from export.build.variants import HeldOut, add_variants
 from export.errors import ConversionError, ExportError, SlotError, TamperedError
 from export.model.image_files import labelled_images
 from export.model.manifest import Manifest, Variant, read_manifest, required, signer_of
-from export.model.runtime import Floats, Model, load_image
+from export.model.runtime import Model, load_image
 from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of, run_fedcg
 from tests.support.learning import export_models
 from tests.support.learning.export_models import CLASSES, TestImages, install_model, labels_by
+from tests.support.raising import raising
 
 FORM = export_models.image_form()
 Clock = Callable[..., None]
@@ -105,10 +106,7 @@ def test_a_variant_that_loses_too_much_is_not_kept(
 def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     directory: Path, held_out: HeldOut, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_content: bytes, _calibration: Sequence[Floats]) -> bytes:
-        raise ConversionError("can't be made: no such operator")
-
-    monkeypatch.setitem(variants._CONVERSIONS, "fp16", broken)
+    monkeypatch.setitem(variants._CONVERSIONS, "fp16", raising(ConversionError("can't be made: no such operator")))
     monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda *_: b"no model")
     clock()
     manifest = add_variants(directory, held_out, threads=1)

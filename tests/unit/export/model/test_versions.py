@@ -225,8 +225,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_version_in_use_and_no_rubb
     first = installed.install(_filler(b"one"))
     command = [sys.executable, "-c", _INSTALL_AND_HANG, str(installed.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "filling\n"
+        assert present(process.stdout).readline() == "filling\n"
         assert len(list(installed.root.glob(".staging-*"))) == 1
         process.send_signal(signal.SIGKILL)
     assert installed.current() == first

@@ -19,6 +19,7 @@ from export.serving.live_model import PENDING, RECORD_NAME, Candidate, ServedMod
 from fedcg.imaging import Pixels
 from tests.support.learning.export_models import CLASSES, install_model, make_spec
 from tests.support.present import present
+from tests.support.raising import raising
 from tests.support.waiting import wait_until
 
 
@@ -159,10 +160,6 @@ def _wait_for_progress(candidate: Candidate, before: Progress) -> None:
     wait_until(lambda: (candidate.verdict(), candidate.progress)[1] != before, "a further request is compared")
 
 
-def _fail(_: Model, images: Sequence[Pixels]) -> Floats:
-    raise RuntimeError("out of order")
-
-
 def test_a_first_version_has_nothing_to_return_to(three_root: Path, clock: Clock) -> None:
     models = _started(three_root, clock)
     for version in ("0001", "0007"):  # the one in use, and another
@@ -175,10 +172,7 @@ def test_nobody_is_answered_by_the_candidate_before_the_end_of_its_stage_is_on_d
 ) -> None:
     _compare(staged, 9)
 
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("export.serving.live_model.note_serving", die)
+    monkeypatch.setattr("export.serving.live_model.note_serving", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         staged.refresh()
     assert _states(staged)[0] == "0001"
@@ -194,7 +188,11 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     _choose(models, three_root, "0002")
     sound, bad = Model.predict, present(models.candidate)
     with monkeypatch.context() as patch:
-        patch.setattr(Model, "predict", lambda self, images: (_fail if self is bad.model else sound)(self, images))
+        patch.setattr(
+            Model,
+            "predict",
+            lambda self, images: (raising(RuntimeError("out of order")) if self is bad.model else sound)(self, images),
+        )
         _compare(models, FAILURES)
     [verdict] = models.look()
     assert (verdict.version, verdict.kind) == ("0002", "errors")
@@ -227,10 +225,7 @@ def test_a_bad_candidate_does_not_serve_where_the_pointer_cannot_be_moved(
     verdict = VersionFault("0002", "latency", "it takes too long")
     monkeypatch.setattr(present(staged.candidate), "verdict", lambda: verdict)
 
-    def full(_: ModelVersions) -> Path:
-        raise SlotError("the disk is full")
-
-    monkeypatch.setattr(ModelVersions, "rollback", full)
+    monkeypatch.setattr(ModelVersions, "rollback", raising(SlotError("the disk is full")))
     for _ in range(2):
         assert staged.refresh() is None
         assert _states(staged) == ("0001", None)
@@ -318,10 +313,7 @@ def test_memory_that_is_too_small_for_two_models_refuses_the_candidate(
 ) -> None:
     models = _started(three_root, clock)
 
-    def too_large(*_: object, **__: object) -> Model:
-        raise MemoryError
-
-    monkeypatch.setattr(Model, "load", too_large)
+    monkeypatch.setattr(Model, "load", raising(MemoryError))
     assert _choose(models, three_root, "0002") == ("0001", None)
     assert "not enough memory for it beside the one in service" in models.refused
 

@@ -18,7 +18,7 @@ from fedcg.learning.aggregation.distillation import (
     train_student,
     uniform,
 )
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
+from fedcg.learning.method import Aggregate, ServerState, Update
 from fedcg.learning.networks import weights_of
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
@@ -62,16 +62,6 @@ def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_i
     assert settled(student) == pytest.approx(GEOMETRIC, abs=0.02)
 
 
-def every_teacher(
-    teachers: Sequence[Pair], bank: Bank, weights: torch.Tensor, ctx: RoundContext, block_rows: int = 2048
-) -> list[crossed.FrozenTeacher]:
-    logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
-    return [
-        crossed.FrozenTeacher(teacher, bank, log, weight, block_rows, "cpu")
-        for teacher, log, weight in zip(teachers, logs, weights, strict=True)
-    ]
-
-
 def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher() -> None:
     teacher = pair(Answer(0.0, 0.0), Shift((0.5, 0.0)))
     bank = Bank(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
@@ -95,7 +85,8 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
     ctx, (teacher,) = teacher_pairs(1)
     bank = draw_bank(Streams(b"c"), 10, 8, uniform(3))
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    everybody = every_teacher([teacher], bank, weight.unsqueeze(0), ctx, block_rows=4)
+    log_teacher = teacher_logits(teacher, bank, ctx).log_softmax(1)
+    everybody = [crossed.FrozenTeacher(teacher, bank, log_teacher, weight, 4, "cpu")]
     pieces = [crossed.outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
     with torch.no_grad():
         expected = teacher[Part.GENERATOR](bank.noise, bank.labels)[weight > 0]

@@ -18,6 +18,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm, TensorForm
 from fedcg.learning.training.batches import index_blocks
+from tests.support.present import present
 
 SMALL_GREY = ImageForm(mode="L", height=4, width=4, mean=(0.5,), std=(0.5,))
 SMALL_COLOUR = ImageForm(mode="RGB", height=4, width=4, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -42,9 +43,7 @@ def mnist(root: Path, train: np.ndarray, test: np.ndarray, prefix: str = "", tes
 
 
 def read(root: Path) -> ArrayData:
-    data = read_arrays(root)
-    assert data is not None
-    return data
+    return present(read_arrays(root))
 
 
 def test_idx_files_are_read_plain_and_gzipped(tmp_path: Path) -> None:
@@ -116,12 +115,10 @@ def cifar10_binary(root: Path, planes: np.ndarray, labels: np.ndarray) -> Path:
 def test_binary_cifar_10_has_all_batches_colour_last_and_its_class_names(tmp_path: Path) -> None:
     planes, labels = pixels(3, 3, 32, 32), np.array([7, 0, 9], dtype=np.uint8)
     data = read(cifar10_binary(tmp_path, planes, labels))
-    assert data.test is not None
-    assert (len(data.train), len(data.test)) == (6, 3)
+    assert (len(data.train), len(present(data.test))) == (6, 3)
     assert np.array_equal(data.train.images[4], planes[1].transpose(1, 2, 0))
     assert data.train.labels.tolist() == [7, 0, 9, 7, 0, 9]
-    assert data.classes is not None
-    assert data.classes[7] == "class-7"
+    assert present(data.classes)[7] == "class-7"
 
 
 def test_binary_cifar_100_is_read_by_its_fine_labels(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import silent
 from fedcg.learning.seeds import Streams
 from fedcg.learning.split_names import MAX_WEIGHT_BYTES, Backbone
+from tests.support.present import present
 
 SHORT = AntiGanParams(gan_steps=4, obfuscation_steps=3, batch_size=6, width=4, noise_dim=5, features="gabor")
 STREAMS = Streams(b"device").at("pets", "defence")
@@ -235,8 +236,7 @@ def test_the_stem_is_the_convolution_and_its_batch_norm(tmp_path: Path, suffix: 
         torch.save({**given, "other": torch.zeros(2)}, path)
     else:
         safetensors.torch.save_file(given, path)
-    stem = stems.pretrained_stem(path)
-    assert stem is not None
+    stem = present(stems.pretrained_stem(path))
     images = torch.rand(2, 3, side, side) * 2 - 1
     maps = F.conv2d(F.pad(images, (side % 2, 1, side % 2, 1)), given["_conv_stem.weight"], stride=2)
     mean, variance, weight, bias = (given[f"_bn0.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
@@ -247,8 +247,7 @@ def test_the_stem_is_the_convolution_and_its_batch_norm(tmp_path: Path, suffix: 
 
 
 def test_the_installed_package_is_read_and_grey_images_count_as_colour() -> None:
-    stem = stems.pretrained_stem()
-    assert stem is not None
+    stem = present(stems.pretrained_stem())
     assert (stem.name, stem.channels) == ("efficientnet_lite0", 32)
     grey = torch.rand(1, 1, 16, 16)
     assert torch.allclose(stem(grey), stem(grey.expand(-1, 3, -1, -1)))

@@ -35,10 +35,6 @@ from tests.support.learning.networks import GivenFeatures
 PRIVATE = PrivacySettings.model_validate({"dp_sgd": {"noise_multiplier": 1.1}})
 
 
-def without_noise(clip: float) -> DpSgdSettings:
-    return DpSgdSettings.model_construct(noise_multiplier=0.0, clip=clip, delta=1e-5, budget_epsilon=None)
-
-
 def private_spec(name: str, split: str = "lenet5_relu", **params: ParameterValue) -> FederationSpec:
     network = NetworkChoice(noise_dim=8, split=split, discriminator="mlp_plain")
     return complete_spec(plan_of(name, network, GREY, params))
@@ -73,7 +69,8 @@ def test_two_images_step_as_a_loop_over_single_ones(name: str, split: str) -> No
     clip, lr = 0.5, 0.3
     spec = private_spec(name, split, steps=1, batch_size=2, optimiser="sgd", lr=lr, weight_decay=0.0)
     data = bright_images(2, 3)
-    ctx = private_context(spec, PrivacySettings.model_construct(dp_sgd=without_noise(clip)))
+    without_noise = DpSgdSettings.model_construct(noise_multiplier=0.0, clip=clip, delta=1e-5, budget_epsilon=None)
+    ctx = private_context(spec, PrivacySettings.model_construct(dp_sgd=without_noise))
     parts = initial_parts(spec, b"cohort")
 
     def fresh() -> dict[Part, nn.Module]:

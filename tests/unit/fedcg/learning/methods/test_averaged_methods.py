@@ -23,6 +23,7 @@ from fedcg.learning.training.classification import Penalty, with_downloaded_clas
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
 from tests.support.learning.networks import ARITHMETIC, FIRST, SECOND, Scale, drawn, on_labels
+from tests.support.present import present
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
 SHARING = [name for name in method_names() if get_method(name).payload.up - {Part.STATISTICS}]
@@ -100,8 +101,7 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     ctx = cases.context(cases.quick_spec("fedprox"))
     term = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)
     penalty = on_labels(term, [0, 1], extractor=extractor, classifier=classifier)
-    assert term is not None
-    assert not term.of_rows
+    assert not present(term).of_rows
     nothing = torch.zeros(2, 2)
     assert penalty(slice(0, 2), nothing, nothing).item() == 0.0
     with torch.no_grad():
@@ -111,8 +111,7 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     assert value.item() == pytest.approx(1.4)
     value.backward()  # mu * (w - w_global)
     for net, slope in ((extractor, 0.4), (classifier, -0.8)):
-        assert net.weight.grad is not None
-        assert torch.allclose(net.weight.grad, torch.tensor(slope))
+        assert torch.allclose(present(net.weight.grad), torch.tensor(slope))
     assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx) is None
 
 
@@ -125,15 +124,13 @@ def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_ca
     own = Penalty(lambda nets, features, logits: torch.tensor(0.6))
     term = with_downloaded_classifier(own, classifier, 0.5, ctx)
     penalty = on_labels(term, [0, 1], classifier=classifier)
-    assert term is not None
-    assert term.of_rows
+    assert present(term).of_rows
     with torch.no_grad():
         classifier.weight.fill_(9.0)  # it is trained meanwhile
     value = penalty(slice(0, 2), features, features)
     assert value.item() == pytest.approx(0.6 + 0.5 * math.log(1 + math.exp(-2)))
     value.backward()
-    assert features.grad is not None
-    assert features.grad.abs().sum() > 0
+    assert present(features.grad).abs().sum() > 0
     assert classifier.weight.grad is None
 
 
@@ -293,8 +290,7 @@ def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_a
     loss = fedgen.generator_objective(generator, jury, noise, labels, 0.1)
     assert loss.item() == pytest.approx(expected + 0.1 * spread)
     loss.backward()
-    assert generator.rows.grad is not None
-    assert generator.rows.grad.abs().sum() > 0
+    assert present(generator.rows.grad).abs().sum() > 0
 
 
 def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> None:

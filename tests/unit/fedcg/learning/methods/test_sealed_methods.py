@@ -30,6 +30,7 @@ from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
 from tests.support.learning.networks import tiny_plan, write_tiny_weights
+from tests.support.present import present
 
 E, C, S = Part.EXTRACTOR, Part.CLASSIFIER, Part.STATISTICS
 
@@ -96,8 +97,7 @@ def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it_and_comp
     fedseal._LATEST.clear()
     lr = fedseal.FedsealParams.model_validate(party.spec.params).lr
     own, data = sealed.states["a"].parts, party.datasets["a"]
-    classes = class_gaussians(sealed.aggregate.parts[S])
-    assert classes is not None
+    classes = present(class_gaussians(sealed.aggregate.parts[S]))
     for votes, number, is_taken in (
         ({"a": CALIBRATED, "b": CALIBRATED, "c": 0}, 3, True),
         ({"a": CALIBRATED, "b": 0, "c": 0}, 3, False),
@@ -238,8 +238,7 @@ def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_
     extractor = load_part(party.spec, E, ends[0].states["a"].parts[E])
     together = [data.train for data in party.datasets.values()]
     features = torch.cat([extract_features(extractor, one.images, party.spec) for one in together])
-    pooled = class_gaussians(moments_of(features, torch.cat([one.labels for one in together]), 3))
-    assert pooled is not None
+    pooled = present(class_gaussians(moments_of(features, torch.cat([one.labels for one in together]), 3)))
     data = sorted_by_class.datasets["a"]
     assert data.train.label_counts() == (24, 0, 0)
     ctx = replace(sorted_by_class.client_context("a", 2), validation=None)
@@ -249,8 +248,7 @@ def test_analytic_heads_are_those_of_pooled_features_with_the_own_prior_whoever_
     # A client's own head, of fewer images, is shrunk more.
     state = ends[0].states["a"]
     ctx = replace(party.client_context("a", 1), validation=None)
-    own = class_gaussians(state.parts[S])
-    assert own is not None
+    own = present(class_gaussians(state.parts[S]))
     prior = log_prior(datasets["a"].train.label_counts())
     found = protected_round(get_method("analytic"), state, datasets["a"].train, None, ctx).private.parts[C]
     assert near(found, lda_head(own, prior, 0.9, USUAL_TEMPERATURE, "1."), 1e-5)

@@ -38,6 +38,7 @@ from fedcg.learning.training.stage import (
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, quick_spec, same
 from tests.support.learning.stages import CASES, VARIANTS, Caught, ReplayedStep, replays, stages_of
+from tests.support.present import present
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 every_case = pytest.mark.parametrize("case", CASES)
@@ -53,9 +54,7 @@ def toy_step(nets: Nets, batch: tuple[torch.Tensor, ...]) -> Descents:
         "task", lambda: (hidden - wanted).square().mean(), lambda: 0.1 * next(nets["body"].parameters()).square().sum()
     )
     judged = yield Descent("judge", rest=lambda: nets["judge"](hidden.detach()).square().mean())
-    assert lost is not None
-    assert judged is not None
-    return lost, judged
+    return present(lost), present(judged)
 
 
 def toy(**changed: Any) -> Stage:
@@ -200,11 +199,7 @@ def assert_goes_on_after_any_block(make: Callable[[], Stage], ctx: RoundContext,
         assert same_outcome(undisturbed, outcome(make(), replace(ctx, checkpoint=checkpoint(saved)))), (what, block)
 
 
-def flat(mean: float, least: float) -> bool:
-    return mean > 0.97 * least
-
-
-@pytest.mark.parametrize("ending", [{}, {"until": flat}])
+@pytest.mark.parametrize("ending", [{}, {"until": lambda mean, least: mean > 0.97 * least}])
 def test_a_toy_killed_after_any_block_goes_on_to_the_same_bits(ending: dict[str, Any]) -> None:
     blocks = 2 if ending else 4  # the third block, whose mean is not much below the least one, is the last
     assert_goes_on_after_any_block(lambda: toy(**ending), CTX, blocks, "toy")

@@ -15,13 +15,14 @@ from fedcg.learning.networks.plans import complete_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import Schedule, simulate
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.spec import ImageForm
 from fedcg.learning.training import batches
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.learning.training.optimisers import SGD, Adam
 from fedcg.learning.training.stage import MovingAverage, averaged_parts
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
+from tests.support.present import present
 
 STREAMS = Streams(b"x")
 
@@ -72,15 +73,12 @@ def test_every_window_is_as_likely_as_any_other() -> None:
     assert not choices[:, 2].any()
 
 
-def expected_rows(spec: FederationSpec, index: torch.Tensor) -> torch.Tensor:
-    return one_by_one(cases.bright_images(40, 1).images[index], batches.Augmenter(spec, STREAMS).draw(len(index)))
-
-
 def test_features_of_crops_are_computed_as_they_are_drawn_however_many_are_asked_for() -> None:
     data, spec = cases.bright_images(40, 1), cases.quick_spec("fedmd_cg", augment_flip=True, augment_crop=2)
     extractor = build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(3))
     index = torch.tensor([5, 0, 5, 31])
-    expected = batches.extract_features(extractor, expected_rows(spec, index), spec)
+    rows = one_by_one(data.images[index], batches.Augmenter(spec, STREAMS).draw(len(index)))
+    expected = batches.extract_features(extractor, rows, spec)
     for draws in (4, 1000, None):
         features, labels = batches.FeatureSource(extractor, data, spec, draws).rows(
             index, batches.Augmenter(spec, STREAMS)
@@ -163,8 +161,7 @@ def test_the_average_keeps_more_of_itself_from_step_to_step_up_to_the_decay(deca
         nn.init.constant_(net.weight, value)
         net.get_buffer("running_mean").fill_(10 * value)
         average()
-    parts = averaged_parts(average.extras())
-    assert parts is not None
+    parts = present(averaged_parts(average.extras()))
     assert parts[Part.CLASSIFIER]["weight"].item() == pytest.approx(expected)
     assert parts[Part.CLASSIFIER]["running_mean"].item() == 20.0  # a buffer is as it is
     assert net.weight.item() == 2.0
@@ -178,8 +175,7 @@ def test_a_round_with_an_average_sends_and_keeps_the_same_and_has_the_averaged_m
     assert cases.same_parts(plain.shared.parts, averaged.shared.parts)
     assert cases.same_parts(plain.private.parts, averaged.private.parts)
     assert averaged_parts(plain.private.extras) is None
-    found = averaged_parts(averaged.private.extras)
-    assert found is not None
+    found = present(averaged_parts(averaged.private.extras))
     assert found.keys() == get_method(name).personal.parts
     assert not any(cases.same(weights, averaged.private.parts[part]) for part, weights in found.items())
     assert evaluate(spec, found, data).images == 24
