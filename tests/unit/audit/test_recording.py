@@ -152,16 +152,6 @@ def send_update(wire: Recording, data: bytes) -> None:
         wire.device.publish(TOPICS.up_chunk("client-1"), frame)
 
 
-def end_federation(wire: Recording) -> None:
-    spec = b'{"format":1}'
-    final = pack(AGGREGATE, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
-    for data in (spec, final):
-        for frame in frames(data):
-            wire.coordinator.publish(TOPICS.aggregate, frame)
-    message = Finished(**FROM_COORDINATOR, spec=make_ref(spec, 256), aggregate=make_ref(final, 256))
-    wire.coordinator.publish(TOPICS.offer, seal(message, KEY), retain=True)
-
-
 def record(wire: Recording, out: Path, *sent: bytes) -> dict[str, Any]:
     """What an observer writes down of these artifacts and the end of the federation."""
     observer = Observer(MemoryTransport(wire.broker, "observer"), "digits", out, keep_frames=True)
@@ -174,7 +164,12 @@ def record(wire: Recording, out: Path, *sent: bytes) -> dict[str, Any]:
     assert ready.wait(10)
     for data in sent:
         send_update(wire, data)
-    end_federation(wire)
+    spec = b'{"format":1}'
+    final = pack(AGGREGATE, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
+    for frame in frames(spec) + frames(final):
+        wire.coordinator.publish(TOPICS.aggregate, frame)
+    message = Finished(**FROM_COORDINATOR, spec=make_ref(spec, 256), aggregate=make_ref(final, 256))
+    wire.coordinator.publish(TOPICS.offer, seal(message, KEY), retain=True)
     thread.join(20)
     assert not thread.is_alive()
     result: dict[str, Any] = json.loads((out / "wire.json").read_text())

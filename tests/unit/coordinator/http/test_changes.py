@@ -269,11 +269,8 @@ def test_the_audit_log_is_read_backwards_over_a_rotation(api: Api, admin: httpx.
 def test_a_body_above_its_bound_is_refused_whether_its_size_is_announced_or_not(operator: httpx.Client) -> None:
     body = b" " * (MAX_BODY_BYTES + 1)
     assert operator.post("/api/v1/federations", content=body).status_code == 413
-
-    def pieces() -> Iterator[bytes]:
-        yield from (body[at : at + 65_536] for at in range(0, len(body), 65_536))
-
-    assert operator.post("/api/v1/federations", content=pieces()).status_code == 413
+    pieces = (body[at : at + 65_536] for at in range(0, len(body), 65_536))
+    assert operator.post("/api/v1/federations", content=pieces).status_code == 413
 
 
 def test_every_answer_has_the_security_headers_and_no_other_site_may_read_it(operator: httpx.Client) -> None:
@@ -325,9 +322,10 @@ def test_every_route_that_changes_anything_writes_intent_before_and_outcome_afte
     assert len(found) >= 19
     with api.as_(Role.ADMIN) as admin:
         for route, method in found:
+            media = "application/json" if route.path.startswith("/api") else "application/x-www-form-urlencoded"
             for body in MALFORMED:
                 path, before = route.path.format(**REAL), len(audited(api.home))
-                answer = admin.request(method, path, content=body, headers={"Content-Type": media_of(route)})
+                answer = admin.request(method, path, content=body, headers={"Content-Type": media})
                 assert answer.status_code < 500, (path, body[:20], answer.text)
                 own = audited(api.home)[before:]
                 if not own:  # the body is no JSON: the route was never reached
@@ -356,10 +354,6 @@ def test_nothing_keeps_the_content_of_a_change_out_of_its_line(api: Api) -> None
         assert refused.status_code == 422
         assert "more content than a line of the audit log holds" in refused.text
     assert len(audited(api.home)) == before
-
-
-def media_of(route: APIRoute) -> str:
-    return "application/json" if route.path.startswith("/api") else "application/x-www-form-urlencoded"
 
 
 def _routes(api: Api) -> list[APIRoute]:

@@ -15,7 +15,7 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import seal
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.present import present
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for
@@ -337,7 +337,10 @@ def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(
     key, store = ("tiny", schemas.RoundAttempt(1, 1)), world.store
     store.open_attempt(*key, world.base_id, frozenset("ab"), 0.0, 600.0)
     for name in "ab":
-        store_update(world, name)
+        data = world.devices[name].make_update(1, 1, world.base_id)
+        artifact = world.artifacts.put(data)
+        record = UpdateRecord("tiny", 1, 1, name, artifact, len(data), schemas.Outcome.ACCEPTED, "", None, 1.0, 2.0)
+        store.end_update(record)
     store.start_distilling(*key, 3.0)
     store.reject_update(*key, "b", "its teacher pass failed")  # and then it is killed
     with RunningService(world):
@@ -345,12 +348,3 @@ def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(
         world.wait_finished()
     assert [record.state for record in store.attempts("tiny")] == [AttemptState.FAILED, AttemptState.CLOSED]
     assert [event["clients"] for event in world.events("distilling")] == [["a", "b"]]
-
-
-def store_update(world: World, name: str) -> None:
-    """The update of a device to the first attempt is accepted and stored."""
-    data = world.devices[name].make_update(1, 1, world.base_id)
-    artifact = world.artifacts.put(data)
-    world.store.end_update(
-        UpdateRecord("tiny", 1, 1, name, artifact, len(data), schemas.Outcome.ACCEPTED, "", None, 1.0, 2.0)
-    )

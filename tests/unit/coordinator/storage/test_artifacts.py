@@ -193,19 +193,14 @@ def test_an_artifact_that_is_stored_again_counts_as_new(tmp_path: Path) -> None:
     assert store.path(artifact).stat().st_mtime > 0.0
 
 
-def open_artifacts(world: World) -> list[str]:
-    """Descriptors of this process on files below the artifacts' folder; a deleted file has its mark."""
-    gc.collect()
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    named = [str(link.readlink()) for link in links if link.is_symlink()]
-    return [name for name in named if name.startswith(str(world.root / "artifacts"))]
-
-
 def test_no_file_of_a_deleted_aggregate_stays_open(make_world: MakeWorld) -> None:
     world = make_world(10, keep_rounds=2)
     with RunningService(world):
         world.start_devices()
         final = world.wait_finished()
-        found = open_artifacts(world)
+        gc.collect()
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        named = [str(link.readlink()) for link in links if link.is_symlink()]  # a deleted file has its mark
+        found = [name for name in named if name.startswith(str(world.root / "artifacts"))]
         assert [name for name in found if name.endswith(" (deleted)")] == []
         assert str(world.artifacts.path(final)) in found  # the newest one is served

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -157,12 +156,8 @@ def test_without_the_extra_that_a_section_needs_the_doctor_and_the_start_fail_wi
     check = table[1:].partition("]")[0].partition(".")[0]
     assert findings(device)[check].state == "ok"
     find = importlib.util.find_spec
-
-    def without(name: str, *rest: Any) -> Any:
-        return None if name == module else find(name, *rest)
-
     for place in ("audit.choices", "edge_client.config"):
-        monkeypatch.setattr(f"{place}.find_spec", without)
+        monkeypatch.setattr(f"{place}.find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     found = findings(device)[check]
     assert found.state == "failed"
     assert extra in found.detail

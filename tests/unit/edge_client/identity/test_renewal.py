@@ -125,24 +125,19 @@ def test_a_device_without_a_place_to_renew_is_told_so(device: AgentConfig) -> No
 # ------------------------------------------------------------------ interruptions
 
 
-@pytest.fixture
-def pairs(tmp_path: Path) -> list[tuple[bytes, bytes]]:
-    """Certificate and key, of the old pair and of the new one."""
-    create_ca(tmp_path / "pki")
-    issued = [issue(tmp_path / "pki", name) for name in ("old", "new")]
-    return [(one.certificate.read_bytes(), one.key.read_bytes()) for one in issued]
-
-
 class _PowerCutError(Exception):
     pass
 
 
 @pytest.mark.parametrize("survived", range(12))
 def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_whole(
-    pairs: list[tuple[bytes, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
     """Every rename and every deletion may be the last thing that happened."""
-    (old, new), left = pairs, survived
+    create_ca(tmp_path / "pki")
+    issued = [issue(tmp_path / "pki", name) for name in ("old", "new")]
+    old, new = ((one.certificate.read_bytes(), one.key.read_bytes()) for one in issued)
+    left = survived
     certificate, key = tmp_path / "tls" / "device.pem", tmp_path / "tls" / "device.key"
     certificate.parent.mkdir()
     certificate.write_bytes(old[0])

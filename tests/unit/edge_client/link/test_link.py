@@ -298,12 +298,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(
     assert len(set(Talkative.connections)) == connections
 
 
-def carrier_config(pki: Pki, root: Path, url: str) -> edge_config.AgentConfig:
-    tls = pki.tls("a")
-    update = {"carrier": Carrier.HTTPS, "carrier_url": url, "tls": TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key)}
-    return make_config(root).model_copy(update=update)
-
-
 def test_https_is_switched_on_with_one_word_and_needs_an_address(tmp_path: Path) -> None:
     path, url = tmp_path / "agent.toml", "https://coordinator.example:8445"
     place: dict[str, Any] = {"host": HOST, "port": 1, "preset": "mosquitto"}
@@ -338,7 +332,9 @@ def test_doctor_says_which_carrier_works(tmp_path: Path, pki: Pki) -> None:
         return found.state, found.detail + found.advice
 
     assert finding(make_config(tmp_path)) == ("ok", "artifacts travel over the broker")
-    state, told = finding(carrier_config(pki, tmp_path, f"https://{HOST}:{free_port()}"))
+    tls, url = pki.tls("a"), f"https://{HOST}:{free_port()}"
+    update = {"carrier": Carrier.HTTPS, "carrier_url": url, "tls": TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key)}
+    state, told = finding(make_config(tmp_path).model_copy(update=update))
     assert state == "failed"
     assert "[carrier] in coordinator.toml" in told
 

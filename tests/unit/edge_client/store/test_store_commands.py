@@ -177,16 +177,6 @@ def test_a_damaged_newest_state_is_named_and_the_one_before_it_counts(place: Pat
     assert "generation 2 is damaged" in done.stdout
 
 
-def harm(store: Path, kind: str) -> None:
-    if kind == "damaged":
-        for state in store.glob("generations/*/state.safetensors"):
-            state.write_bytes(b"torn")
-    elif kind == "open":
-        (store / "secrets").chmod(0o755)
-    else:
-        write_json(store / "format.json", {**read_json(store / "format.json"), "format": STORE_FORMAT + 1})
-
-
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [
@@ -198,11 +188,18 @@ def harm(store: Path, kind: str) -> None:
 def test_a_store_that_an_agent_could_not_use_is_refused_with_the_next_step_and_left_as_it_was(
     place: Path, kind: str, remedy: str
 ) -> None:
-    harm(place / "store", kind)
-    before = content(place / "store")
+    store = place / "store"
+    if kind == "damaged":
+        for state in store.glob("generations/*/state.safetensors"):
+            state.write_bytes(b"torn")
+    elif kind == "open":
+        (store / "secrets").chmod(0o755)
+    else:
+        write_json(store / "format.json", {**read_json(store / "format.json"), "format": STORE_FORMAT + 1})
+    before = content(store)
     refused = migrate(place)
     assert (refused.exit_code, remedy in " ".join(refused.stderr.split())) == (BAD_INPUT, True), refused.stderr
-    assert content(place / "store") == before
+    assert content(store) == before
 
 
 def test_a_store_of_a_running_agent_is_not_migrated(place: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.jobs import Job, JobDone, JobFailed, WorkerDied, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation.jobs import Job, JobDone, JobFailed, WorkerDied, WorkerReady
 from devices.detect import detect
 from edge_client.config import PolicySection, TrainingSection
 from edge_client.session.signals import RoundCommitted, TrainerReady, TrainRound
@@ -223,16 +223,6 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
         process.stop()
 
 
-def merged_despite(settings: WorkerSettings) -> list[WorkerEvent]:
-    settings.artifacts.mkdir()
-    with DrivenWorker(settings) as driven:
-        driven.worker.open(JOB)
-        driven.worker.add("a", "3" * 64)
-        driven.worker.finish((("a", "3" * 64, 1),), {})
-        driven.until(JobDone, JobFailed)
-    return driven.events
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first_life", "reason"),
@@ -246,7 +236,15 @@ def test_an_aggregation_worker_that_hangs_or_whose_card_broke_is_replaced_and_th
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", first_life)
     settings = worker_settings(tmp_path)
-    said = merged_despite(replace(settings, stall_s=STALL_S) if first_life is driven_worker.hang_once else settings)
+    settings.artifacts.mkdir()
+    with DrivenWorker(
+        replace(settings, stall_s=STALL_S) if first_life is driven_worker.hang_once else settings
+    ) as driven:
+        driven.worker.open(JOB)
+        driven.worker.add("a", "3" * 64)
+        driven.worker.finish((("a", "3" * 64, 1),), {})
+        driven.until(JobDone, JobFailed)
+    said = driven.events
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [(event.deaths, event.reason.startswith(reason)) for event in died] == [(1, True)], died
     assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2

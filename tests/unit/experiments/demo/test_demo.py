@@ -51,24 +51,22 @@ def agent_events(delay: float, accuracy: float) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def coordinator_events() -> list[dict[str, object]]:
-    return [
-        event(102.5, "attempt_opened", round=1, attempt=1, aggregate=FIRST),
-        event(110.25, "aggregate_step", round=1, phase="distil", step=3, steps=4),
-        event(112, "aggregate_stored", round=1, attempt=1, artifact=SECOND),
-        event(112.1, "attempt_opened", round=2, attempt=1, aggregate=SECOND),
-        event(120, "aggregate_stored", round=2, attempt=1, artifact=FINAL),
-        event(120, "finished", round=2),
-    ]
-
-
 @pytest.fixture
 def histories() -> Histories:
     agents = [AgentHistory("client-1"), AgentHistory("client-2")]
     agents[0].take(agent_events(0.0, 0.75))
     agents[1].take(agent_events(2.0, 0.85))
     coordinator = CoordinatorHistory()
-    coordinator.take(coordinator_events())
+    coordinator.take(
+        [
+            event(102.5, "attempt_opened", round=1, attempt=1, aggregate=FIRST),
+            event(110.25, "aggregate_step", round=1, phase="distil", step=3, steps=4),
+            event(112, "aggregate_stored", round=1, attempt=1, artifact=SECOND),
+            event(112.1, "attempt_opened", round=2, attempt=1, aggregate=SECOND),
+            event(120, "aggregate_stored", round=2, attempt=1, artifact=FINAL),
+            event(120, "finished", round=2),
+        ]
+    )
     return agents, coordinator
 
 

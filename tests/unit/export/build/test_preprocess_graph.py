@@ -38,16 +38,12 @@ def _identity(form: ImageForm) -> onnx.ModelProto:
     )
 
 
-def _session(form: ImageForm, options: onnxruntime.SessionOptions | None = None) -> object:
-    model = add_preprocessing(_identity(form), form)
-    onnx.checker.check_model(model, full_check=True)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
 @lru_cache
 def _kept(mode: str, name: str) -> tuple[ImageForm, onnxruntime.InferenceSession]:
     form = image_form(mode, *FORMS[name])
-    return form, _session(form)
+    model = add_preprocessing(_identity(form), form)
+    onnx.checker.check_model(model, full_check=True)
+    return form, onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def _seen(session: onnxruntime.InferenceSession, images: Pixels) -> np.ndarray:

@@ -87,11 +87,15 @@ def test_a_manifest_that_is_not_valid_is_refused_and_the_field_named(
         read_manifest(tmp_path)
 
 
-def test_a_directory_without_manifest_or_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_manifest_or_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="exported model"):
         read_manifest(tmp_path)
     with pytest.raises(ManifestError, match=r"model\.onnx"):
         read_model(tmp_path, _manifest(b"model"))
+    with pytest.raises(ManifestError, match="neither"):
+        resolve(tmp_path)
+    with pytest.raises(ManifestError, match="no such folder"):
+        resolve(tmp_path / "gone")
 
 
 def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(installed: ModelVersions) -> None:
@@ -169,13 +173,6 @@ def test_a_pointer_to_a_version_that_is_gone_is_explained(installed: ModelVersio
     (installed.root / "0001").rename(installed.root / "0007")
     with pytest.raises(SlotError, match="0001 is gone"):
         installed.current()
-
-
-def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="neither"):
-        resolve(tmp_path)
-    with pytest.raises(ManifestError, match="no such folder"):
-        resolve(tmp_path / "gone")
 
 
 def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_sound_one(

@@ -230,7 +230,7 @@ def updates_of(pairs: Sequence[Pair]) -> dict[str, Update]:
     }
 
 
-def counted() -> tuple[Bank, list[str | None], list[crossed.TeacherRows], list[Pair]]:
+def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
     ctx, made = teacher_pairs(3)
     bank, spill = draw_bank(Streams(b"c"), 12, 8, uniform(3)), MemorySpill()
     taught_bank = crossed.TaughtBank(bank, uniform(3), 6, ctx, Divergence(), sampling=True)
@@ -238,11 +238,7 @@ def counted() -> tuple[Bank, list[str | None], list[crossed.TeacherRows], list[P
         kept = {f"classifier/{name}": weight for name, weight in update.parts[Part.CLASSIFIER].items()}
         spill.put(update.client, {"logits": taught_bank.add(update, None), **kept})
     won = winners(crossed.ClientSampling(bank, 6, 3, ctx.streams), OF_ABC, 12)
-    return bank, won, taught_bank.drawn(slice(6, 12), spill), made
-
-
-def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
-    bank, won, outputs, made = counted()
+    outputs = taught_bank.drawn(slice(6, 12), spill)
     assert sorted(row for output in outputs for row in output.position.tolist()) == list(range(6))
     clients = [{won[6 + int(row)] for row in output.position} for output in outputs]
     assert clients == sorted(clients, key=str)

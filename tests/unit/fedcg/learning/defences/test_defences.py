@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedcg.input_form import ImageForm
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.defences.ats import TRANSFORMATIONS, AtsParams
+from fedcg.learning.defences.ats import TRANSFORMATIONS
 from fedcg.learning.defences.defence import (
     DefencePlace,
     Defended,
@@ -126,17 +126,18 @@ def test_a_block_that_does_not_divide_the_image_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("name", "values", "named"),
     [
-        ({"scrambling": "IF,IF"}, "scrambling: .*IF is there twice, and each step can run once"),
-        ({"scrambling": "IR,IX"}, "scrambling: .*no step 'IX'; there are IR, IA, IF, IC, IS"),
-        ({"block": 0}, "block: .*greater than or equal to 1"),
-        ({"key": "mine"}, "key: .*'device' or 'cohort'"),
+        ("etc", {"scrambling": "IF,IF"}, "scrambling: .*IF is there twice, and each step can run once"),
+        ("etc", {"scrambling": "IR,IX"}, "scrambling: .*no step 'IX'; there are IR, IA, IF, IC, IS"),
+        ("etc", {"block": 0}, "block: .*greater than or equal to 1"),
+        ("etc", {"key": "mine"}, "key: .*'device' or 'cohort'"),
+        ("ats", {"policy": "1-2-3"}, r"defence_params of ats: policy: .*'3-1-7'"),
     ],
 )
-def test_parameters_that_can_not_be_are_named(values: dict[str, object], named: str) -> None:
+def test_parameters_that_can_not_be_are_named(name: str, values: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        defence_of("etc", values)
+        defence_of(name, values)
 
 
 @pytest.mark.parametrize("form", [GREY, COLOUR])
@@ -231,12 +232,6 @@ def test_each_image_is_transformed_by_one_of_the_two_policies(channels: int, tmp
     assert torch.equal(apply(data.rows([7, 3])).images.images, made.images.images[[7, 3]])
     made.keep_picture(tmp_path)
     assert (tmp_path / "samples.png").read_bytes() == made.picture
-
-
-def test_another_policy_is_refused() -> None:
-    assert AtsParams(policy="43-18-18").policy == "43-18-18"
-    with pytest.raises(ValueError, match=r"defence_params of ats: policy: .*'3-1-7'"):
-        defence_of("ats", {"policy": "1-2-3"})
 
 
 def test_defences_are_the_files_that_assign_one() -> None:

@@ -204,22 +204,6 @@ class Same(nn.Module):
         return self.logits.expand(len(features), -1)
 
 
-def distilled(monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch.Tensor, int]]) -> list[float]:
-    """The one answer that FedDF's student settles on, from clients' logits on four public images and their sizes."""
-    nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: Same()}
-    monkeypatch.setattr(feddf, "load_part", lambda spec, part, weights, device: nets[part])
-    spec = cases.quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
-    spill = MemorySpill()
-    for client, (logits, _) in spilled.items():
-        spill.put(client, {"logits": logits})
-    ctx = replace(cases.context(spec), public=cases.bright_images(4, 0).images)
-    empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
-    updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
-    merge = feddf.PublicEnsembleAggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
-    merge.finish(cases.loaders(updates))
-    return list(nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist())
-
-
 @pytest.mark.parametrize(
     ("spilled", "answer"),
     [
@@ -237,7 +221,19 @@ def distilled(monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch
 def test_feddf_settles_where_the_divergence_from_the_weighted_ensemble_to_the_student_is_least(
     monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch.Tensor, int]], answer: tuple[float, ...]
 ) -> None:
-    assert distilled(monkeypatch, spilled) == pytest.approx(answer, abs=0.02)
+    nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: Same()}
+    monkeypatch.setattr(feddf, "load_part", lambda spec, part, weights, device: nets[part])
+    spec = cases.quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
+    spill = MemorySpill()
+    for client, (logits, _) in spilled.items():
+        spill.put(client, {"logits": logits})
+    ctx = replace(cases.context(spec), public=cases.bright_images(4, 0).images)
+    empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
+    updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
+    merge = feddf.PublicEnsembleAggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
+    merge.finish(cases.loaders(updates))
+    settled = nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist()
+    assert settled == pytest.approx(answer, abs=0.02)
 
 
 def test_a_teacher_of_feddf_answers_for_the_public_images_that_the_round_uses_normalised_and_in_eval_mode() -> None:

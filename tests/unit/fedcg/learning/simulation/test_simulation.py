@@ -10,7 +10,7 @@ from opacus.accountants import RDPAccountant
 
 from fedcg.learning.errors import DataError, PrivacyError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext, Weights
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method, method_names
@@ -237,14 +237,10 @@ def test_the_shadow_of_any_method_is_the_local_federation_of_the_same_seed() -> 
         assert [r.local_validation for r in shadowed.curves[client]] == [r.validation for r in alone.curves[client]]
 
 
-def trained() -> tuple[RoundContext, dict[Part, Weights]]:
+def test_a_trained_model_distinguishes_bright_from_dark_and_its_generator_makes_what_it_is_asked_for() -> None:
     spec = cases.quick_spec("fedmd_cg", epochs=20, lr=3e-3, generator_lr=3e-3)
     ctx = cases.context(spec, 1)
-    return ctx, dict(cases.local_round_of(spec, cases.bright_images(48, 1), ctx=ctx).private.parts)
-
-
-def test_a_trained_model_distinguishes_bright_from_dark_and_its_generator_makes_what_it_is_asked_for() -> None:
-    ctx, parts = trained()
+    parts = dict(cases.local_round_of(spec, cases.bright_images(48, 1), ctx=ctx).private.parts)
     outcome = evaluate(ctx.spec, parts, cases.bright_images(30, 2))
     assert outcome.accuracy > 0.9
     assert sum(outcome.correct_per_class) == round(outcome.accuracy * 30)

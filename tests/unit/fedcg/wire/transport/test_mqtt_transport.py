@@ -222,7 +222,15 @@ def test_a_broker_that_answers_pings_and_acknowledges_nothing_is_left_and_gets_a
     sent = [b"%d" % number for number in range(30)]  # more than may be in flight
     for payload in sent:
         client.transport.publish("t", payload)
-    pings = answer_pings(peer)
+    pings: list[int] = []
+
+    def answer() -> None:
+        while (found := peer.next()) is not None:
+            if found[0] == packets.PINGREQ:
+                pings.append(packets.PINGREQ)
+                peer.send(packets.PONG)
+
+    threading.Thread(target=answer, daemon=True).start()
     wait_until(lambda: client.links == [True, False], "the link is given up")
     assert pings
     await_words(caplog, "has acknowledged no publish", "trying again")
@@ -234,17 +242,3 @@ def test_a_broker_that_answers_pings_and_acknowledges_nothing_is_left_and_gets_a
     assert arrived == sent
     wait_until(lambda: client.transport.backlog.messages == 0, "all are acknowledged")
     assert client.links == [True, False, True]
-
-
-def answer_pings(peer: Peer) -> list[int]:
-    """Answer every ping from now on, and nothing else; returns the list that grows with each."""
-    pings: list[int] = []
-
-    def answer() -> None:
-        while (found := peer.next()) is not None:
-            if found[0] == packets.PINGREQ:
-                pings.append(packets.PINGREQ)
-                peer.send(packets.PONG)
-
-    threading.Thread(target=answer, daemon=True).start()
-    return pings
