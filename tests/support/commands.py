@@ -21,6 +21,13 @@ def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str
         root.setLevel(level)
 
 
+def succeeds(*words: object, typed: str | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """What a command that ends with exit code 0 writes to stdout."""
+    ended = run_fedcg(*words, typed=typed, environment=environment)
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
+
+
 def fails(code: int, *words: object, typed: str | None = None) -> str:
     """What a command that ends with this exit code writes to stderr, on one line."""
     ended = run_fedcg(*words, typed=typed)

@@ -30,7 +30,7 @@ from export.serving.app import OF_STATUS, OTHER_STATUS
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto
-from tests.support.commands import run_fedcg
+from tests.support.commands import fails
 from tests.support.learning.export_models import encoded, install_model, picture
 from tests.support.serving import Server, install_versions, multipart, serving
 from tests.support.waiting import wait_until
@@ -409,6 +409,4 @@ def test_more_requests_than_the_queue_takes_are_refused_by_name(
     ],
 )
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, options: list[str], told: str) -> None:
-    done = run_fedcg("infer", "serve-mqtt", "--model", tmp_path, *options)
-    assert done.exit_code == 2
-    assert told in done.stderr
+    assert told in fails(2, "infer", "serve-mqtt", "--model", tmp_path, *options)

@@ -11,7 +11,7 @@ from audit.choices import ATTACKS
 from audit.measures import Outcome
 from audit.run import AuditFolder, carry_out
 from tests.support.audit import attack, audit_command, simulated_case, write_case
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def test_an_audit_reports_what_came_back_and_a_gate_ends_it_with_3(place: Path, 
 
 @pytest.mark.slow
 def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(place: Path, tmp_path: Path) -> None:
-    first = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
-    assert first.exit_code == 0, first.output
+    succeeds(*audit_command(place, tmp_path / "out", "--attacks", "labels"))
     kept = tmp_path / "out" / "attacks" / "labels.json"
     before = kept.stat().st_mtime_ns
     assert run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels")).exit_code == 0
@@ -53,8 +52,7 @@ def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(
     other = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7))
     assert other.exit_code != 0
     assert "choose another --out, or --force" in other.stderr
-    forced = run_fedcg(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7, "--force"))
-    assert forced.exit_code == 0
+    succeeds(*audit_command(place, tmp_path / "out", "--attacks", "labels", "--seed", 7, "--force"))
     assert kept.stat().st_mtime_ns != before
 
 

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from edge_client.cli.agent_commands import AGENT_UNIT, DEFAULT_EXECUTABLE, render_agent_unit
 from fedcg.cli import app
 from fedcg.learning.spec import plan_from_mapping
-from tests.support.commands import commands_of, run_fedcg
+from tests.support.commands import commands_of, fails, run_fedcg
 
 REPOSITORY = Path(__file__).parents[3]
 DEPLOY = REPOSITORY / "deploy"
@@ -44,14 +44,6 @@ def assert_clean(result: subprocess.CompletedProcess[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def installed_unit(unit: Path, folder: Path) -> Path:
-    """The unit as it would be installed, but with a command that exists on this machine, and as an instance."""
-    text = unit.read_text().replace(str(DEFAULT_EXECUTABLE), shutil.which("true") or "/bin/true")
-    copy = folder / unit.name.replace("@.", "@line4.")
-    copy.write_text(text)
-    return copy
-
-
 def compose() -> dict[str, Any]:
     return cast("dict[str, Any]", YAML(typ="safe").load(COMPOSE))
 
@@ -62,7 +54,9 @@ def project() -> dict[str, Any]:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_accepts_the_unit_without_a_word_and_finds_it_hardened(unit: Path, tmp_path: Path) -> None:
-    copy = installed_unit(unit, tmp_path)
+    # As it would be installed, but with a command that exists on this machine, and as an instance.
+    copy = tmp_path / unit.name.replace("@.", "@line4.")
+    copy.write_text(unit.read_text().replace(str(DEFAULT_EXECUTABLE), shutil.which("true") or "/bin/true"))
     result = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy)
     assert_clean(result)
     # An unknown or misspelt setting is only a warning to systemd.
@@ -85,9 +79,7 @@ def test_the_agents_unit_is_what_the_command_prints_and_holds_what_the_agent_rel
 
 @pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
 def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
-    refused = run_fedcg("agent", "unit", "--executable", path)
-    assert refused.exit_code == 2
-    assert "absolute path" in refused.stderr
+    assert "absolute path" in fails(2, "agent", "unit", "--executable", path)
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)

@@ -19,7 +19,7 @@ from devices.profile import (
     batch_share,
     plan_training,
 )
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, succeeds
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 
@@ -141,9 +141,7 @@ def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: fl
 
 def test_the_profile_command_shows_the_plan_why_a_box_cannot_train_and_what_it_does_not_report(tmp_path: Path) -> None:
     def shown(root: Path, *words: str) -> str:
-        result = run_fedcg("profile", *words, "--root", root, environment={"COLUMNS": "200"})
-        assert result.exit_code == 0, result.output
-        return result.stdout
+        return succeeds("profile", *words, "--root", root, environment={"COLUMNS": "200"})
 
     told = data_of(shown(TREES / "jetson-orin-nano-8gb", "--json"))
     assert (told["profile"]["kind"], told["profile"]["gpu"]["compute_capability"]) == ("jetson", [8, 7])

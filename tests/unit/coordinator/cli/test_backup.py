@@ -26,7 +26,7 @@ from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.sealing import add_bytes
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
-from tests.support.commands import data_of
+from tests.support.commands import data_of, fails, succeeds
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.object_store import running_moto
 from tests.support.postgres import PASSWORD, Cluster
@@ -112,8 +112,7 @@ def epoch(home: Home) -> int:
 
 def backed_up(home: Home, words: tuple[object, ...]) -> Path:
     file = home.root.parent / "backup"
-    code, output = call("coordinator", "backup", "--dir", home.root, "--out", file, *words, "--json")
-    assert code == 0, output
+    output = succeeds("coordinator", "backup", "--dir", home.root, "--out", file, *words, "--json")
     assert data_of(output)["bytes"] == file.stat().st_size
     assert file.stat().st_mode & 0o777 == 0o600
     return file
@@ -121,8 +120,7 @@ def backed_up(home: Home, words: tuple[object, ...]) -> Path:
 
 def restored(file: Path, root: Path, *words: object) -> Home:
     """The coordinator that a backup makes in a directory."""
-    code, output = call("coordinator", "restore", file, "--dir", root, *words)
-    assert code == 0, output
+    succeeds("coordinator", "restore", file, "--dir", root, *words)
     return Home(root)
 
 
@@ -204,21 +202,19 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
         assert str(file) in output, why
     file.write_bytes(whole)
     (tmp_path / "wrong").write_text("another passphrase")
-    code, output = call("coordinator", "restore", file, "--dir", new, "--passphrase-file", tmp_path / "wrong")
-    assert (code, new.exists()) == (1, False)
-    assert "another passphrase was used for it" in output
-    code, output = call("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
-    assert (code, new.exists()) == (NOT_FOUND, False)
-    assert "there is no such file" in output
+    wrong = ("--passphrase-file", tmp_path / "wrong")
+    assert "another passphrase was used for it" in fails(1, "coordinator", "restore", file, "--dir", new, *wrong)
+    missing = ("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
+    assert "there is no such file" in fails(NOT_FOUND, *missing)
+    assert not new.exists()
 
 
 def test_what_is_there_already_is_not_overwritten(home: Home, words: tuple[object, ...]) -> None:
     file = backed_up(home, words)
-    code, output = call("coordinator", "backup", "--dir", home.root, "--out", file, *words)
-    assert (code, "exists already" in output) == (EXISTS, True)
+    assert "exists already" in fails(EXISTS, "coordinator", "backup", "--dir", home.root, "--out", file, *words)
     before = content(home)
-    code, output = call("coordinator", "restore", file, "--dir", home.root, *words)
-    assert (code, "is not an empty directory" in output) == (EXISTS, True)
+    again = ("coordinator", "restore", file, "--dir", home.root, *words)
+    assert "is not an empty directory" in fails(EXISTS, *again)
     assert content(home) == before
 
 
@@ -226,8 +222,7 @@ def test_a_short_passphrase_and_a_missing_file_are_bad_input(home: Home, tmp_pat
     (tmp_path / "short").write_text("1234567")
     for name, ends, why in (("short", BAD_INPUT, "at least 8"), ("none", NOT_FOUND, "can't be read")):
         words = ("--passphrase-file", tmp_path / name)
-        code, output = call("coordinator", "backup", "--dir", home.root, "--out", tmp_path / "b", *words)
-        assert (code, why in output) == (ends, True)
+        assert why in fails(ends, "coordinator", "backup", "--dir", home.root, "--out", tmp_path / "b", *words)
     assert not (tmp_path / "b").exists()
 
 

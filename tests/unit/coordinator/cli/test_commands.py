@@ -24,7 +24,7 @@ from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.support.broker.broker_plant import Plant
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
@@ -43,9 +43,7 @@ def coordinator(home: Home, processes: Plant) -> Iterator[Home]:
 
 def ask(home: Home, *words: object) -> Any:
     """The data of a command on the coordinator's machine."""
-    done = run_fedcg(*words, "--dir", home.root, "--json")
-    assert done.exit_code == 0, done.output
-    return data_of(done.stdout)
+    return data_of(succeeds(*words, "--dir", home.root, "--json"))
 
 
 def failure(*words: object, environment: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
@@ -137,8 +135,7 @@ def test_a_federation_that_is_finished_is_shown_so(home: Home) -> None:
     assert re.search(r"^over +finished +finished +1 of 1 ", listed, re.MULTILINE), listed
     assert re.search(rf"^{FEDERATION} +running +waiting ", listed, re.MULTILINE), listed
     assert {each["federation"]: each["status"] for each in ask(home, "federation", "list")}["over"] == "finished"
-    bundle = run_fedcg("device", "add", "c", "--out", home.root / "bundles", "--dir", home.root)
-    assert bundle.exit_code == 0, bundle.output
+    succeeds("device", "add", "c", "--out", home.root / "bundles", "--dir", home.root)
     assert f'federation = "{FEDERATION}"' in (home.root / "bundles" / "c" / "agent.toml").read_text()
 
 

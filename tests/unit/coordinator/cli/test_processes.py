@@ -23,7 +23,7 @@ from coordinator.storage.store import Store
 from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.broker.broker_plant import Plant
-from tests.support.commands import run_fedcg
+from tests.support.commands import fails, run_fedcg
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.waiting import wait_until
 
@@ -156,8 +156,7 @@ def test_a_broker_that_can_not_run_here_is_refused_with_the_way_to_one(
         (("--dir", home.root), "For a demo on this machine --broker amqtt"),
         (("--dir", elsewhere.root, "--broker", "amqtt"), "for demos on this machine"),
     ):
-        refused = run_fedcg("broker", "run", *words)
-        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+        assert why in fails(2, "broker", "run", *words)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from coordinator.page.webhook import ProblemWatch, watching
 from coordinator.rounds.records import ParticipantState
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.schemas import RoundAttempt
-from tests.support.commands import run_fedcg
+from tests.support.commands import run_fedcg, succeeds
 from tests.support.coordinator.world import MakeWorld
 from tests.support.page.pages import ServedPage, known_of, tiny_page
 from tests.support.waiting import wait_until
@@ -174,9 +174,7 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
 
 def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: ServedPage) -> None:
     world = page.made.world
-    shown = run_fedcg("federation", "watch", "--dir", world.root, "--once", "--json")
-    assert shown.exit_code == 0, shown.output
-    facts = json.loads(shown.stdout)["data"]
+    facts = json.loads(succeeds("federation", "watch", "--dir", world.root, "--once", "--json"))["data"]
     assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
     page.made.world.service_context().events.write("device_disabled", federation="tiny", client="a", reason="moved")
     world.store.events.flush()

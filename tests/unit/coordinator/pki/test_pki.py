@@ -28,7 +28,7 @@ from edge_client.identity.enrol import enrol
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey, VerifyKey, make_link, open_envelope, open_key_chain
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.messages.topics import Topics
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.homes import call
 from tests.support.coordinator.toy_artifacts import FEDERATION
@@ -112,9 +112,7 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     opened: tuple[Home, Store], tmp_path: Path
 ) -> None:
     home, store = opened
-    result = run_fedcg("coordinator", "rotate-key", "--dir", str(home.root), "--json")
-    assert result.exit_code == 0, result.output
-    told = data_of(result.stdout)
+    told = data_of(succeeds("coordinator", "rotate-key", "--dir", str(home.root), "--json"))
     assert (told["serial"], told["key"]) == (1, load_signing_identity(home, store).key.public.hex)
     empty = create_home(tmp_path / "empty", CoordinatorConfig())
     result = run_fedcg("coordinator", "rotate-key", "--dir", str(empty.root))

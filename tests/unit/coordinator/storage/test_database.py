@@ -35,6 +35,7 @@ from coordinator.storage.store import Store
 from fedcg.config_file import set_values
 from fedcg.errors import ALREADY_RUNNING
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
+from tests.support.commands import fails, succeeds
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.homes import add_federation, call, closing_engine
 from tests.support.machines import ADDRESS, needs_machines, second_machine
@@ -148,8 +149,7 @@ def test_every_door_refuses_a_database_that_lost_commits_and_nothing_is_written(
         ("broker", "run"),
         ("coordinator", "backup", "--out", tmp_path / "backup", "--passphrase-file", tmp_path / "words"),
     ):
-        code, output = call(*words, "--dir", killed.root)
-        assert (code, "revoked certificates (0 now, 1 before)" in output) == (1, True), (words, output)
+        assert "revoked certificates (0 now, 1 before)" in fails(1, *words, "--dir", killed.root), words
     assert not (tmp_path / "backup").exists()
 
 
@@ -183,8 +183,8 @@ def test_a_damaged_database_file_and_a_damaged_or_missing_mark_are_refused_by_na
     whole, mark = killed.database.read_bytes(), killed.high_water.read_bytes()
     for start, end in ((0, 16), (100, 108), (4096, 4104)):  # the file's magic, the schema's page, a table's
         killed.database.write_bytes(whole[:start] + bytes(end - start) + whole[end:])
-        code, output = call("coordinator", "run", "--dir", killed.root)
-        assert (code, f"{killed.database} is damaged" in output) == (1, True), output
+        output = fails(1, "coordinator", "run", "--dir", killed.root)
+        assert f"{killed.database} is damaged" in output
         assert "fedcg coordinator restore FILE --dir NEW" in output
     killed.database.write_bytes(whole)
     flip(killed.high_water, 20)
@@ -222,23 +222,6 @@ def test_commits_lost_in_postgresql_are_noticed(home: Home, postgres: Cluster, m
 KEY = ("casting", RoundAttempt(1, 1))
 
 
-def columns(database: Path | URL) -> set[str]:
-    """Of the table of devices."""
-    with closing_engine(database) as engine:
-        return {column["name"] for column in inspect(engine).get_columns("devices")}
-
-
-def differences(database: Path | URL) -> list[object]:
-    """What an automatic migration would change to bring the database to the tables that the queries use."""
-    engine = open_database(database)
-    with engine.connect() as connection:
-        # Alembic takes a default of '' in SQLite for a change; PostgreSQL's comparison covers the defaults of both.
-        options = {"compare_type": True, "compare_server_default": connection.dialect.name != "sqlite"}
-        found: list[object] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
-    engine.dispose()
-    return found
-
-
 def test_there_is_a_revision_for_each_version() -> None:
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
     found = [script.revision for script in reversed(list(scripts.walk_revisions()))]
@@ -247,7 +230,12 @@ def test_there_is_a_revision_for_each_version() -> None:
 
 def test_a_new_database_has_the_tables_that_are_used(database: Path | URL) -> None:
     for _ in range(2):  # made, then opened
-        assert differences(database) == []
+        engine = open_database(database)
+        with engine.connect() as connection:
+            # Alembic takes a default of '' in SQLite for a change; PostgreSQL's comparison covers the defaults of both.
+            options = {"compare_type": True, "compare_server_default": connection.dialect.name != "sqlite"}
+            assert compare_metadata(MigrationContext.configure(connection, opts=options), metadata) == []
+        engine.dispose()
 
 
 @pytest.fixture
@@ -308,7 +296,8 @@ def check_content(database: Path | URL) -> None:
 def test_a_database_of_an_earlier_version_is_brought_up_with_all_that_it_holds(filled: Path | URL) -> None:
     for _ in range(2):  # brought up, then as it is
         check_content(filled)
-    assert "owner" in columns(filled)
+    with closing_engine(filled) as engine:
+        assert "owner" in {column["name"] for column in inspect(engine).get_columns("devices")}
 
 
 @pytest.mark.usefixtures("next_version")
@@ -431,8 +420,7 @@ def test_a_hanging_change_of_members_is_named(homes: tuple[Home, Home], monkeypa
     first, second = homes
     monkeypatch.setattr(locks, "MEMBERS_WAIT_S", 1)
     with holding(first, "changing_members"):
-        code, output = call("token", "create", "--dir", second.root)
-    assert code == ALREADY_RUNNING
+        output = fails(ALREADY_RUNNING, "token", "create", "--dir", second.root)
     assert "(from 127.0.0.1, since 20" in output
     assert "is changing the devices or federations of" in output
 
@@ -475,8 +463,7 @@ def test_the_password_may_be_in_a_file(postgres: Cluster, tmp_path: Path, monkey
     )
     home.config_file.write_text(text)
     assert home.config().storage == config.storage.model_copy(update={"database_password_file": "database.password"})
-    code, output = call("device", "list", "--dir", home.root)
-    assert code == 0, output
+    succeeds("device", "list", "--dir", home.root)
 
 
 def test_a_directory_of_sqlite_has_one_coordinator(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, fails, run_fedcg
+from tests.support.commands import data_of, fails, run_fedcg, succeeds
 from tests.support.coordinator.enrolments import FEDERATION, Desk, running_desk
 
 
@@ -39,9 +39,8 @@ def joined(first: Path) -> AgentConfig:
     """The configuration of the second federation, once the device has joined it."""
     root = first.parent.parent
     named = ("--config", first, "--federation", "second", "--data", root / "images")
-    done = run_fedcg("agent", "join", *named, "--out", root / "second")
-    assert done.exit_code == 0
-    assert "with a place for this device, fedcg doctor asks it." in done.stdout
+    done = succeeds("agent", "join", *named, "--out", root / "second")
+    assert "with a place for this device, fedcg doctor asks it." in done
     return load_config(root / "second" / "agent.toml", {})
 
 

@@ -18,7 +18,7 @@ from fedcg.wire.messages.schemas import Left
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryTransport
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.coordinator.enrolments import open_home, running_desk
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import World
@@ -68,9 +68,7 @@ def files_of(folder: Path) -> set[str]:
 def erased(box: Path) -> str:
     """What the command prints that erases a box without its coordinator."""
     words = ("leave", "--config", box / "agent.toml", "--erase", "--without-coordinator", "--yes")
-    done = run_fedcg("agent", *words)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return succeeds("agent", *words)
 
 
 def test_without_erase_everything_stays(enrolled: AgentConfig, tmp_path: Path) -> None:
@@ -113,9 +111,7 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout", "1s")
     assert unheard.exit_code == 3
     assert "--without-coordinator" in unheard.output
-    done = run_fedcg("agent", *arguments, "--yes", "--json")
-    assert done.exit_code == 0
-    told = data_of(done.stdout)
+    told = data_of(succeeds("agent", *arguments, "--yes", "--json"))
     assert (told["device"], told["confirmed"]) == ("line-4", False)
     assert str(enrolled.store) in told["erased"]
     again = run_fedcg("agent", *arguments, "--yes")

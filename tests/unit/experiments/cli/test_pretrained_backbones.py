@@ -15,7 +15,7 @@ from fedcg.learning.networks import own_backbone, timm_backbones
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.learning.networks import SPLIT, TIMM, write_tiny_weights
 from tests.support.raising import raising
 
@@ -49,16 +49,14 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
     monkeypatch.setattr(own_backbone, "frozen_backbone", counted)
     out = tmp_path / "out"
     both = f"--network {SPLIT} --method fedsplit --method fedcg --set fedcg.server_iterations=3 --freeze all"
-    done = run_fedcg(*f"{TINY} {both}".split(), "--weights", weights.parent, "--out", out)
-    assert done.exit_code == 0, done.output
+    succeeds(*f"{TINY} {both}".split(), "--weights", weights.parent, "--out", out)
     assert len(passes) == 1
     records = [json.loads(path.read_text()) for path in sorted(out.glob("*seed0.json"))]
     assert [record["method"] for record in records] == ["fedcg", "fedsplit"]
     network = records[0]["setting"]
     assert (network["freeze"], network["weights"]) == ("all", "weights")  # no path of this machine
     assert records[0]["network"]["weights"] == weights_digest(weights)
-    again = run_fedcg("simulate", "--resume", out, "--no-plot", "--no-tensorboard")
-    assert again.exit_code == 0, again.output
+    succeeds("simulate", "--resume", out, "--no-plot", "--no-tensorboard")
 
 
 @pytest.mark.parametrize(
@@ -97,10 +95,7 @@ def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
 
 
 def test_a_random_start_needs_no_file(tmp_path: Path, weights: Path) -> None:
-    done = run_fedcg(
-        *f"{TINY} --network {SPLIT} --method local --weights random --rounds 1 --out".split(), tmp_path / "out"
-    )
-    assert done.exit_code == 0, done.output
+    succeeds(*f"{TINY} --network {SPLIT} --method local --weights random --rounds 1 --out".split(), tmp_path / "out")
 
 
 def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, succeeds
 from tests.support.learning import export_models
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
@@ -277,24 +277,19 @@ def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts:
     save_file(tensors, home / "weights.safetensors")
     words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
     for name, options in (("whole", ()), ("raw", ("--raw",))):
-        told = run_fedcg("export", *words, "--out", home / name, *options)
-        assert told.exit_code == 0, told.output
+        succeeds("export", *words, "--out", home / name, *options)
     return home / "whole", home / "raw"
 
 
 def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
-    told = run_fedcg("infer", "--model", root, "--json", folder)
-    assert told.exit_code == 0, told.output
-    results: list[dict[str, object]] = data_of(told.stdout)["results"]
+    results: list[dict[str, object]] = data_of(succeeds("infer", "--model", root, "--json", folder))["results"]
     return results
 
 
 def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
     whole, raw = roots
     assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
-    checked = run_fedcg("model", "verify", raw)
-    assert checked.exit_code == 0
-    assert checked.stdout.startswith("0001  as its manifest says")
+    assert succeeds("model", "verify", raw).startswith("0001  as its manifest says")
     export_models.write_images(tmp_path)
     answers = _answers(raw, tmp_path)
     assert len(answers) == 12

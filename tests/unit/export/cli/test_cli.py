@@ -15,7 +15,7 @@ from export.model.image_files import expand
 from export.model.runtime import Model, load_image
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, fails, run_fedcg, succeeds
 from tests.support.learning.export_models import LOADED_PROBE, TestImages, install_model, make_parts, make_spec
 
 
@@ -27,11 +27,10 @@ def slots_root(tmp_path: Path, images: TestImages) -> Path:
 
 
 def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, images: TestImages) -> None:
-    done = run_fedcg("infer", "--model", slots_root, *images.files[:3])
-    assert done.exit_code == 0
+    done = succeeds("infer", "--model", slots_root, *images.files[:3])
     model = Model.load(slots_root)
     rows = model.predict([load_image(file, model.manifest.input) for file in images.files[:3]])
-    lines = done.stdout.splitlines()
+    lines = done.splitlines()
     assert len(lines) == 3
     for file, row, line in zip(images.files, rows, lines, strict=False):
         guesses = [f"{guess.label} {guess.probability:.3f}" for guess in model.top(row, 3)]
@@ -41,9 +40,8 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
 def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
     odd = tmp_path / 'a, "b".png'
     odd.write_bytes(images.files[0].read_bytes())
-    told = run_fedcg("infer", odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
-    assert told.exit_code == 0
-    header, *rows = csv.reader(told.stdout.splitlines())
+    told = succeeds("infer", odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
+    header, *rows = csv.reader(told.splitlines())
     assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
     assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
     plain = data_of(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0]["top"]
@@ -52,9 +50,7 @@ def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestIma
 
 
 def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
-    told = run_fedcg("infer", images.files[0], "--model", slots_root, "--csv", "--json")
-    assert told.exit_code == 2
-    assert "one of --json and --csv" in told.stderr
+    assert "one of --json and --csv" in fails(2, "infer", images.files[0], "--model", slots_root, "--csv", "--json")
 
 
 def test_bad_files_are_named_on_stderr_and_the_others_still_done(
@@ -115,8 +111,7 @@ def test_what_was_named_and_is_not_there_ends_a_command_with_code_7(
     (tmp_path / "spec.json").write_bytes(make_spec().canonical())
     (tmp_path / "empty").mkdir()
     places = {"ROOT": str(slots_root), "SPEC": str(tmp_path / "spec.json"), "EMPTY": str(tmp_path / "empty")}
-    done = run_fedcg(*(places.get(word, word) for word in words))
-    assert (done.exit_code, missing in done.stderr) == (NOT_FOUND, True), done.stderr
+    assert missing in fails(NOT_FOUND, *(places.get(word, word) for word in words))
 
 
 def test_a_name_that_would_steer_the_terminal_is_escaped(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
@@ -148,9 +143,8 @@ def test_a_folder_and_a_pattern_mean_the_images_in_them(folder: Path, images: Te
 
 
 def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
-    listed = run_fedcg("model", "list", slots_root)
-    assert listed.exit_code == 0
-    head, first, second = (line.split() for line in listed.stdout.splitlines()[:3])
+    listed = succeeds("model", "list", slots_root)
+    head, first, second = (line.split() for line in listed.splitlines()[:3])
     assert head == ["VERSION", "IN", "USE", "FEDERATION", "ROUND", "ACCURACY", "CREATED", "REMARKS"]
     assert first[:4] == ["0001", "-", "garden", "1"]
     assert (second[:4], second[-2]) == (["0002", "yes", "garden", "2"], "UTC")
@@ -158,9 +152,7 @@ def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
     rows = data_of(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
     assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
-    again = run_fedcg("model", "rollback", slots_root)
-    assert again.exit_code == NOT_FOUND
-    assert "no earlier version" in again.stderr
+    assert "no earlier version" in fails(NOT_FOUND, "model", "rollback", slots_root)
 
 
 @pytest.fixture
@@ -181,21 +173,18 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     spec, weights = checkpoint
     out = tmp_path / "out"
     common = ("--spec", spec, "--weights", weights, "--out", out)
-    done = run_fedcg("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert data_of(done.stdout)["verification"]["source"] == "files"
+    done = succeeds("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
+    assert data_of(done)["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)
-    done = run_fedcg("export", *common, "--slot", "personal")
-    assert done.exit_code == 0
-    assert "0002: verified on 64 images (noise)" in done.stdout
+    assert "0002: verified on 64 images (noise)" in succeeds("export", *common, "--slot", "personal")
 
 
 def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     spec, weights = checkpoint
-    done = run_fedcg("export", "--spec", spec, "--weights", weights, "--out", tmp_path / "out")
-    assert done.exit_code == 2
-    assert "--slot: best, personal" in done.stderr
+    assert "--slot: best, personal" in fails(
+        2, "export", "--spec", spec, "--weights", weights, "--out", tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -208,8 +197,9 @@ def test_export_names_the_bad_input(checkpoint: tuple[Path, Path], tmp_path: Pat
         save_file({f"best/{part.value}/x": torch.zeros(1) for part in Part}, weights)
     else:
         (spec if broken == "spec" else weights).write_text('{"format": 1}')
-    done = run_fedcg("export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out")
-    assert (done.exit_code, named in done.stderr) == (2, True), done.output
+    assert named in fails(
+        2, "export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out"
+    )
 
 
 def _loaded(*arguments: str | Path) -> str:

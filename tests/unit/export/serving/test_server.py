@@ -19,7 +19,7 @@ from PIL import Image
 from export.model.runtime import Model, load_image
 from export.model.versions import ModelVersions
 from fedcg.listening import Caps, Connections, Listener
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, fails, succeeds
 from tests.support.learning.export_models import LOADED_PROBE, encoded, install_model, picture
 from tests.support.serving import (
     JSON,
@@ -56,18 +56,12 @@ def _told(server: Server, body: bytes, headers: dict[str, str], query: str = "")
     return results
 
 
-def _infer(installed: Path, folder: Path, top: int, *contents: bytes) -> list[dict[str, object]]:
-    """What `fedcg infer --json` says of the same bytes, without the files' names."""
-    files = [folder / f"{number}.png" for number in range(len(contents))]
-    for file, content in zip(files, contents, strict=True):
-        file.write_bytes(content)
-    done = run_fedcg("infer", "--model", installed, "--json", "--top", top, *files)
-    assert done.exit_code == 0, done.output
-    return [{**result, "file": ""} for result in data_of(done.stdout)["results"]]
-
-
 def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, installed: Path, tmp_path: Path) -> None:
-    wanted = _infer(installed, tmp_path, 2, ONE, TWO)
+    files = [tmp_path / f"{number}.png" for number in range(2)]
+    for file, content in zip(files, (ONE, TWO), strict=True):
+        file.write_bytes(content)
+    done = succeeds("infer", "--model", installed, "--json", "--top", 2, *files)
+    wanted = [{**result, "file": ""} for result in data_of(done)["results"]]
     [raw] = _told(server, ONE, PNG, "?top=2")
     assert raw == {**wanted[0], "file": "image"}
     body, headers = multipart({"a.png": ONE, "b.png": TWO})
@@ -241,10 +235,9 @@ def test_an_interrupt_ends_it_with_exit_code_0_too(installed: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, installed: Path) -> None:
-    done = run_fedcg("infer", "serve", "--model", str(installed), "--port", str(server.port))
-    assert done.exit_code == 2
-    assert f"cannot listen on 127.0.0.1 port {server.port}" in done.stderr
-    assert "--port" in done.stderr
+    done = fails(2, "infer", "serve", "--model", str(installed), "--port", str(server.port))
+    assert f"cannot listen on 127.0.0.1 port {server.port}" in done
+    assert "--port" in done
 
 
 def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, installed: Path) -> None:
