@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.cut import Halves, split
+from fedcg.learning.networks.cut import split
 from fedcg.learning.networks.layers import built, described
 from fedcg.learning.spec import Layer
 
@@ -111,8 +111,3 @@ class _Drops(Net):
 def test_a_network_that_cannot_be_cut_there_is_refused_with_the_reason(net: nn.Module, after: str, words: str) -> None:
     with pytest.raises(NetworkError, match=words):
         split(net, after)
-
-
-def test_a_half_that_is_no_module_is_named() -> None:
-    with pytest.raises(NetworkError, match="the classifier is a function"):
-        Halves(nn.Flatten(), lambda x: x)  # type: ignore[arg-type]
