@@ -36,6 +36,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.plans import complete_spec, shadow_spec
+from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.spec import PROGRAM, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
@@ -97,6 +98,10 @@ def simulate(
         except ValidationError as error:
             raise OptionError(problems_in_words(error, RunSetting)) from error
         check(setting)
+        if get_method(method).needs.public:
+            raise OptionError(
+                f"{method}: its server learns from public samples, and clients bring none: choose another"
+            )
         first = next(iter(named))
         plan = plan_from_mapping(setting.plan_for(tuple(map(str, named[first].classes)), form))
         network = named[first].network(data[first], **_chosen(plan.network))
