@@ -1,26 +1,27 @@
 """The published tables: figures, settings, names, and the runs they need."""
 
+from typing import Any
+
 import pytest
 from pydantic import JsonValue
 
 from experiments.errors import OptionError
 from experiments.papers.catalogue import claims, find_presets, presets
 from experiments.papers.plan import TableRun, plan_runs
+from experiments.simulation.batch import PlannedRun
 from fedcg.learning.mechanisms.dp_sgd import Spent, private_step_count, sampling_rate
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method, method_names
+from tests.support.present import present
+
+CIFAR = "fedcg:table1:cifar10-4"
 
 
-def _published() -> list[TableRun]:
-    """Every run that published figures need, each once."""
-    runs: dict[object, TableRun] = {}
-    for preset in presets().values():
-        rows = [row.key for row in preset.rows.values() if row.needs is None and row.figures]
-        brought: dict[str, JsonValue] | None = {"data": "brought"} if preset.needs else None
-        if preset.stand_in is None and rows:
-            runs |= {run.key: run for run in plan_runs(preset.name, methods=rows, setting=brought)}
-    return list(runs.values())
+def planned(paper: str, row: str, **typed: Any) -> PlannedRun:
+    """The only run of seed 0 of a row of a table."""
+    (run,) = plan_runs(paper, methods=[row], seeds=[0], **typed)
+    return run.planned()
 
 
 def test_every_claim_names_rows_of_its_table() -> None:
@@ -45,9 +46,9 @@ def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
 
 
 def test_a_published_table_is_planned_exactly_as_published() -> None:
-    runs = [run.planned() for run in plan_runs("fedcg:table1:cifar10-4")]
+    runs = [run.planned() for run in plan_runs(CIFAR)]
     assert {run.setting.seed for run in runs} == {0, 1, 2, 3, 4}
-    assert all(run.reduced == {} and run.setting.paper == "fedcg:table1:cifar10-4" for run in runs)
+    assert all(run.reduced == {} and run.setting.paper == CIFAR for run in runs)
     of = {(run.setting.method, run.setting.variant): run.setting for run in runs}
     assert {variant for method, variant in of if method == "fedprox"} == {"mu=0.001", "mu=0.01", "mu=0.1", "mu=1"}
     assert {variant: setting.params["mu"] for (_, variant), setting in of.items() if variant}["mu=0.1"] == 0.1
@@ -68,35 +69,30 @@ def test_fedmd_cg_searches_its_learning_rate() -> None:
 
 
 def test_a_value_outside_the_published_search_is_a_difference() -> None:
-    (run,) = plan_runs("fedcg:table1:cifar10-4", methods=["fedprox"], seeds=[0], params={"fedprox": {"mu": 0.5}})
-    assert run.planned().reduced == {"params.mu": (0.001, 0.5)}
-    assert run.variant == "mu=0.5"
+    run = planned(CIFAR, "fedprox", params={"fedprox": {"mu": 0.5}})
+    assert (run.reduced, run.setting.variant) == ({"params.mu": (0.001, 0.5)}, "mu=0.5")
 
 
 def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_rows_own_values_alone() -> None:
     runs = plan_runs("fedmd_cg:table4:cifar10-w10@code+r50", seeds=[0], setting={"lr": 0.05})
-    whole, no_mse = (
-        next(run for run in runs if run.variant == variant).planned() for variant in ("lr=0.05", "model-no-mse-lr=0.05")
-    )
+    of = {run.variant: run.planned() for run in runs}
     params = ("divergence", "temperature", "ramp_power", "lambda2", "diversity")
+    whole, without = of["lr=0.05"], of["model-no-mse-lr=0.05"].setting.params
     assert set(whole.reduced) == {"network", "rounds", *(f"params.{name}" for name in params)}
     assert whole.setting.params["lambda2"] == 0.1
-    assert (no_mse.setting.params["lambda2"], no_mse.setting.params["temperature"]) == (0.0, 10.0)
-    (average,) = plan_runs("fedmd_cg:table1:cifar10-w10@code", methods=["fedavg"], seeds=[0], setting={"lr": 0.05})
-    assert set(average.planned().reduced) == {"network"}
+    assert (without["lambda2"], without["temperature"]) == (0.0, 10.0)
+    assert set(planned("fedmd_cg:table1:cifar10-w10@code", "fedavg", setting={"lr": 0.05}).reduced) == {"network"}
     with pytest.raises(OptionError, match=r"no budget 'code\+nonsense'"):
         plan_runs("fedmd_cg:table1:cifar10-w10@code+nonsense")
 
 
 def test_what_the_user_types_overrides_and_is_listed() -> None:
-    (planned,) = plan_runs(
-        "fedcg:table1:cifar10-4",
-        methods=["fedcg"],
-        seeds=[0],
+    run = planned(
+        CIFAR,
+        "fedcg",
         setting={"rounds": 12, "data": "/images/cifar10", "device": "cuda", "privacy": {"gradient_noise": 0.1}},
         params={"": {"lr": 0.001}, "fedcg": {"server_iterations": 200}},
     )
-    run = planned.planned()
     assert run.reduced == {
         "rounds": (100, 12),
         "params.lr": (3e-4, 0.001),
@@ -106,22 +102,18 @@ def test_what_the_user_types_overrides_and_is_listed() -> None:
     assert run.setting.privacy == PrivacySettings(gradient_noise=0.1)
     assert (run.setting.rounds, run.setting.lr, run.setting.device) == (12, 0.001, "cuda")
     assert (run.setting.clients, run.setting.data) == (4, "/images/cifar10")
-    assert run.setting.all_params()["lr"] == 0.001
-    assert run.setting.params["server_iterations"] == 200
+    assert (run.setting.all_params()["lr"], run.setting.params["server_iterations"]) == (0.001, 200)
 
 
 def test_another_named_data_set_is_a_difference_and_a_folder_of_the_same_images_is_none() -> None:
-    (digits,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "digits"})
-    assert digits.planned().reduced == {"data": ("torchvision:CIFAR10", "digits")}
-    (folder,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "/images/cifar10"})
-    assert folder.planned().reduced == {}
+    digits, folder = (planned(CIFAR, "local", setting={"data": data}) for data in ("digits", "/images/cifar10"))
+    assert (digits.reduced, folder.reduced) == ({"data": ("torchvision:CIFAR10", "digits")}, {})
 
 
 def test_data_that_nobody_can_download_has_to_be_brought() -> None:
     with pytest.raises(OptionError, match="mnist_m, svhn, syn, usps"):
         plan_runs("fedcg:table1:digit5")
-    (run,) = plan_runs("fedcg:table1:digit5", methods=["local"], seeds=[0], setting={"data": "/images/digit5"})
-    assert run.planned().reduced == {}
+    assert planned("fedcg:table1:digit5", "local", setting={"data": "/images/digit5"}).reduced == {}
 
 
 def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
@@ -139,8 +131,7 @@ def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
         ("lenet5", "", 3e-4),
         ("image_paper", "", 0.01),
     ]
-    (steps,) = plan_runs("ppidsg:table8:cifar10", methods=["ppidsg/ir-ia"], seeds=[0])
-    assert steps.planned().setting.params["scrambling"] == "IR,IA,IS"
+    assert planned("ppidsg:table8:cifar10", "ppidsg/ir-ia").setting.params["scrambling"] == "IR,IA,IS"
     (whole,) = plan_runs("ppidsg:table8:cifar10", methods=["ppidsg/"], seeds=[0])
     assert (whole.paper, whole.variant) == ("ppidsg:table4:cifar10", "")
     assert len(plan_runs("ppidsg:table8:cifar10", methods=["ppidsg"], seeds=[0])) == 13
@@ -156,8 +147,8 @@ def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_a
 
 
 def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> None:
-    (run,) = plan_runs("ppidsg:table4:digits@small", methods=["fedavg/"], seeds=[0], setting={"lr": 0.02})
-    assert run.planned().setting.all_params()["lr"] == 0.02
+    run = planned("ppidsg:table4:digits@small", "fedavg/", setting={"lr": 0.02})
+    assert run.setting.all_params()["lr"] == 0.02
     typed: dict[str, JsonValue] = {"defence_params": {"v_e": 0.3}}
     rows = ["fedavg/", "fedavg/antigan"]
     runs = plan_runs("antigan:table1:digits-2@digits", methods=rows, seeds=[0], setting=typed)
@@ -168,7 +159,7 @@ def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> Non
 
 def test_a_budget_is_only_for_the_scenarios_that_it_names_and_a_row_must_be_one_of_the_table() -> None:
     with pytest.raises(OptionError, match="no row 'fedopt'"):
-        plan_runs("fedcg:table1:cifar10-4", methods=["fedopt"])
+        plan_runs(CIFAR, methods=["fedopt"])
     assert find_presets("antigan:table1:digits-2@digits")
     with pytest.raises(OptionError, match="'small' is not one of antigan:table1:digits-2; it is for mnist-2, fmnist-2"):
         find_presets("antigan:table1:digits-2@small")
@@ -180,11 +171,8 @@ DP_SGD = "mnist-2 cifar10-iid4@small cifar10-2@small digits-2 digits-iid4 digits
 @pytest.mark.parametrize("name", DP_SGD.split())
 def test_the_noise_of_dp_sgd_reaches_the_rows_epsilon_in_every_budget(name: str) -> None:
     for wanted in (0.5, 1.0, 2.0, 4.0, 8.0):
-        (run,) = plan_runs(f"antigan:table1:{name}", methods=[f"fedavg/dp-{wanted:g}"], seeds=[0])
-        setting = run.planned().setting
-        images, dp_sgd = setting.images_per_client, setting.privacy.dp_sgd
-        assert images is not None
-        assert dp_sgd is not None
+        setting = planned(f"antigan:table1:{name}", f"fedavg/dp-{wanted:g}").setting
+        images, dp_sgd = present(setting.images_per_client), present(setting.privacy.dp_sgd)
         params = TrainingParams.model_validate(setting.all_params())
         steps = private_step_count(params, images) * setting.rounds
         spent = Spent().with_round(dp_sgd, sampling_rate(images, params.batch_size), steps)
@@ -201,8 +189,14 @@ def test_one_run_serves_every_table_that_shows_it() -> None:
 
 
 def test_every_planned_run_is_accepted_by_the_setting_and_by_its_method() -> None:
-    seen = {(run.paper, run.method, run.variant): run for run in _published()}
-    assert sum(len(presets()[paper].seeds) for paper, _, _ in seen) == len(_published())
+    runs: dict[object, TableRun] = {}  # every run that published figures need, each once
+    for preset in presets().values():
+        rows = [row.key for row in preset.rows.values() if row.needs is None and row.figures]
+        brought: dict[str, JsonValue] | None = {"data": "brought"} if preset.needs else None
+        if preset.stand_in is None and rows:
+            runs |= {run.key: run for run in plan_runs(preset.name, methods=rows, setting=brought)}
+    seen = {(run.paper, run.method, run.variant): run for run in runs.values()}
+    assert sum(len(presets()[paper].seeds) for paper, _, _ in seen) == len(runs)
     assert {run.method for run in seen.values()} <= set(method_names())
     for run in seen.values():
         setting = run.planned().setting

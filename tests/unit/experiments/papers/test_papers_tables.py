@@ -26,14 +26,12 @@ def record(
     personal: float,
     *,
     local: float | None = None,
-    setting: dict[str, Any] | None = None,
     last: float | None = None,
     after: float | None = None,
     whole: float | None = None,
     validation: Sequence[float | None] = (0.4,),
     generator: str = "conv",
     network: str = "lenet5",
-    up: int = 3_799_432,
     **fields: Any,
 ) -> dict[str, Any]:
     """One run of two clients; accuracies are shares of 1, the second client is 0.02 above the first; `fields` of the record."""
@@ -43,7 +41,6 @@ def record(
             "accuracy_personal": personal + shift,
             "accuracy_local": local,
             "below_local": None if local is None else personal + shift < local,
-            "failures": [],
             "curve": {"validation": list(validation)},
         }
         for number, shift in ((1, -0.01), (2, 0.01))
@@ -57,26 +54,22 @@ def record(
         "data": "cifar10",
         "partition": "iid",
         "rounds": 100,
-        "setting": {"rounds": 100, "lr": 3e-4, "generator": generator, "seed": seed, **(setting or {})},
+        "setting": {"rounds": 100, "lr": 3e-4, "generator": generator, "seed": seed},
         "params": {},
         "network": {"split": network, "generator": generator, "discriminator": generator, "noise_dim": 100},
-        "bytes": {"up": up, "down": up},
         "mean": {**mean, "global_accuracy_last": whole, "global_accuracy_best": whole},
         "clients": clients,
         **fields,
     }
 
 
-def write(folder: Path, *records: dict[str, Any]) -> Path:
+def write(folder: Path, *records: dict[str, Any]) -> None:
     """Write records into a folder, numbered."""
-    folder.mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(records):
         (folder / f"run-{number:03d}.json").write_text(json.dumps(content))
-    return folder
 
 
 W10 = "fedmd_cg:table1:cifar10-w10"
-MNIST2, TABLE4, TABLE7 = "antigan:table1:mnist-2", "ppidsg:table4:cifar10", "ppidsg:table7:cifar10"
 
 
 def _runs(*records: dict[str, object]) -> list[RunRecord]:
@@ -105,9 +98,7 @@ def test_the_mean_over_seeds_and_its_sample_deviation_stand_beside_the_paper() -
     # Mean of 47, 48, 52 is 49; squared distances 4 + 1 + 9 = 14, over n - 1 = 2: variance 7.
     found = _only(*(record("fedcg", seed, value) for seed, value in ((0, 0.47), (1, 0.48), (2, 0.52))))
     figure = _line(found, "fedcg").figures["personal"]
-    assert figure.seeds == 3
-    assert figure.mean == pytest.approx(49.0)
-    assert figure.std == pytest.approx(7**0.5)
+    assert (figure.seeds, figure.mean, figure.std) == pytest.approx((3, 49.0, 7**0.5))
     assert _row(found, "FedCG")[1:4] == ("47.52 ± 0.68", "49.00 ± 2.65 (3)", "+1.48 !")
 
 
@@ -135,10 +126,9 @@ def test_the_searched_value_with_the_best_validation_is_shown_not_the_one_with_t
 def test_fedmd_cg_is_read_at_the_last_round() -> None:
     run = _fedmd_cg(0.57, last=0.54, whole=0.56, validation=[0.9, None, 0.5])
     line = _line(_only(run), "fedmd_cg")
-    assert {name: figure.mean for name, figure in line.figures.items()} == {
-        "local": pytest.approx(54.0),
-        "global": pytest.approx(56.0),
-    }
+    assert {name: figure.mean for name, figure in line.figures.items()} == pytest.approx(
+        {"local": 54.0, "global": 56.0}
+    )
     assert RunRecord.model_validate(run).validation(last=True) == pytest.approx(50.0)
     assert RunRecord.model_validate(run).validation(last=False) == pytest.approx(90.0)
 
@@ -151,7 +141,7 @@ def test_a_reduced_budget_is_a_table_of_its_own_marked_and_without_flags() -> No
     assert (full.reduced, small.reduced) == ({}, {"rounds": (100, 6)})
     sheet = comparison_sheet(small)
     assert "REDUCED: rounds 6 (published 100)" in sheet.title
-    assert next(row for row in sheet.rows if row[0] == "FedCG")[3] == "+12.48"
+    assert _row(small, "FedCG")[3] == "+12.48"
     assert "published settings" in comparison_sheet(full).title
 
 
@@ -181,13 +171,11 @@ def test_rounds_that_were_undone_or_not_merged_are_remarked_over_all_seeds() -> 
 
 
 def test_one_run_is_shown_in_every_table_that_has_it() -> None:
-    whole, kd = (
-        _fedmd_cg(0.5, paper, variant, last=0.5, whole=0.5)
-        for paper, variant in ((W10, "lr=0.05"), ("fedmd_cg:table3:cifar10-w10", "kd-lr=0.05"))
-    )
-    found = {item.preset.name: item for item in compare(_runs(whole, kd))}
-    assert set(found) == {W10, "fedmd_cg:table3:cifar10-w10"}
-    assert {line.row.key for line in found["fedmd_cg:table3:cifar10-w10"].lines} == {"fedmd_cg/kd", "fedmd_cg/kdc"}
+    other = "fedmd_cg:table3:cifar10-w10"
+    runs = (_fedmd_cg(0.5, *where, last=0.5, whole=0.5) for where in ((), (other, "kd-lr=0.05")))
+    found = {item.preset.name: item for item in compare(_runs(*runs))}
+    assert set(found) == {W10, other}
+    assert {line.row.key for line in found[other].lines} == {"fedmd_cg/kd", "fedmd_cg/kdc"}
 
 
 def test_a_run_that_fits_no_row_is_named() -> None:
@@ -208,14 +196,11 @@ def test_an_order_is_confirmed_or_refuted_by_the_interval_of_the_paired_differen
     assert judge(higher, lower).judgement is Judgement.REFUTED
 
 
-def test_about_equal_is_judged_against_its_margin() -> None:
+def test_about_equal_is_judged_against_its_margin_and_two_common_seeds_decide_nothing() -> None:
     flat = {0: 40.0, 1: 50.0, 2: 60.0}
     assert judge(flat, {0: 40.1, 1: 50.2, 2: 60.3}, margin=1.0).judgement is Judgement.CONFIRMED
     assert judge(flat, {0: 45.0, 1: 55.1, 2: 65.2}, margin=1.0).judgement is Judgement.REFUTED
     assert judge(flat, {0: 41.0, 1: 51.1, 2: 60.9}, margin=1.0).judgement is Judgement.UNDECIDED
-
-
-def test_two_common_seeds_decide_nothing() -> None:
     assert judge({0: 1.0, 1: 1.0, 7: 3.0}, {0: 9.0, 1: 9.0, 8: 3.0}).judgement is Judgement.UNDECIDED
     assert judge({0: 1.0}, {1: 2.0}).difference is None
 
@@ -235,23 +220,22 @@ def test_an_order_is_judged_by_the_line_of_a_row_with_the_most_seeds() -> None:
     mlp = [record("fedcg", seed, 0.50, generator="mlp", reduced={"generator": ["conv", "mlp"]}) for seed in range(3)]
     split = [record("fedsplit", seed, 0.44) for seed in range(3)]
     (order,) = _only(other, *mlp, *split).orders
-    assert order.verdict.seeds == 3
-    assert order.verdict.difference == pytest.approx(6.0)
+    assert (order.verdict.seeds, order.verdict.difference) == pytest.approx((3, 6.0))
 
 
 def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
     alone = [record("local", seed, share) for seed, share in ((0, 0.40), (1, 0.42), (2, 0.50))]
     shared = [record("fedavg", seed, 0.45, after=share) for seed, share in ((0, 0.50), (1, 0.52))]
-    rows = {cells[0]: cells for cells in comparison_sheet(_only(*alone, *shared)).rows}
+    found = _only(*alone, *shared)
     # Seed 2 has no run of fedavg: 40 and 42 are left, mean 41, deviation sqrt(2). Nothing comes down to `local`.
-    assert rows["FedAvg"][4:6] == ("51.00 ± 1.41 (2)", "41.00 ± 1.41 (2)")
-    assert rows["Local"][4:6] == ("-", "44.00 ± 5.29 (3)")
-    assert rows["FedCG"][4:6] == ("-", "-")
+    assert _row(found, "FedAvg")[4:6] == ("51.00 ± 1.41 (2)", "41.00 ± 1.41 (2)")
+    assert _row(found, "Local")[4:6] == ("-", "44.00 ± 5.29 (3)")
+    assert _row(found, "FedCG")[4:6] == ("-", "-")
 
 
 def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
     def run(variant: str, seed: int, whole: float) -> dict[str, Any]:
-        return record("fedavg", seed, 0.4, paper=MNIST2, variant=variant, whole=whole)
+        return record("fedavg", seed, 0.4, paper="antigan:table1:mnist-2", variant=variant, whole=whole)
 
     # Seed 0: (80 - 76) / 80 = 5 %; seed 1: (50 - 48) / 50 = 4 %; seed 2 has no run to compare with.
     found = _only(
@@ -259,17 +243,15 @@ def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against
         *(run("", 1, 0.50), run("antigan", 1, 0.48), run("antigan", 2, 0.90)),
     )
     assert _line(found, "fedavg/antigan").by_seed["adr"] == {0: pytest.approx(5.0), 1: pytest.approx(4.0)}
-    rows = {cells[0]: cells for cells in comparison_sheet(found).rows}
-    assert rows["Anti-GAN"][1:4] == ("1.61", "4.50 ± 0.71 (2)", "+2.89")
-    assert rows["Dropout 0.5"][2] == "-5.00 (1)"
-    assert rows["no defence"][1:3] == ("-", "0.00 ± 0.00 (2)")
+    assert _row(found, "Anti-GAN")[1:4] == ("1.61", "4.50 ± 0.71 (2)", "+2.89")
+    assert _row(found, "Dropout 0.5")[2] == "-5.00 (1)"
+    assert _row(found, "no defence")[1:3] == ("-", "0.00 ± 0.00 (2)")
     assert _only(run("antigan", 0, 0.76)).lines[0].figures == {}
 
 
 def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
-    runs = [
-        record("ppidsg", seed, 0.5, paper=TABLE7, variant="adversarial", after=0.10 + seed / 1000) for seed in range(3)
-    ]
+    one: dict[str, Any] = {"paper": "ppidsg:table7:cifar10", "variant": "adversarial"}
+    runs = [record("ppidsg", seed, 0.5, after=0.10 + seed / 1000, **one) for seed in range(3)]
     (order,) = [order for order in _only(*runs).orders if order.measure == "after"]
     # 10, 10.1 and 10.2 %: 0 to 0.2 points above chance, within the margin of 2.
     assert order.verdict.judgement is Judgement.CONFIRMED
@@ -278,18 +260,13 @@ def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:
 
 
 def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_a_budget() -> None:
-    def run(method: str, published: str, personal: float, params: dict[str, list[object]]) -> dict[str, Any]:
+    def run(method: str, personal: float, published: str, **params: object) -> dict[str, Any]:
         reduced = {"rounds": [50, 15], "network": [published, "image_small"], **params}
-        return record(
-            method, 0, personal, paper=f"{TABLE4}@small", reduced=reduced, network="image_small", after=personal
-        )
+        return record(method, 0, personal, paper=paper, reduced=reduced, network="image_small", after=personal)
 
-    adam: dict[str, list[object]] = {"params.lr": [0.01, 0.001]}
-    found = _only(
-        run("ppidsg", "image_paper", 0.60, {}),
-        run("fedavg", "lenet5_relu", 0.50, adam),
-        run("local", "lenet5_relu", 0.55, adam),
-    )
+    paper, adam = "ppidsg:table4:cifar10@small", {"params.lr": [0.01, 0.001]}
+    others = (run(method, personal, "lenet5_relu", **adam) for method, personal in (("fedavg", 0.50), ("local", 0.55)))
+    found = _only(run("ppidsg", 0.60, "image_paper"), *others)
     assert found.reduced == {"rounds": (50, 15)}
     assert {order.claim.lower for order in found.orders} == {"local", "fedavg"}
     sheet = comparison_sheet(found)
@@ -297,7 +274,7 @@ def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_
         *("row", "paper after download", "ours after download", "difference", "ours accuracy"),
         *("local-only", "alone is better", "remarks"),
     )
-    cells = next(row for row in sheet.rows if row[0] == "PPIDSG")
+    cells = _row(found, "PPIDSG")
     assert cells[1:6] == ("70.56", "60.00 (1)", "-10.56", "60.00 (1)", "55.00 (1)")
     assert cells[-1] == "network image_small (published image_paper)"
 
@@ -314,18 +291,17 @@ def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
 
 
 def test_the_command_prints_everything_without_torch_and_names_what_it_could_not_use(tmp_path: Path) -> None:
-    folder = write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
-    (folder / "torn.json").write_text("{")
+    write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
+    (tmp_path / "torn.json").write_text("{")
     program = "import sys; sys.modules['torch'] = None; sys.argv = ['fedcg', *sys.argv[1:]]; from fedcg.cli import main; main()"
-    command = [sys.executable, "-c", program, "tables", "--runs", str(folder), "--paper", CIFAR, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", program, "tables", "--runs", str(tmp_path), "--paper", CIFAR, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     content = data_of(done.stdout)
     (table,) = content["tables"]
     assert table["preset"]["name"] == CIFAR
     assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
     assert (content["runs"], content["damaged"][0]["file"]) == (3, "torn.json")
-    shown = run_fedcg("tables", "--runs", folder, "--markdown")
+    shown = run_fedcg("tables", "--runs", tmp_path, "--markdown")
     assert shown.exit_code == 0, shown.stderr
     assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
     assert "3 simulated runs" in shown.stderr
@@ -333,11 +309,11 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
 
 
 def test_a_group_shows_its_stand_ins_that_have_runs(tmp_path: Path) -> None:
-    folder = write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
+    write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
     for group in ("ppidsg:table7", "ppidsg:table7@small"):
-        content = data_of(run_fedcg("tables", "--runs", folder, "--paper", group, "--json").stdout)
+        content = data_of(run_fedcg("tables", "--runs", tmp_path, "--paper", group, "--json").stdout)
         assert [table["preset"]["name"] for table in content["tables"]] == ["ppidsg:table7:digits"]
-        assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", folder, "--paper", group).stdout
+        assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", tmp_path, "--paper", group).stdout
 
 
 def test_an_unknown_table_or_folder_is_named(tmp_path: Path) -> None:
@@ -371,9 +347,8 @@ def test_the_worst_client_has_the_interval_of_two_shares() -> None:
 
 
 def test_common_test_images_go_before_a_clients_own() -> None:
-    told = present(
-        transfer_of([_client(0.9, 0.9, accuracy_common_deployed=0.5, accuracy_common_local=0.4, common_images=2_500)])
-    )
+    common = {"accuracy_common_deployed": 0.5, "accuracy_common_local": 0.4, "common_images": 2_500}
+    told = present(transfer_of([_client(0.9, 0.9, **common)]))
     assert (told.below, told.lost) == (0, 0.0)
     assert [told.worst.points, told.worst.margin] == pytest.approx([10.0, 100 * 1.96 * (0.49 / 2_500) ** 0.5])
 

@@ -4,7 +4,9 @@ import gzip
 import io
 import struct
 import zipfile
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +36,6 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def mnist(root: Path, train: np.ndarray, test: np.ndarray, prefix: str = "", test_name: str = "t10k") -> Path:
-    root.mkdir(parents=True, exist_ok=True)
     for part, images in (("train", train), (test_name, test)):
         labels = np.arange(len(images), dtype=np.uint8) % 10
         (root / f"{prefix}{part}-images-idx3-ubyte").write_bytes(idx(images))
@@ -49,9 +50,8 @@ def read(root: Path) -> ArrayData:
 def test_idx_files_are_read_plain_and_gzipped(tmp_path: Path) -> None:
     train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
     data = read(mnist(tmp_path, train, test))
-    assert data.test is not None
     assert np.array_equal(data.train.images, train)
-    assert np.array_equal(data.test.images, test)
+    assert np.array_equal(present(data.test).images, test)
     assert data.train.labels.tolist() == [*range(10), 0, 1]
 
 
@@ -59,9 +59,8 @@ def test_emnist_is_turned_upright_and_its_letters_count_from_zero(tmp_path: Path
     images = pixels(3, 4, 4)
     mnist(tmp_path, images, images, prefix="emnist-letters-", test_name="test")
     for part in ("train", "test"):
-        (tmp_path / f"emnist-letters-{part}-labels-idx1-ubyte.gz").write_bytes(
-            gzip.compress(idx(np.array([1, 26, 2], dtype=np.uint8)))
-        )
+        labels = gzip.compress(idx(np.array([1, 26, 2], dtype=np.uint8)))
+        (tmp_path / f"emnist-letters-{part}-labels-idx1-ubyte.gz").write_bytes(labels)
     data = read(tmp_path)
     assert np.array_equal(data.train.images[1], images[1].T)
     assert data.train.labels.tolist() == [0, 25, 1]
@@ -87,38 +86,36 @@ def test_a_damaged_or_excessive_idx_file_is_named(tmp_path: Path, content: bytes
 
 
 def test_a_broken_gzip_missing_labels_a_wrong_count_and_two_sets_are_named(tmp_path: Path) -> None:
-    mnist(tmp_path / "a", pixels(3, 4, 4), pixels(3, 4, 4))
-    labels = tmp_path / "a" / "train-labels-idx1-ubyte.gz"
+    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4))
+    labels = tmp_path / "train-labels-idx1-ubyte.gz"
     labels.write_bytes(labels.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"train-labels-idx1-ubyte\.gz: damaged"):
-        read_arrays(tmp_path / "a")
+        read_arrays(tmp_path)
     labels.write_bytes(gzip.compress(idx(np.zeros(2, dtype=np.uint8))))
     with pytest.raises(DataError, match=r"train-labels.*\[2\] labels for the 3 images"):
-        read_arrays(tmp_path / "a")
+        read_arrays(tmp_path)
     labels.unlink()
     with pytest.raises(DataError, match="no train-labels"):
-        read_arrays(tmp_path / "a")
-    mnist(tmp_path / "a", pixels(3, 4, 4), pixels(3, 4, 4), prefix="emnist-digits-")
+        read_arrays(tmp_path)
+    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4), prefix="emnist-digits-")
     with pytest.raises(DataError, match="several sets"):
-        read_arrays(tmp_path / "a")
+        read_arrays(tmp_path)
 
 
-def cifar10_binary(root: Path, planes: np.ndarray, labels: np.ndarray) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    records = np.concatenate([labels[:, None], planes.reshape(len(planes), -1)], axis=1).astype(np.uint8)
-    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
-        (root / name).write_bytes(records.tobytes())
-    (root / "batches.meta.txt").write_text("\n".join(f"class-{label}" for label in range(10)) + "\n\n")
-    return root
-
-
-def test_binary_cifar_10_has_all_batches_colour_last_and_its_class_names(tmp_path: Path) -> None:
+def test_binary_cifar_10_has_all_batches_colour_last_and_its_class_names_and_a_cut_one_is_named(tmp_path: Path) -> None:
     planes, labels = pixels(3, 3, 32, 32), np.array([7, 0, 9], dtype=np.uint8)
-    data = read(cifar10_binary(tmp_path, planes, labels))
+    records = np.concatenate([labels[:, None], planes.reshape(3, -1)], axis=1).tobytes()
+    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
+        (tmp_path / name).write_bytes(records)
+    (tmp_path / "batches.meta.txt").write_text("\n".join(f"class-{label}" for label in range(10)) + "\n\n")
+    data = read(tmp_path)
     assert (len(data.train), len(present(data.test))) == (6, 3)
     assert np.array_equal(data.train.images[4], planes[1].transpose(1, 2, 0))
     assert data.train.labels.tolist() == [7, 0, 9, 7, 0, 9]
     assert present(data.classes)[7] == "class-7"
+    (tmp_path / "data_batch_2.bin").write_bytes(records[:-1])
+    with pytest.raises(DataError, match=r"data_batch_2\.bin: cut off"):
+        read_arrays(tmp_path)
 
 
 def test_binary_cifar_100_is_read_by_its_fine_labels(tmp_path: Path) -> None:
@@ -128,14 +125,6 @@ def test_binary_cifar_100_is_read_by_its_fine_labels(tmp_path: Path) -> None:
     data = read(tmp_path)
     assert data.train.labels.tolist() == [42, 99]
     assert data.test is None
-
-
-def test_a_cut_cifar_batch_is_named(tmp_path: Path) -> None:
-    cifar10_binary(tmp_path, pixels(2, 3, 32, 32), np.array([0, 1], dtype=np.uint8))
-    batch = tmp_path / "data_batch_2.bin"
-    batch.write_bytes(batch.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"data_batch_2\.bin: cut off"):
-        read_arrays(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["data_batch_1", "train"])
@@ -152,9 +141,8 @@ def test_an_npz_may_come_in_parts_by_either_naming(tmp_path: Path, names: tuple[
     arrays = (pixels(3, 4, 4, 1), np.array([[0], [1], [2]]), pixels(2, 4, 4, 1, seed=1), np.array([[2], [0]]))
     np.savez_compressed(tmp_path / "d.npz", **dict(zip(names, arrays, strict=True)))  # type: ignore[arg-type]
     data = read(tmp_path / "d.npz")
-    assert data.test is not None
     assert data.train.images.shape == (3, 4, 4)
-    assert data.test.labels.tolist() == [2, 0]
+    assert present(data.test).labels.tolist() == [2, 0]
 
 
 def npz(path: Path, **members: bytes) -> Path:
@@ -254,10 +242,8 @@ def test_an_agent_reads_arrays_as_files_of_the_same_pixels_part_by_part(tmp_path
     train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
     found = read_images(mnist(tmp_path, train, test), TEN, SMALL_GREY)
     assert np.array_equal(found.images.images[:12, 0].numpy(), train)
-    assert [entry.path for entry in found.entries[11:13]] == [
-        "train/train-images-idx3-ubyte#11",
-        "test/t10k-images-idx3-ubyte#0",
-    ]
+    paths = [entry.path for entry in found.entries[11:13]]
+    assert paths == ["train/train-images-idx3-ubyte#11", "test/t10k-images-idx3-ubyte#0"]
     chosen, _ = load_folder(tmp_path, TEN, SMALL_GREY, subset=["test/t10k-images-idx3-ubyte#4"])
     assert np.array_equal(chosen.images[0, 0].numpy(), test[4])
     with pytest.raises(DataError, match=r"label 9; labels must lie in 0\.\.4"):
@@ -279,17 +265,10 @@ class Mine(torch.utils.data.Dataset[tuple[torch.Tensor, str]]):
         return torch.full((1, 4, 4), row, dtype=torch.uint8), "dog" if row % 2 else "cat"
 
 
-class Point:
-    def __init__(self, made: object) -> None:
-        self.name, self.made = "mine", made
-
-    def load(self) -> object:
-        return lambda: self.made
-
-
 def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = [Mine()]
-    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: [Point(given[-1])])
+    point = SimpleNamespace(name="mine", load=lambda: lambda: given[-1])
+    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: [point])
     found = read_images(tmp_path / "dataset:mine", ("cat", "dog"), SMALL_GREY)
     assert found.images.labels.tolist() == [0, 1, 0, 1]
     assert found.images.images[3, 0].unique().tolist() == [3]
@@ -311,15 +290,11 @@ COLOUR = ImageForm(mode="RGB", height=16, width=12, mean=(0.5, 0.4, 0.3), std=(0
 CLASSES = ("cat", "dog")
 
 
-def picture(seed: int, size: tuple[int, int] = (20, 30)) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-
-
 def folder(root: Path, names: dict[str, int]) -> Path:
     for name, seed in names.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture(seed).save(path)
+        Image.fromarray(pixels(1, 30, 20, 3, seed=seed)[0]).save(path)
     return root
 
 
@@ -343,15 +318,12 @@ def test_a_snapshot_is_loaded_in_its_own_order_and_misses_a_removed_file_by_name
         load_folder(root, CLASSES, GREY, subset=["cat/gone.png"])
 
 
-def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+def test_an_empty_folder_a_file_that_is_no_image_and_a_class_the_spec_does_not_name_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no images"):
+        load_folder(tmp_path, CLASSES, GREY)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "broken.png").write_bytes(b"no picture at all")
     with pytest.raises(DataError, match=r"cat/broken\.png: not an image"):
-        load_folder(tmp_path, CLASSES, GREY)
-
-
-def test_a_class_that_the_spec_does_not_name_and_an_empty_folder_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no images"):
         load_folder(tmp_path, CLASSES, GREY)
     folder(tmp_path, {"cow/a.png": 1})
     with pytest.raises(DataError, match="no class 'cow'"):
@@ -360,25 +332,19 @@ def test_a_class_that_the_spec_does_not_name_and_an_empty_folder_are_errors(tmp_
         load_folder(tmp_path / "nowhere", CLASSES, GREY)
 
 
-def entry(number: int) -> FileEntry:
-    import hashlib
-
-    return FileEntry(f"cat/{number}.png", hashlib.sha256(str(number).encode()).hexdigest(), 0)
+def entry(number: int, name: str = "") -> FileEntry:
+    return FileEntry(f"cat/{name or number}.png", sha256(str(number).encode()).hexdigest(), 0)
 
 
-def test_growing_data_never_moves_an_image_to_another_split() -> None:
+def test_growing_data_never_moves_an_image_to_another_split_and_copies_of_one_end_on_the_same_side() -> None:
     shares = {"train": 0.8, "val": 0.1, "test": 0.1}
     few, many = (split_by_hash([entry(number) for number in range(count)], shares) for count in (200, 2000))
     for name in shares:
         assert set(few[name]) <= set(many[name])
     assert len(many["train"]) == pytest.approx(1600, abs=60)
     assert len(many["val"]) == pytest.approx(200, abs=45)
-
-
-def test_two_copies_of_one_image_end_on_the_same_side() -> None:
-    copies = [FileEntry(f"cat/{name}.png", entry(7).sha256, 0) for name in "ab"]
-    sides = [name for name, entries in split_by_hash(copies, {"train": 0.5, "test": 0.5}).items() if entries]
-    assert len(sides) == 1
+    sides = split_by_hash([entry(7, "a"), entry(7, "b")], {"train": 0.5, "test": 0.5})
+    assert sorted(map(len, sides.values())) == [0, 2]
 
 
 def test_shares_that_do_not_sum_to_one_are_refused() -> None:
