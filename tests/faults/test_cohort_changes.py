@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
+from fedcg.files import is_locked
 from tests.support.commands import data_of, run_fedcg
 from tests.support.stack import Stack, wait_for
 
@@ -40,6 +41,7 @@ def test_a_restored_box_is_in_no_sum_until_its_owner_resumes_them_and_a_new_secr
     with stack.up(agents=True):
         await_sum(stack, 1)
         stack.kill(FIRST)
+        wait_for(lambda: not is_locked(stack.store(FIRST) / "trainer.lock"), "the end of its training process")
         stack.command("agent", "backup", "--out", str(backup), *at[FIRST], *secret)
         stack.start_agent(FIRST)
         await_sum(stack, 2)
