@@ -127,7 +127,7 @@ class Client:
             features=shape,
         )
         choice = NetworkChoice(
-            split=PROGRAM, features=Features(shape=shape, range=reach.value), classifier=layers or (), **chosen
+            split=PROGRAM, features=Features(shape=shape, range=reach.value), classifier=layers, **chosen
         )
         return choice.bound(own)
 

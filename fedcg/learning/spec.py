@@ -176,13 +176,12 @@ class NetworkChoice(_Frozen):
         Field(description=f"of the split {PROGRAM}: what its extractor makes", exclude_if=lambda one: one is None),
     ] = None
     classifier: Annotated[
-        tuple[Layer, ...],
+        Annotated[tuple[Layer, ...], Field(min_length=1, max_length=64)] | None,
         Field(
-            max_length=64,
             description=f"of the split {PROGRAM}: layers; none: its code is the program's alone",
-            exclude_if=lambda layers: not layers,
+            exclude_if=lambda layers: layers is None,
         ),
-    ] = ()
+    ] = None
     _program: object = PrivateAttr(None)
 
     @property
