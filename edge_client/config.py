@@ -19,6 +19,7 @@ from edge_client.errors import ConfigError
 from fedcg.config_file import Settings, from_text, nearest, read_toml, section_of
 from fedcg.learning.defences.defence import check_defence
 from fedcg.learning.privacy import OFF, PrivacySettings
+from fedcg.learning.program import PREFIX, PROGRAM_PATTERN
 from fedcg.learning.spec import METHOD_PATTERN, ParameterValue
 from fedcg.wire.messages.enrolment_messages import URL_PATTERN, Host, PresetName
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
@@ -189,6 +190,14 @@ class TrainingSection(Settings):
     stall_s: Annotated[
         float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
     ] = STALL_S
+    program: Annotated[
+        str | None,
+        Field(
+            pattern=PROGRAM_PATTERN,
+            description="module:function that states network and data (docs/python.md), from an installed package or the folder of this "
+            "file; it takes the place of [data] root",
+        ),
+    ] = None
     weights: Annotated[
         Path | None,
         Field(description="file or folder with weights that specs pin; installed packages are found without it"),
@@ -301,6 +310,15 @@ class AgentConfig(Settings):
     metrics_folder: Annotated[
         Path | None, Field(description="readings for Prometheus: the folder of the node exporter's textfile collector")
     ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _data_is_the_programs(cls, values: Any) -> Any:
+        training: Any = values.get("training") if isinstance(values, dict) else None
+        if not isinstance(training, dict) or not isinstance(training.get("program"), str):
+            return values
+        data = values.get("data")
+        return {**values, "data": {**(data if isinstance(data, dict) else {}), "root": PREFIX + training["program"]}}
 
     @field_validator("store")
     @classmethod

@@ -34,6 +34,7 @@ FACTS = {
     "fedcg-edge": r"[0-9A-Za-z.+]{1,40}",
     "most_rows": r"\d{1,9}",
     "precision": r"bf16",
+    "program": r"[0-9a-f]{64}",
     "threads": r"\d{1,5}",
     "torch": r"[0-9A-Za-z.+]{1,40}",
 }

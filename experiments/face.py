@@ -151,11 +151,11 @@ def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) ->
         DataError: names two clients that differ, and in what.
     """
     first, *others = named
-    form = named[first].form(data[first])
+    form = named[first].form(data[first].train.images)
     for name in others:
-        if (found := named[name].form(data[name])) != form:
+        if (found := named[name].form(data[name].train.images)) != form:
             raise DataError(
-                f"client {name}: inputs are {_about(found)}, and those of {first} {_about(form)}: make them alike"
+                f"client {name}: inputs are {found.in_words}, and those of {first} {form.in_words}: make them alike"
             )
         if str(named[name].model.extractor) != str(named[first].model.extractor):
             raise DataError(f"client {name}: its network is not that of {first}: cut the same one for all")
@@ -194,11 +194,6 @@ def _chosen(network: NetworkChoice) -> dict[str, Any]:
 _OF_SOURCES = {"partition", "images_per_client", "validation", "public_images", "image_size", "normalise", "flip", "crop"} | {
     "weights", "freeze", "backbones", "defence", "paper"
 }  # fmt: skip
-
-
-def _about(form: TensorForm) -> str:
-    normalised = f", normalised by {list(form.mean)} and {list(form.std)}" if form.mean else ""
-    return f"{form.dtype} {list(form.shape)}{normalised}"
 
 
 def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> str:

@@ -340,6 +340,7 @@ _NAMES = {
     "force": "--force",
 }
 _METAVARS = {"crop": "PIXELS", "ray": "[ADDRESS]"}
+_ARGUMENTS = frozenset({"project"})
 
 
 def options_of(
@@ -356,6 +357,8 @@ def options_of(
     for name, field in fields.items():
         names = [_NAMES[name]] if name in _NAMES else []
         option = typer.Option(*names, help=field.description, metavar=_METAVARS.get(name))
+        if name in _ARGUMENTS:
+            option = typer.Argument(help=field.description)
         default = {**(defaults or {})}.get(name, field.get_default())
         parameters.append(
             inspect.Parameter(

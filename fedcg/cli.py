@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError, in_words
+from fedcg.errors import BAD_INPUT, FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgError, in_words, users_trace
 from fedcg.event_log import log_text
 from fedcg.terminal import print_error, print_failure
 from fedcg.text_output import plain
@@ -156,6 +156,8 @@ class _Fedcg(LazyGroup):
                 raise shown from error
             if as_json:
                 print_failure(shown)
+            if (trace := users_trace(error)) and not as_json:
+                Console(stderr=True, highlight=False).print(trace, markup=False, soft_wrap=True)
             text = "\n".join(log_text(line, len(line)) for line in in_words(shown).split("\n"))
             Console(stderr=True, highlight=False).print(f"Error: {text}", markup=False, soft_wrap=True)
             sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)

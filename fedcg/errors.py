@@ -11,6 +11,8 @@ FedcgError              1: failed while running
 """
 
 import re
+import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -25,6 +27,7 @@ NEXT_STEPS = {
     NOT_FOUND: "check the name or path; the commands `list` and `status` show what names there are",
 }
 """What to do after an error that names no step of its own, by exit code."""
+_PACKAGES = frozenset({"audit", "coordinator", "devices", "edge_client", "experiments", "export", "fedcg"})
 _IN_CODE = re.compile(r"\[(Errno -?\d+|SSL|[A-Z0-9]+: [A-Z0-9_]+)\] | ?\(_ssl\.c:\d+\)")
 _OF_DATABASE = re.compile(
     r"\((?:sqlite3|psycopg[\w.]*)\.\w+\) |\s*(?:\[SQL: .*)?\(Background on this error at: .*", re.DOTALL
@@ -50,6 +53,23 @@ def told(error: BaseException) -> str:
         return text
     where = frames[-1]
     return f"{type(error).__name__}: {text} ({Path(where.filename).name}, line {where.lineno}, in {where.name})"
+
+
+def users_trace(error: BaseException | None) -> str:
+    """The traceback through the user's own code that an error comes from; empty where it comes from this program or a package."""
+    while error is not None:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+        if frames:
+            return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
+        error = error.__cause__
+    return ""
+
+
+def _is_users(filename: str) -> bool:
+    path, root = Path(filename), Path(__file__).parents[1]
+    if not path.is_file() or path.is_relative_to(sys.prefix) or path.is_relative_to(sysconfig.get_path("stdlib")):
+        return False
+    return not (path.is_relative_to(root) and path.relative_to(root).parts[0] in _PACKAGES)
 
 
 class FedcgError(Exception):

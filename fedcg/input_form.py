@@ -44,6 +44,11 @@ class ImageForm(Settings):
         """Channels, height and width: one image as the network gets it."""
         return self.channels, self.height, self.width
 
+    @property
+    def in_words(self) -> str:
+        """For messages."""
+        return f"images ({self.mode}, {self.height}x{self.width})"
+
     @field_validator("mean", "std")
     @classmethod
     def _one_per_channel(cls, numbers: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
@@ -83,6 +88,12 @@ class TensorForm(Settings):
     def tensor_shape(self) -> tuple[int, ...]:
         """One input as the network gets it."""
         return self.shape
+
+    @property
+    def in_words(self) -> str:
+        """For messages."""
+        normalised = f", normalised by {list(self.mean)} and {list(self.std)}" if self.mean else ""
+        return f"{self.dtype} {list(self.shape)}{normalised}"
 
     @field_validator("shape")
     @classmethod

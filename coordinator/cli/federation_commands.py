@@ -38,8 +38,17 @@ def federation_plan(
     is_frozen: Annotated[
         bool, typer.Option("--frozen", help="With --example: one exchange over a frozen pretrained backbone.")
     ] = False,
+    project: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Print the plan of a project folder: its plan.toml, with the network of its client.py."
+        ),
+    ] = None,
+    site: Annotated[str, typer.Option(help="With --from: whose client is asked; default: the first of SITES.")] = "",
 ) -> Result:
-    """Check a plan, or print an example of one; docs/plan.md has every field.
+    """Check a plan, or print an example of one, or that of a program of your own; docs/plan.md has every field.
+
+    --from runs the project's code in this process.
 
     Example: fedcg federation plan --example > plan.toml
     """
@@ -49,8 +58,13 @@ def federation_plan(
     if example:
         text = example_plan(is_frozen=is_frozen)
         return {"plan": text}, text.rstrip("\n")
+    if project is not None:
+        from fedcg.learning.project import plan_text, project_plan
+
+        made = project_plan(project, site)
+        return made, plan_text(made)
     if plan is None:
-        raise PlanError("name a file to check, or ask for --example")
+        raise PlanError("name a file to check, or ask for --example or --from")
     wanted = read_plan(plan, in_full=True)
     usable = f"{plan}: all fields can be used ({wanted.method})."
     return wanted.model_dump(mode="json"), f"{usable}\nNext: fedcg federation create {plan}"

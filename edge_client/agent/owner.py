@@ -34,8 +34,9 @@ from edge_client.store.owner_record import MAX_REASON, Consent, Pause, PauseFile
 from edge_client.store.private_store import CONTROL_FOLDER, DeliveryRecord, PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.files import PRIVATE, READABLE, is_locked
-from fedcg.learning.errors import NetworkError
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.errors import NetworkError, ProgramError
+from fedcg.learning.program import Program
+from fedcg.learning.spec import PROGRAM, FederationSpec
 from fedcg.text_output import wrong_value
 from fedcg.wire.artifacts.artifacts import codecs_for
 from fedcg.wire.artifacts.payload import data_bytes, max_payload_bytes
@@ -278,16 +279,35 @@ class OwnerControl:
             network = spec.network.with_backbone(own_backbone(self._config, self._store, spec))
         except NetworkError as error:
             return DeclineReason.SPEC_REFUSED, str(error)
-        refusal = check_spec(spec, self._consent.policy_for(policy, spec), network)
+        refusal = check_spec(spec, self._consent.policy_for(policy, spec), network) or self._of_program(spec)
         if refusal is None:
             self._consent.settle(spec.digest)
         elif (incurable := check_spec(spec, widened(policy, spec), network)) is not None:
             return incurable
-        else:
+        elif refusal[0] is not DeclineReason.SPEC_REFUSED:
             reason, detail = refusal
             if self._consent.wait_for(spec.digest, reason, detail, self._wall()):
                 self._events.write("approval_needed", spec=spec.digest, reason=reason.value, detail=detail)
         return refusal
+
+    def _of_program(self, spec: FederationSpec) -> Refusal | None:
+        """Why this device's own program may not run under a spec: its code is other than what ran before, or there is none."""
+        program = Program.of_source(self._config.data.root)
+        if program is None:
+            advice = 'this federation trains a program of each device: set `program = "module:function"` under [training] in agent.toml'
+            return (DeclineReason.SPEC_REFUSED, advice) if spec.network.split == PROGRAM else None
+        try:
+            digest = program.digest()
+        except ProgramError as error:
+            return DeclineReason.SPEC_REFUSED, str(error)
+        known = self._consent.read().programs.get(spec.digest)
+        if known is None:  # the line in agent.toml is its owner's permission
+            self._consent.allow_program(spec.digest, digest)
+            self._events.write("program_allowed", program=program.name, sha256=digest)
+        elif known != digest:
+            changed = f"the code of program {program.name} has changed: sha256 {digest[:12]}, before {known[:12]}"
+            return DeclineReason.NEEDS_APPROVAL, changed
+        return None
 
     def outbox_may_leave(self, reporter: EventReporter) -> bool:
         """Whether policy and approvals still allow the update in the outbox; one that may not leave is recorded as withheld."""
@@ -359,8 +379,8 @@ class OwnerControl:
                 if was_paused:
                     self._resume("`fedcg agent resume`")
                 return success({"was_paused": was_paused})
-            return success(decide(self._store, self._events, request, self._wall()))
-        except (OSError, StoreError, OwnerRequestError) as error:
+            return success(decide(self._config, self._store, self._events, request, self._wall()))
+        except (OSError, StoreError, OwnerRequestError, ProgramError) as error:
             return failure(str(error))
 
     def _start_pause(self, request: PauseRequest) -> dict[str, Any]:
@@ -390,12 +410,13 @@ class OwnerControl:
 
 
 def decide(
-    store: PrivateStore, events: EventLog, request: ApproveRequest | RevokeRequest, now: float
+    config: AgentConfig, store: PrivateStore, events: EventLog, request: ApproveRequest | RevokeRequest, now: float
 ) -> dict[str, Any]:
-    """Record the owner's approval of a spec, or its end; the caller holds the store's lock.
+    """Record the owner's approval of a spec and of the program as it is now, or its end; the caller holds the store's lock.
 
     Raises:
         OwnerRequestError: there is no such spec, or it is not approved.
+        ProgramError: there is no such program any more.
     """
     digest, consent, is_approval = request.spec, Consent(store.root), isinstance(request, ApproveRequest)
     if is_approval and store.spec(digest) is None:
@@ -403,6 +424,8 @@ def decide(
             f"there is no spec {digest} in the store; `fedcg agent approve --list` names those that wait"
         )
     if is_approval:
+        if (program := Program.of_source(config.data.root)) is not None:
+            consent.allow_program(digest, program.digest())
         consent.approve(digest, now)
     elif not consent.revoke(digest):
         raise OwnerRequestError(f"spec {digest} is not approved; `fedcg agent approve --list` names those that are")

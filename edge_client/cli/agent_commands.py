@@ -169,7 +169,7 @@ def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
     except NotRunningError:
         store = open_store(settings)
         with store.locked("lock"):
-            decide(store, EventLog(store.root / "events.jsonl", time.time).unwatched(), request, time.time())
+            decide(settings, store, EventLog(store.root / "events.jsonl", time.time).unwatched(), request, time.time())
 
 
 def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:

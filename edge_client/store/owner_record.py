@@ -41,10 +41,11 @@ class WaitingSpec(_File):
 
 
 class ConsentFile(_File):
-    """Specs by digest: those that wait, and when others were approved, in unix seconds."""
+    """Specs by digest: those that wait, when others were approved, in unix seconds, and the digest of the program that may run under each."""
 
     waiting: dict[Sha256, WaitingSpec] = {}
     approved: dict[Sha256, _Seconds] = {}
+    programs: dict[Sha256, Sha256] = {}
 
 
 class Pause(_File):
@@ -89,7 +90,7 @@ class Consent:
             return False
         newest = sorted(kept.waiting.items(), key=lambda item: item[1].since)[-MOST_WAITING + 1 :]
         one = WaitingSpec(since=now, reason=reason.value, detail=detail[:4096])
-        self._write(ConsentFile(waiting={**dict(newest), digest: one}, approved=kept.approved))
+        self._write(kept.model_copy(update={"waiting": {**dict(newest), digest: one}}))
         return True
 
     def settle(self, digest: str) -> None:
@@ -97,19 +98,24 @@ class Consent:
         kept = self.read()
         if digest in kept.waiting:
             waiting = {name: one for name, one in kept.waiting.items() if name != digest}
-            self._write(ConsentFile(waiting=waiting, approved=kept.approved))
+            self._write(kept.model_copy(update={"waiting": waiting}))
 
     def approve(self, digest: str, now: float) -> None:
         """Approve exactly this spec."""
         self.settle(digest)
         kept = self.read()
-        self._write(ConsentFile(waiting=kept.waiting, approved={**kept.approved, digest: now}))
+        self._write(kept.model_copy(update={"approved": {**kept.approved, digest: now}}))
+
+    def allow_program(self, digest: str, program: str) -> None:
+        """Let a program, by the sha256 of its code, run under a spec."""
+        kept = self.read()
+        self._write(kept.model_copy(update={"programs": {**kept.programs, digest: program}}))
 
     def revoke(self, digest: str) -> bool:
         """Revoke an approval; returns whether there was one."""
         kept = self.read()
         approved = {name: at for name, at in kept.approved.items() if name != digest}
-        self._write(ConsentFile(waiting=kept.waiting, approved=approved))
+        self._write(kept.model_copy(update={"approved": approved}))
         return digest in kept.approved
 
     def _write(self, content: ConsentFile) -> None:

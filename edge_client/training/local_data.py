@@ -4,7 +4,7 @@ A file that can't be decoded is in no split and no snapshot.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from edge_client.errors import RoundError
 from edge_client.store.generations import Snapshot, SnapshotFile
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.learning.data.image_folder import LocalImages, load_folder, read_images, split_source
+from fedcg.learning.data.array_files import ArrayData
+from fedcg.learning.data.image_folder import LocalImages, from_arrays, read_images, split_source
 from fedcg.learning.data.sources import is_array_source, list_files, stamp
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.scrambling import Scrambling
@@ -135,6 +136,7 @@ class LocalData:
         root: this device's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
         store: keeps the snapshot of the round that was accepted last.
+        program: reads the data of this device's own program, in the place of `root`; None: there is none.
         on_skipped: gets the images that could not be decoded, none perhaps, whenever the source was read for a new snapshot.
         defence: rewrites the training images, or None.
     """
@@ -143,6 +145,7 @@ class LocalData:
     common: Path | None
     store: PrivateStore
     on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None
+    program: Callable[[FederationSpec], ArrayData] | None = None
     defence: LocalDefence | None = None
     _defended: tuple[str, RoundData] | None = field(default=None, init=False)
     _loaded: tuple[str, RoundData] | None = field(default=None, init=False)
@@ -219,7 +222,7 @@ class LocalData:
         listing = self._list(spec)
         if self._loaded is not None and listing == self._listing:
             return self._loaded[1]
-        found = read_images(self.root, spec.classes, spec.input)
+        found = self._read(spec)
         self.on_skipped(found.skipped)
         data = _divide(found.images, found.entries, _snapshot_of(self.root, found.entries, spec))
         if len(data.train) < 2:
@@ -227,17 +230,22 @@ class LocalData:
         self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
         return data
 
+    def _read(self, spec: FederationSpec, subset: Sequence[str] | None = None) -> LocalImages:
+        if self.program is None:
+            return read_images(self.root, spec.classes, spec.input, subset=subset)
+        return from_arrays(self.program(spec), self.root, spec.classes, spec.input, subset)
+
     def _load(self, spec: FederationSpec, snapshot: Snapshot) -> RoundData:
         self._listing = None
-        images, entries = load_folder(
-            self.root, spec.classes, spec.input, subset=[file.path for file in snapshot.files]
-        )
-        for entry, file in zip(entries, snapshot.files, strict=True):
+        found = self._read(spec, [file.path for file in snapshot.files])
+        for entry, file in zip(found.entries, snapshot.files, strict=True):
             if entry.sha256 != file.sha256 or entry.label != file.label:
                 raise DataError(f"{self.root / file.path}: changed since this round was accepted")
-        return _divide(images, entries, snapshot)
+        return _divide(found.images, found.entries, snapshot)
 
     def _list(self, spec: FederationSpec) -> tuple[object, ...]:
+        if self.program is not None:
+            return (object(),)  # whether its data has changed, only reading it shows
         if not self.root.is_dir() or is_array_source(self.root):
             return (spec.digest, stamp(self.root))
         paths = [path for path, _ in list_files(self.root, spec.classes)]

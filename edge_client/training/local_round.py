@@ -171,7 +171,8 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
     if (method.needs.cohort or sealed) and work.store.cohort_secret() is None:
         way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
-    return device_spec(spec, own_backbone(work.config, work.store, spec)), method
+    own = device_spec(spec, own_backbone(work.config, work.store, spec))
+    return own if work.program is None else work.program.bound(own), method
 
 
 def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
@@ -452,7 +453,11 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
         device=work.config.device,
         round=done.ctx.round,
         attempt=done.ctx.attempt,
-        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
+        versions={
+            "torch": str(torch.__version__),
+            "fedcg-edge": version("fedcg-edge"),
+            **({} if work.program is None else {"program": work.program.digest}),
+        },
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)

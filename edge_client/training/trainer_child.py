@@ -28,16 +28,18 @@ from edge_client.store.private_store import PrivateStore, open_store
 from edge_client.training.box_limits import MemoryShare, Pauses, turn, yield_cpu
 from edge_client.training.local_data import LocalData, LocalDefence
 from edge_client.training.local_round import images_of_round, train_round
+from edge_client.training.own_program import OwnProgram
 from edge_client.training.personal_model import choose_model, export_best
 from edge_client.training.workplace import Workplace
 from export.errors import ExportError
-from fedcg.errors import told
+from fedcg.errors import told, users_trace
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
 from fedcg.learning.data.sources import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
+from fedcg.learning.program import Program
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_out_of_memory, is_sticky
 from fedcg.wire.errors import CodecError, WireError
 from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
@@ -117,7 +119,10 @@ class Trainer:
         if self._memory.was_killed:
             events.write("memory_short", share=share, detail="the training process died in a round for want of memory")
         defence = LocalDefence(config.data, store, events, place)
-        data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, defence)
+        own = Program.of_source(config.data.root)
+        program = None if own is None else OwnProgram(own, config.device, store)
+        arrays = None if program is None else program.arrays
+        data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped, arrays, defence)
         self._working = working
         self._meter = EnergyMeter(lambda: None)
         self._looked = 0.0
@@ -125,7 +130,16 @@ class Trainer:
         duty = config.training.duty_cycle
         self._pauses = Pauses(config.eligibility, Sensors(store.root).read, self._is_working, events, duty_cycle=duty)
         self._work = Workplace(
-            config, store, data, events, place, plan.threads, share, working=self._pauses, cost=self._cost
+            config,
+            store,
+            data,
+            events,
+            place,
+            plan.threads,
+            share,
+            working=self._pauses,
+            cost=self._cost,
+            program=program,
         )
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
@@ -204,7 +218,9 @@ class Trainer:
                 self._events.write("memory_short", share=share, detail=self._explain(error))
                 self._work = replace(self._work, batch_scale=share)
                 return None
-            if unexplained:
+            if trace := users_trace(error):
+                _log.error("%s failed in this device's own code:\n%s", command.round_attempt, trace)
+            elif unexplained:
                 _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
             return signals.RoundFailed(command.round_attempt, reason, self._explain(error))
         finally:

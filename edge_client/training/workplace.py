@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from edge_client.config import AgentConfig
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.own_program import OwnProgram
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Callbacks, Cohort, Evaluation, Machine, Progress, RoundContext, Weights
@@ -78,6 +79,7 @@ class Workplace:
         batch_scale: share of the spec's batch that goes through the networks at once; the step is that of the whole batch.
         working: called at every step.
         cost: of the round so far.
+        program: of this device's own; None: there is none.
         features: of a frozen backbone, kept from round to round.
     """
 
@@ -91,6 +93,7 @@ class Workplace:
     clock: Callable[[], float] = time.monotonic
     working: Callable[[], None] = lambda: None
     cost: Callable[[], RoundCost | None] = lambda: None
+    program: OwnProgram | None = None
     features: KeptFeatures = field(default_factory=KeptFeatures)
 
     def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:

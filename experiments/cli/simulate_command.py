@@ -25,6 +25,7 @@ from experiments.settings import (
     check,
     data_text,
     free_folder,
+    of_method,
     options_of,
     parse_method_params,
     parse_params,
@@ -49,6 +50,9 @@ _WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "
 class SimulateOptions(BaseModel):
     """What a simulation is asked for beside the settings of its runs."""
 
+    project: Annotated[
+        Path | None, Field(description="folder with a client.py (docs/python.md), whose sites are the clients")
+    ] = None
     method: Annotated[
         list[str], Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more")
     ] = []
@@ -114,6 +118,9 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
                 )
         if {"seed", "seeds"} <= typed:
             raise OptionError("--seed is one run's root and --seeds those of several; leave one of them out")
+        if options.project is not None:
+            _simulate_project(options.project, values, options, typed)
+            return
         if options.resume is None:
             folder, batch = options.out or free_folder("simulate-out"), _asked(values, options, typed)
         else:
@@ -133,6 +140,50 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         if options.resume is None or options.keep_updates is not None:
             _remember(batch, folder, force=options.force)
         _run(batch, folder, options)
+
+
+def _simulate_project(project: Path, values: Values, options: SimulateOptions, typed: frozenset[str]) -> None:
+    """Run a project's own clients; what its plan.toml says counts where nothing else was typed."""
+    from experiments.face import simulate
+    from experiments.simulation.batch_runner import table
+    from fedcg.learning.project import program_of, written_plan
+
+    if stray := typed & _NOT_OF_PROJECTS:
+        raise OptionError(f"{', '.join(sorted(stray))}: of no use with a project folder; set it in {project}/client.py")
+    program, plan = program_of(project), written_plan(project)
+    methods = tuple(options.method) or (str(plan.get("method", "fedcg")),)
+    params, seeds = parse_method_params(options.params, methods), parse_seeds(options.seeds or str(options.seed))
+    if not typed & {"seed", "seeds"}:
+        seeds = (plan.get("seed", 0),)
+    folder = options.out or free_folder("simulate-out")
+    planned = {name: value for name, value in plan.items() if name == "rounds"}
+    planned |= {name: one for name, one in plan.get("network", {}).items() if name in _NETWORKS}
+    known = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
+    chosen = {"quick": values["quick"], **planned, **{name: values[name] for name in typed & known}}
+    if options.privacy:
+        chosen["privacy"] = parse_mechanisms(options.privacy)
+    records = []
+    for method in methods:
+        of_plan = dict(plan.get("params", {})) if method == plan.get("method") else {}
+        of_plan = {name: value for name, value in of_plan.items() if _OPTIONS.get(name, name) not in typed}
+        for seed in seeds:
+            clients = {site: program.client(site, seed) for site in program.sites()}
+            own = {"params": {**of_plan, **of_method(params, method)}, **chosen}
+            run = simulate(clients, method, seed=seed, out=folder, workers=options.workers or 1, **own)
+            records.append(dict(run.record))
+    if options.as_json:
+        print_data({"runs": records, "failures": []})
+    else:
+        Console().print(table(records))
+    Console(stderr=True).print(f"records and networks: {folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+_OPTIONS = {"epochs": "local_epochs", "steps": "local_steps"}
+"""Parameters of methods that are options under other names."""
+_NETWORKS = frozenset({"generator", "discriminator", "noise_dim"})
+_NOT_OF_PROJECTS = frozenset(
+    {"paper", "ray", "resume", "keep_updates", "defence", "defence_params", "clients", "network", "data"}
+)
 
 
 def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> Batch:

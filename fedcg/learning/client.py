@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from fedcg.input_form import TensorForm
+from fedcg.input_form import InputForm, TensorForm
+from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.data.datasets import read_dataset
 from fedcg.learning.data.image_folder import normalise, split_by_hash
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import FileEntry, ImageSet
+from fedcg.learning.networks.assembly import layout_of
 from fedcg.learning.networks.cut import Halves
 from fedcg.learning.networks.layers import built
 from fedcg.learning.networks.splits import FeatureRange, Split
 from fedcg.learning.simulation.party import ClientData
 from fedcg.learning.spec import PROGRAM, Features, Layer, NetworkChoice
+from fedcg.wire.parts import TensorLayout
 
 _SHARES = {"train": 0.9, "val": 0.1}
 _TRACED = 64
@@ -90,9 +96,22 @@ class Client:
             raise DataError(f"client {name}: samples of test and train have other shapes or types")
         return ClientData(train, val, test)
 
-    def form(self, data: ClientData) -> TensorForm:
-        """The form of its inputs."""
-        shape, dtype = tuple(data.train.images.shape[1:]), str(data.train.images.dtype).removeprefix("torch.")
+    def arrays(self, name: str) -> ArrayData:
+        """Its samples as a device reads them from a source: `train`, and `test` where it has one.
+
+        Raises:
+            DataError: names the client, the sample and what is wrong with it.
+        """
+
+        def read(part: str, data: Any) -> LabelledImages:
+            rows = read_dataset(data, self.classes, f"client {name}: {part}")
+            return LabelledImages(rows.images.numpy(), rows.labels.numpy(), Path(name))
+
+        return ArrayData(read("train", self.train), None if self.test is None else read("test", self.test))
+
+    def form(self, images: torch.Tensor | NDArray[Any]) -> TensorForm:
+        """The form of its inputs [N, *shape]."""
+        shape, dtype = tuple(images.shape[1:]), str(images.dtype).removeprefix("torch.")
         return TensorForm.model_validate(
             {"kind": "tensor", "shape": shape, "dtype": dtype, "mean": tuple(self.mean), "std": tuple(self.std)}
         )
@@ -107,7 +126,7 @@ class Client:
         Raises:
             NetworkError: the network can't run on them, or makes something else than logits of its classes.
         """
-        halves, form = self.model, self.form(data)
+        halves, form = self.model, self.form(data.train.images)
         samples = normalise(data.train.images[:_TRACED], form)
         features, logits = _traced(halves, samples)
         if logits.shape != (len(samples), len(self.classes)):
@@ -116,20 +135,58 @@ class Client:
             )
         wide, _ = _traced(halves, torch.randn(samples.shape, generator=torch.Generator().manual_seed(0)) * _WIDE)
         reach = FeatureRange.around(torch.cat([features, wide]))
-        layers = _as_data(halves, features)
-        shape = tuple(features.shape[1:])
-        own = Split(
+        made = Features(shape=tuple(features.shape[1:]), range=reach.value)
+        own = {"classifier": _as_data(halves, features), "extractor": _stored(halves.extractor)}
+        choice = NetworkChoice(split=PROGRAM, features=made, **own, **chosen)
+        return choice.bound(self._split(choice))
+
+    def bound(self, choice: NetworkChoice, form: InputForm) -> NetworkChoice:
+        """A federation's choice of networks with this program's code, which has to be what the choice says.
+
+        Raises:
+            NetworkError: names what differs.
+        """
+        halves, shape = self.model, None if choice.features is None else choice.features.shape
+        if shape is None or choice.extractor != (found := _stored(halves.extractor)):
+            raise NetworkError(
+                f"the federation's extractor is another network than this program's: {_first_other(choice.extractor, found)}"
+            )
+        if choice.classifier is not None:
+            features, _ = _traced(halves, torch.zeros(1, *form.tensor_shape))
+            if _as_data(halves, features) != choice.classifier:
+                raise NetworkError("the federation's classifier has other layers than this program's")
+        return choice.bound(self._split(choice))
+
+    def _split(self, choice: NetworkChoice) -> Split:
+        assert choice.features is not None
+        layers, halves = choice.classifier, self.model
+        return Split(
             functools.partial(_copied, halves.extractor),
             functools.partial(_copied, halves.classifier) if layers is None else functools.partial(_built, layers),
-            reach,
+            FeatureRange(choice.features.range),
             initialises_itself=True,
             draws_classifier=layers is not None,
-            features=shape,
+            features=choice.features.shape,
         )
-        choice = NetworkChoice(
-            split=PROGRAM, features=Features(shape=shape, range=reach.value), classifier=layers, **chosen
-        )
-        return choice.bound(own)
+
+
+def _stored(extractor: nn.Module) -> tuple[TensorLayout, ...] | None:
+    """The tensors of an extractor; None where it has none.
+
+    Raises:
+        NetworkError: one is of a type that can't be stored.
+    """
+    tensors = extractor.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float32, torch.int64):
+            raise NetworkError(f"the extractor has {name} of type {tensor.dtype}; only float32 and int64 can be stored")
+    return layout_of(tensors) or None
+
+
+def _first_other(theirs: tuple[TensorLayout, ...] | None, ours: tuple[TensorLayout, ...] | None) -> str:
+    pairs = itertools.zip_longest(theirs or (), ours or ())
+    texts = ([("none" if one is None else f"{one.name} {list(one.shape)}") for one in pair] for pair in pairs)
+    return next((f"{one}, and here {other}" for one, other in texts if one != other), "its features")
 
 
 def _copied(module: nn.Module, *_: object) -> nn.Module:

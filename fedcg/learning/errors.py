@@ -5,6 +5,7 @@ LearningError
 ├── DefenceError         a data defence that these images, keys or settings do not allow
 ├── ExtensionError       an installed package's method, generator or split that can't be used
 ├── NetworkError         a network that cannot be built, or weights that do not fit it
+├── ProgramError         a program of the user's own that can't be found, imported or called
 ├── PrivacyError         a mechanism that can't be had with this method, network or installation
 └── UnknownMethodError   no file of that name in `fedcg/learning/methods/`, and no installed package with such a method
 
@@ -38,6 +39,10 @@ class NetworkError(LearningError):
 
 class PrivacyError(LearningError):
     """A mechanism that can't be had with this method, network or installation; the message names the setting to change."""
+
+
+class ProgramError(LearningError):
+    """A program of the user's own that can't be found, imported or called; the message names it, and the place in its code."""
 
 
 class UnknownMethodError(LearningError):

@@ -170,7 +170,7 @@ class NetworkChoice(_Frozen):
             raise ValueError(f"each backbone once, the split's own too: {', '.join(names)}")
         return backbones
 
-    # The two are no part of other specs' bytes, and so of their names.
+    # These are no part of other specs' bytes, and so of their names.
     features: Annotated[
         Features | None,
         Field(description=f"of the split {PROGRAM}: what its extractor makes", exclude_if=lambda one: one is None),
@@ -182,7 +182,22 @@ class NetworkChoice(_Frozen):
             exclude_if=lambda layers: layers is None,
         ),
     ] = None
+    extractor: Annotated[
+        Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
+        Field(
+            description=f"of the split {PROGRAM}: the extractor's tensors; none has no parameters",
+            exclude_if=lambda layouts: layouts is None,
+        ),
+    ] = None
     _program: object = PrivateAttr(None)
+
+    @field_validator("extractor", mode="before")
+    @classmethod
+    def _as_in_json(cls, layouts: Any) -> Any:
+        """TOML's lists, where the layouts of a spec, which is JSON, are strict."""
+        if not isinstance(layouts, list) or not all(isinstance(one, dict) for one in layouts):
+            return layouts
+        return [{key: tuple(of) if isinstance(of, list) else of for key, of in one.items()} for one in layouts]
 
     @property
     def program(self) -> object:

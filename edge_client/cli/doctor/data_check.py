@@ -10,7 +10,8 @@ from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
 from fedcg.learning.data import sources
-from fedcg.learning.errors import DataError
+from fedcg.learning.errors import DataError, ProgramError
+from fedcg.learning.program import Program
 from fedcg.learning.spec import ImageForm
 
 DAMAGED_LISTED = 20
@@ -30,6 +31,11 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
         except DataError as error:
             return "failed", str(error), "correct `root` under [data], or install the package that has the data set"
         return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
+    if (program := Program.of_source(root)) is not None:
+        try:
+            return "ok", f"{root.name}, sha256 {program.digest()}: called when a round begins", ""
+        except ProgramError as error:
+            return "failed", str(error), "correct `program` under [training], or install the package that has it"
     if root.exists() and sources.is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():

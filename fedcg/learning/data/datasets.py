@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedcg.errors import told
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 
@@ -91,8 +92,11 @@ def _stacked(data: object, where: str) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _samples(data: Any, where: str) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     for number in range(len(data)):
-        sample = data[number]
         name = f"{where}: sample {number}"
+        try:
+            sample = data[number]
+        except Exception as error:
+            raise DataError(f"{name} can't be read: {told(error)}") from error
         if isinstance(sample, Mapping):
             yield tuple(_array(_column(sample, names, name), name) for names in (_INPUTS, _LABELS))  # type: ignore[misc]
         elif isinstance(sample, (tuple, list)) and len(sample) == 2:

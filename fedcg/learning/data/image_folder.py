@@ -161,10 +161,10 @@ def read_images(
             f"{root}: tensors are read from an .npz with `inputs` [N, ...] and `labels` [N], and from nothing else"
         )
     if name is not None:
-        return _from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
+        return from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
     arrays = sources.read_arrays(root, form)
     if arrays is not None:
-        return _from_arrays(arrays, root, tuple(classes), form, subset)
+        return from_arrays(arrays, root, tuple(classes), form, subset)
     assert isinstance(form, ImageForm)
     return _from_files(root, tuple(classes), form, subset)
 
@@ -199,10 +199,10 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
     )
 
 
-def _from_arrays(
+def from_arrays(
     data: ArrayData, root: Path, classes: tuple[str, ...], form: InputForm, subset: Sequence[str] | None
 ) -> LocalImages:
-    """Rows are named after their file and number, behind their part where the source has several."""
+    """`read_images` of arrays; rows are named after their file and number, behind their part where the source has several."""
     parts = data.parts()
     places: dict[str, tuple[str, int]] = {}
     for part, found in parts.items():

@@ -184,8 +184,12 @@ def layout_of(weights: Weights) -> tuple[TensorLayout, ...]:
 
 def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
     """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
+    stated = {Part.EXTRACTOR: spec.network.extractor or ()} if spec.network.split == PROGRAM else {}
     with lent_generators(0):
-        return {part: layout_of(skeleton(spec, part).state_dict()) for part in sorted(parts)}
+        return {
+            part: stated[part] if part in stated else layout_of(skeleton(spec, part).state_dict())
+            for part in sorted(parts)
+        }
 
 
 class ExtractorAndClassifier(nn.Module):

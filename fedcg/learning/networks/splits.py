@@ -139,7 +139,10 @@ def program_split(choice: NetworkChoice) -> Split:
         raise NetworkError(f"network.split = {PROGRAM} needs network.features: what the program's extractor makes")
 
     def extractor(_: int) -> nn.Module:
-        raise NetworkError(f"network.split = {PROGRAM}: its extractor is the code of a program, which is not here")
+        raise NetworkError(
+            f"network.split = {PROGRAM}: its extractor is the code of a program, which is not here: choose a method that keeps it "
+            'private (fedcg, fedsplit), or seal it (fedseal, or sealed = ["extractor"])'
+        )
 
     def classifier(_: tuple[int, ...], classes: int) -> nn.Module:
         if not choice.classifier:
@@ -207,6 +210,10 @@ def rehearse(split: Split, asked: Rehearsal) -> None:
         features = _output(asked, "extractor", extractor, images)
         _check_features(asked, features, split.feature_range)
         shape = tuple(features.shape[1:])
+        if split.features not in (None, shape):
+            raise asked.wrong(
+                "extractor", f"makes features {list(shape)}, and the spec has {list(split.features or ())}"
+            )
         classifier = _built(asked, "classifier", lambda: split.classifier(shape, asked.classes))
         if not list(classifier.parameters()):
             raise asked.wrong("classifier", "has no parameters: there is nothing to share")

@@ -1,0 +1,81 @@
+"""This device's own program (`[training] program`) in the training process: its data, and its network bound to the federation's spec. Uses torch.
+
+It runs only while its code is what the device's owner let in (`edge_client.store.owner_record`).
+"""
+
+from dataclasses import dataclass, field
+
+from edge_client.errors import RoundError
+from edge_client.store.owner_record import Consent
+from edge_client.store.private_store import PrivateStore
+from fedcg.learning.client import Client
+from fedcg.learning.data.array_files import ArrayData
+from fedcg.learning.errors import DataError, NetworkError
+from fedcg.learning.program import Program
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import PROGRAM, FederationSpec
+from fedcg.wire.messages.schemas import DeclineReason
+
+
+@dataclass(eq=False)
+class OwnProgram:
+    """The program of a device.
+
+    Args:
+        program: by its name.
+        device: its id, which the program is called with.
+        store: has the owner's consent, and the cohort's secret where there is one.
+
+    Attributes:
+        digest: sha256 of the code that this process has imported; empty before.
+    """
+
+    program: Program
+    device: str
+    store: PrivateStore
+    digest: str = field(default="", init=False)
+    _bound: dict[str, FederationSpec] = field(default_factory=dict, init=False)
+
+    def bound(self, spec: FederationSpec) -> FederationSpec:
+        """The spec with the program's network; itself where it names another.
+
+        Raises:
+            RoundError: the code is not what the owner let in.
+            LearningError: the program fails, or its network or classes are not those of the spec.
+        """
+        if spec.network.split != PROGRAM:
+            return spec
+        if spec.digest not in self._bound:
+            client = self._client(spec)
+            if tuple(client.classes) != spec.classes:
+                raise NetworkError(
+                    f"program {self.program.name} has the classes {', '.join(client.classes)}, and the federation {', '.join(spec.classes)}"
+                )
+            network = client.bound(spec.network, spec.input)
+            self._bound[spec.digest] = spec.model_copy(update={"network": network})
+        return self._bound[spec.digest]
+
+    def arrays(self, spec: FederationSpec) -> ArrayData:
+        """What the program has for data now.
+
+        Raises:
+            DataError: samples that can't be trained on, or of another form than the spec's.
+            RoundError, LearningError: as of `bound`.
+        """
+        client = self._client(spec)
+        found = client.arrays(self.device)
+        for part, rows in found.parts().items():
+            if (form := client.form(rows.images)) != spec.input:
+                raise DataError(f"{part}: inputs are {form.in_words}, and the federation's {spec.input.in_words}")
+        return found
+
+    def _client(self, spec: FederationSpec) -> Client:
+        digest = self.program.digest()
+        if self.digest not in ("", digest) or Consent(self.store.root).read().programs.get(spec.digest) != digest:
+            raise RoundError(
+                DeclineReason.NEEDS_APPROVAL,
+                f"the code of program {self.program.name} has changed since the agent started: start the agent again, which asks its owner",
+            )
+        self.digest = digest
+        root = self.store.cohort_secret() or spec_root(spec.seed)
+        return self.program.client(self.device, Streams(root).at(spec.federation, "initial").seed("program"))

@@ -1,0 +1,140 @@
+"""A program of the user's own, `module:function`: where its code lies, its digest, and the client that it states. Torch-free until it is called.
+
+Its name comes from the owner of this machine, by agent.toml or on the command line, and never from the wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedcg.errors import told
+from fedcg.learning.errors import LearningError, ProgramError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from fedcg.learning.client import Client
+
+PROGRAM_PATTERN = r"^[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99}$"
+PREFIX = "program:"
+"""Before the name of a program, where a data source is expected."""
+_MOST_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program by its name.
+
+    Attributes:
+        name: `module:function`; the function takes a site's name and returns a `fedcg.Client`.
+        folder: searched for the module before the installed packages.
+    """
+
+    name: str
+    folder: Path
+
+    @staticmethod
+    def of_source(root: Path) -> Program | None:
+        """The program that a data source `FOLDER/program:NAME` stands for; None for another source."""
+        return Program(root.name.removeprefix(PREFIX), root.parent) if root.name.startswith(PREFIX) else None
+
+    @property
+    def _top(self) -> str:
+        return self.name.partition(":")[0].partition(".")[0]
+
+    def files(self) -> list[Path]:
+        """The source files of its module, or of the whole package that the module lies in, sorted. Imports nothing.
+
+        Raises:
+            ProgramError: there is no such module.
+        """
+        found = PathFinder.find_spec(self._top, [str(self.folder), *sys.path])
+        if found is None or found.origin is None:
+            raise ProgramError(f"program {self.name}: no module {self._top} in {self.folder}, and none is installed")
+        origin = Path(found.origin)
+        return sorted(origin.parent.rglob("*.py")) if found.submodule_search_locations else [origin]
+
+    def digest(self) -> str:
+        """The sha256 of its source files and their names, in hex.
+
+        Raises:
+            ProgramError: there is no such module, it can't be read, or it is too large to be one.
+        """
+        digest, left = hashlib.sha256(), _MOST_BYTES
+        files = self.files()
+        try:
+            for path in files:
+                left -= path.stat().st_size
+                if left < 0:
+                    raise ProgramError(
+                        f"program {self.name}: {path.parent} holds more than {_MOST_BYTES:,} bytes of code"
+                    )
+                digest.update(
+                    f"{path.relative_to(files[0].parent)}\0{path.stat().st_size}\0".encode() + path.read_bytes()
+                )
+        except OSError as error:
+            raise ProgramError(f"program {self.name}: {error}") from error
+        return digest.hexdigest()
+
+    def module(self) -> ModuleType:
+        """Its module, imported from where `files` found it.
+
+        Raises:
+            ProgramError: it is not there, its code raises, or another module of that name is loaded.
+        """
+        files = self.files()
+        if str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        try:
+            module = importlib.import_module(self.name.partition(":")[0])
+        except Exception as error:
+            raise ProgramError(f"program {self.name} can't be imported: {told(error)}") from error
+        if Path(str(module.__file__)).resolve() not in {one.resolve() for one in files}:
+            raise ProgramError(
+                f"program {self.name}: a module of that name is loaded from {module.__file__}: rename yours"
+            )
+        return module
+
+    def sites(self) -> Sequence[str]:
+        """The names of its sites, `SITES` of its module.
+
+        Raises:
+            ProgramError: as `module`; or it has none.
+        """
+        found = getattr(self.module(), "SITES", None)
+        if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found) or not found:
+            raise ProgramError(f'program {self.name}: its module needs a list of names: SITES = ["a", "b", "c", "d"]')
+        return found
+
+    def client(self, site: str, seed: int) -> Client:
+        """Call it for a site; torch's random numbers follow from the seed, so that all sites' networks start from the same weights.
+
+        Raises:
+            ProgramError: as `module`; or the function is not there, raises, or returns something else.
+        """
+        from fedcg.learning.client import Client
+        from fedcg.learning.networks.randomness import lent_generators
+
+        name = self.name.partition(":")[2]
+        function = getattr(self.module(), name, None)
+        if not callable(function):
+            raise ProgramError(f"program {self.name}: its module has no function {name}")
+        try:
+            with lent_generators(seed):
+                made = function(site)
+        except LearningError:
+            raise
+        except Exception as error:
+            raise ProgramError(f"program {self.name}: {name}({site!r}) failed: {told(error)}") from error
+        if not isinstance(made, Client):
+            raise ProgramError(
+                f"program {self.name}: {name}({site!r}) returned a {type(made).__name__}, not a fedcg.Client"
+            )
+        return made

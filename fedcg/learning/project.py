@@ -1,0 +1,133 @@
+"""A project folder: `client.py` with the user's own program, `plan.toml`, and what packages them. Torch-free until a program is called.
+
+`fedcg simulate FOLDER` runs it on one machine, `fedcg federation create FOLDER/plan.toml` on devices whose agent.toml names the program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import tomllib
+
+from fedcg.errors import EXISTS
+from fedcg.learning.errors import ProgramError
+from fedcg.learning.program import Program
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationPlan
+
+PLAN_FILE = "plan.toml"
+PROGRAM_NAME = "client:client"
+TEMPLATES = ("images", "signals", "tables", "trainer")
+_ANY_METHOD, _ANY_ROUNDS = "fedcg", 10
+
+
+def program_of(folder: Path) -> Program:
+    """The program of a project.
+
+    Raises:
+        ProgramError: the folder has none.
+    """
+    program = Program(PROGRAM_NAME, folder.resolve())
+    if not (folder / "client.py").is_file():
+        raise ProgramError(
+            f"{folder}: no client.py with a function client(site) in it; `fedcg new NAME` makes a project"
+        )
+    return program
+
+
+def written_plan(folder: Path) -> dict[str, Any]:
+    """What stands in the project's plan; nothing where it has none.
+
+    Raises:
+        ProgramError: it is not TOML.
+    """
+    path = folder / PLAN_FILE
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProgramError(f"{path}: {error}") from error
+
+
+def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
+    """The plan that follows from a project: what its `plan.toml` has, with classes, input and network of the program as it is.
+
+    Args:
+        folder: of the project.
+        site: whose client is asked, and some of its samples sent through the network; empty: the first of `SITES`.
+
+    Raises:
+        ProgramError: the program can't be used.
+        LearningError: its data or network can't.
+        ValueError: the plan's other fields can't be used.
+    """
+    program, kept = program_of(folder), written_plan(folder)
+    site, seed = site or program.sites()[0], kept.get("seed", 0)
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
+    federation = str(kept.get("federation", name[:63]))
+    client = program.client(site, Streams(spec_root(seed)).at(federation, "initial").seed("program"))
+    data = client.data(site)
+    chosen = {key: value for key, value in kept.get("network", {}).items() if key in _CHOSEN}
+    network = client.network(data, **chosen).model_dump(mode="json", exclude_defaults=True)
+    first = {"federation": federation, "method": _ANY_METHOD, "rounds": _ANY_ROUNDS}
+    form = client.form(data.train.images).model_dump(mode="json", exclude_defaults=True)
+    plan = first | kept | {"classes": list(map(str, client.classes)), "input": form, "network": network}
+    FederationPlan.model_validate(plan)
+    return plan
+
+
+_CHOSEN = frozenset({"generator", "discriminator", "noise_dim"})
+
+
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """A plan as TOML: the fields of its first level, then its tables; lists of tables one to a line."""
+    tables = {name: value for name, value in plan.items() if isinstance(value, dict)}
+    lines = [f"{name} = {_toml(value)}" for name, value in plan.items() if name not in tables]
+    for table, fields in tables.items():
+        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{name} = {_toml(one)}' for name, one in value.items())} }}" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        rows = [_toml(one) for one in value]
+        is_of_tables = any(isinstance(one, dict) for one in value)
+        return "[\n" + "".join(f"  {row},\n" for row in rows) + "]" if is_of_tables else f"[{', '.join(rows)}]"
+    return json.dumps(value)
+
+
+def new_project(folder: Path, template: str) -> list[Path]:
+    """Write a project that runs as it is; its plan follows from its program.
+
+    Returns:
+        Its files.
+
+    Raises:
+        ProgramError: the folder is there and not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ProgramError(f"{folder} is there already: choose another name", exit_code=EXISTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = files("fedcg.learning").joinpath("templates")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", folder.resolve().name).strip("-").lower() or "federation"
+    written = []
+    for kept, target in (
+        (f"client_{template}.py", "client.py"),
+        ("pyproject.toml", "pyproject.toml"),
+        ("README.md", "README.md"),
+        ("test_client.py", "test_client.py"),
+    ):
+        text = source.joinpath(f"{kept}.template").read_text(encoding="utf-8")
+        path = folder / target
+        path.write_text(Template(text).safe_substitute(name=name), encoding="utf-8")
+        written.append(path)
+    path = folder / PLAN_FILE
+    path.write_text(plan_text(project_plan(folder)) + "\n", encoding="utf-8")
+    return [*written, path]
