@@ -6,6 +6,7 @@ The same runs, records, checkpoints and workers as the command `fedcg simulate` 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import tempfile
@@ -35,11 +36,12 @@ from fedcg.learning.client import Client
 from fedcg.learning.errors import DataError
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import Weights
+from fedcg.learning.networks.cut import Halves as Split
 from fedcg.learning.networks.plans import complete_spec, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
-from fedcg.learning.spec import PROGRAM, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
+from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part
 
@@ -85,7 +87,7 @@ def simulate(
         own = {
             "test": "all",  # each client's own, as it was given
             "data": f"{PROGRAM}:{_digest(named, data)}",
-            "network": PROGRAM,
+            "network": PROGRAM if named[next(iter(named))].trainer is None else TRAINER,
             "clients": len(named),
             "method": method,
             "rounds": rounds,
@@ -108,7 +110,12 @@ def simulate(
         spec = complete_spec(plan.model_copy(update={"network": network}))
     folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-")) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    given = Given(spec, Cohort(data, data[first].test, None, spec.classes))
+    trained: dict[str, FederationSpec] = {
+        name: spec.model_copy(update={"network": client.as_started_by(named[first], network, name)})
+        for name, client in named.items()
+        if client.trainer is not None
+    }
+    given = Given(spec, Cohort(data, data[first].test, None, spec.classes), trained)
     planned = PlannedRun(setting=setting)
     with open_workers(workers, setting.threads) as opened:
         runner = BatchRunner(folder, opened, Console(stderr=True), events=False, picture=False, given=given)
@@ -118,7 +125,10 @@ def simulate(
     if failed or stood is None:
         raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone")
     return Run(
-        folder, json.loads(record_path(folder, planned).read_text()), party_of(setting, spec, given.cohort), stood
+        folder,
+        json.loads(record_path(folder, planned).read_text()),
+        party_of(setting, spec, given.cohort, trained),
+        stood,
     )
 
 
@@ -157,7 +167,7 @@ def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) ->
             raise DataError(
                 f"client {name}: inputs are {found.in_words}, and those of {first} {form.in_words}: make them alike"
             )
-        if str(named[name].model.extractor) != str(named[first].model.extractor):
+        if str(_private(named[name])) != str(_private(named[first])):
             raise DataError(f"client {name}: its network is not that of {first}: cut the same one for all")
         if list(named[name].classes) != list(named[first].classes):
             raise DataError(f"client {name}: classes are not those of {first}: name the same ones in the same order")
@@ -196,15 +206,29 @@ _OF_SOURCES = {"partition", "images_per_client", "validation", "public_images", 
 }  # fmt: skip
 
 
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # typed into a shell
+        return kind.__qualname__
+
+
+def _private(client: Client) -> nn.Module:
+    """What of a client is not to be drawn anew: its extractor, or the whole network of a trainer."""
+    return client.model.extractor if isinstance(client.model, Split) else client.model
+
+
 def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> str:
     """What of clients decides a run's numbers: samples, code as far as its text shows, initial weights."""
     digest = hashlib.sha256()
     for name in named:
         found = data[name]
         digest.update("\0".join((name, *(one.digest() for one in (found.train, found.val, found.test)))).encode())
-    halves = named[next(iter(named))].model
-    digest.update(f"{halves.extractor}{halves.classifier}".encode())
-    for tensor in halves.extractor.state_dict().values():
+    first = named[next(iter(named))]
+    digest.update(f"{_private(first)}{getattr(first.model, 'classifier', '')}".encode())
+    for trainer in (client.trainer for client in named.values() if client.trainer is not None):
+        digest.update(f"{_source(type(trainer))}{trainer.private}{trainer.metric}".encode())
+    for tensor in _private(first).state_dict().values():
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
 

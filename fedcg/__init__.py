@@ -8,6 +8,8 @@ from importlib import import_module
 _FACE = {
     "Client": "fedcg.learning.client:Client",
     "Run": "experiments.face:Run",
+    "Trainer": "fedcg.learning.networks.task:Trainer",
+    "TrainerContext": "fedcg.learning.networks.task:TrainerContext",
     "Split": "fedcg.learning.networks.cut:Halves",
     "simulate": "experiments.face:simulate",
     "split": "fedcg.learning.networks.cut:split",

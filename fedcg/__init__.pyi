@@ -3,5 +3,7 @@ from experiments.face import simulate as simulate
 from fedcg.learning.client import Client as Client
 from fedcg.learning.networks.cut import Halves
 from fedcg.learning.networks.cut import split as split
+from fedcg.learning.networks.task import Trainer as Trainer
+from fedcg.learning.networks.task import TrainerContext as TrainerContext
 
 Split = Halves

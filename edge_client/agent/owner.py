@@ -36,7 +36,7 @@ from fedcg.event_log import EventLog
 from fedcg.files import PRIVATE, READABLE, is_locked
 from fedcg.learning.errors import NetworkError, ProgramError
 from fedcg.learning.program import Program
-from fedcg.learning.spec import PROGRAM, FederationSpec
+from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec
 from fedcg.text_output import wrong_value
 from fedcg.wire.artifacts.artifacts import codecs_for
 from fedcg.wire.artifacts.payload import data_bytes, max_payload_bytes
@@ -295,7 +295,7 @@ class OwnerControl:
         program = Program.of_source(self._config.data.root)
         if program is None:
             advice = 'this federation trains a program of each device: set `program = "module:function"` under [training] in agent.toml'
-            return (DeclineReason.SPEC_REFUSED, advice) if spec.network.split == PROGRAM else None
+            return (DeclineReason.SPEC_REFUSED, advice) if spec.network.split in (PROGRAM, TRAINER) else None
         try:
             digest = program.digest()
         except ProgramError as error:

@@ -195,7 +195,8 @@ def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, last:
     It lacks those without a sum that this device can open, and those whose last sum came to nothing, for a device that has its own from
     that round (`has_state`): it goes on from them. `last`: the round that is over; what the coordinator calls it counts for nothing.
     """
-    clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED}}
+    unknown = spec.network.starts_on_devices if last == 0 else frozenset()
+    clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED} - unknown}
     found = opened_parts(work, spec, decoded, last, has_state=has_state) if spec.sealed else {}
     return Aggregate(to_weights({**clear, **found}), decoded.header.label_distribution)
 

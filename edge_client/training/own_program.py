@@ -13,7 +13,7 @@ from fedcg.learning.data.array_files import ArrayData
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import PROGRAM, FederationSpec
+from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec
 from fedcg.wire.messages.schemas import DeclineReason
 
 
@@ -43,7 +43,7 @@ class OwnProgram:
             RoundError: the code is not what the owner let in.
             LearningError: the program fails, or its network or classes are not those of the spec.
         """
-        if spec.network.split != PROGRAM:
+        if spec.network.split not in (PROGRAM, TRAINER):
             return spec
         if spec.digest not in self._bound:
             client = self._client(spec)
@@ -51,7 +51,7 @@ class OwnProgram:
                 raise NetworkError(
                     f"program {self.program.name} has the classes {', '.join(client.classes)}, and the federation {', '.join(spec.classes)}"
                 )
-            network = client.bound(spec.network, spec.input)
+            network = client.bound(spec.network, spec.input, self.device)
             self._bound[spec.digest] = spec.model_copy(update={"network": network})
         return self._bound[spec.digest]
 

@@ -34,7 +34,7 @@ from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
-from fedcg.learning.training.evaluation import calibrated_loss, logits_of
+from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part
 
@@ -190,7 +190,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     candidates = []
     for name, parts in _models(work, command, stored, spec, method, data):
         measured = measure(spec, parts, data, common, work.place)
-        loss = calibrated_loss(logits_of(spec, parts, data.val, work.place), data.val.labels) if len(data.val) else None
+        loss = loss_to_choose_by(spec, parts, data.val, work.place) if len(data.val) else None
         candidates.append(Candidate(name, parts, measured, loss))
     chosen = choose(candidates)
     scores = stored.generation.scores

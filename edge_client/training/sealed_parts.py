@@ -18,7 +18,7 @@ from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.learning.training.evaluation import calibrated_loss, logits_of
+from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.wire.artifacts.artifacts import Artifact
 from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.errors import WireError
@@ -84,7 +84,7 @@ def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContex
     guess = -float((shares * shares.log()).sum())
 
     def loss(parts: Mapping[Part, Weights]) -> float:
-        return calibrated_loss(logits_of(ctx.spec, parts, validation, ctx.device), validation.labels.cpu())
+        return loss_to_choose_by(ctx.spec, parts, validation, ctx.device)
 
     downloaded = {part: aggregate.parts.get(part, mine[part]) for part in mine}
     if loss(downloaded) < _NOTHING * guess or loss(mine) > _SOMETHING * guess:

@@ -36,7 +36,7 @@ from fedcg.errors import told, users_trace
 from fedcg.event_log import EventLog
 from fedcg.files import advice_for
 from fedcg.learning.data.sources import IMAGE_SUFFIXES
-from fedcg.learning.errors import DataError, LearningError
+from fedcg.learning.errors import DataError, LearningError, ProgramError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
 from fedcg.learning.program import Program
@@ -212,7 +212,9 @@ class Trainer:
             if is_sticky(error):
                 self._give_up(command, error)
             reason = reason_for(error)
-            unexplained = reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError)
+            unexplained = reason is DeclineReason.TRAINING_FAILED and not isinstance(
+                error, EdgeError | OSError | ProgramError
+            )
             if (is_out_of_memory(error) and self._memory.halve()) or (unexplained and self._memory.failed()):
                 share = self._memory.share
                 self._events.write("memory_short", share=share, detail=self._explain(error))
@@ -304,7 +306,7 @@ def reason_for(error: Exception) -> DeclineReason:
         return DeclineReason.UPLOAD_NOT_ALLOWED
     if isinstance(error, DataError):
         return DeclineReason.NO_DATA
-    if isinstance(error, LearningError):
+    if isinstance(error, LearningError) and not isinstance(error, ProgramError):
         return DeclineReason.SPEC_REFUSED
     return DeclineReason.TRAINING_FAILED
 

@@ -42,8 +42,10 @@ def simulated_party(run: RunSetting, source: Source) -> Party:
     return party_of(run, spec, build_cohort(source, spec.input, run.deal()))
 
 
-def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
-    """All participants of a run.
+def party_of(
+    run: RunSetting, spec: FederationSpec, cohort: Cohort, trained_by: Mapping[str, FederationSpec] | None = None
+) -> Party:
+    """All participants of a run; `trained_by` has the specs of clients with trainers of their own.
 
     Raises:
         SourceError: the method's server needs public images, and none were held out.
@@ -56,7 +58,7 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     elif run.start == "random":
         roots = replace(roots, starts=roots.devices)
     # Where clients' own test images are those of the common set they are not measured on it again; the average of them is, on all.
-    common, own = cohort.common if run.test == "proportional" else None, own_specs(spec, cohort)
+    common, own = cohort.common if run.test == "proportional" else None, trained_by or own_specs(spec, cohort)
     coding = coding_of(spec)
     return Party(
         spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy, own

@@ -6,8 +6,8 @@ Knows nothing of options and terminals.
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -46,10 +46,15 @@ class FailedRun:
 
 @dataclass(frozen=True)
 class Given:
-    """Clients of the user's own code, in the place of a source whose images are dealt out."""
+    """Clients of the user's own code, in the place of a source whose images are dealt out.
+
+    Attributes:
+        own: by client, the spec with its own trainer.
+    """
 
     spec: FederationSpec
     cohort: Cohort
+    own: Mapping[str, FederationSpec] = field(default_factory=dict)
 
 
 class Runs:
@@ -119,7 +124,8 @@ class Runs:
             cohort, facts = self._defence_of(setting, real)
             auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
             seen = self._features_of(setting, spec, cohort)
-        party = party_of(setting, spec, cohort)
+        own = {} if self._given is None else self._given.own
+        party = party_of(setting, spec, cohort, own)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
         started = time.monotonic() - spent  # what was done before an interruption counts too
@@ -144,7 +150,7 @@ class Runs:
             checkpoints.save(now, time.monotonic() - started)
             self._on_round(planned, now)
 
-        result = self._simulator(party_of(setting, spec, seen), schedule, resume=stood, on_round=keep)
+        result = self._simulator(party_of(setting, spec, seen, own), schedule, resume=stood, on_round=keep)
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)

@@ -27,9 +27,10 @@ from fedcg.learning.networks.assembly import layout_of
 from fedcg.learning.networks.cut import Halves
 from fedcg.learning.networks.layers import built
 from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.learning.networks.task import Task, Trainer
 from fedcg.learning.simulation.party import ClientData
-from fedcg.learning.spec import PROGRAM, Features, Layer, NetworkChoice
-from fedcg.wire.parts import TensorLayout
+from fedcg.learning.spec import PROGRAM, TRAINER, Features, Layer, NetworkChoice
+from fedcg.wire.parts import Part, TensorLayout
 
 _SHARES = {"train": 0.9, "val": 0.1}
 _TRACED = 64
@@ -48,28 +49,46 @@ class Client:
         classes: names of the classes; a label y is an index into them.
         test: what its models are measured on, of the same form; None: its validation samples.
         name: of the site, for tables and files; empty: its place in the list, client-1 and so on.
+        trainer: for another task than classification: trains and measures `model`, which is then a whole network, on data that it has itself;
+            `train`, `test` and `classes` are left out.
+        example: one input of the network, [*shape], that its export follows from; with a trainer.
         mean, std: inputs are normalised by these, a number for each index of x's first dimension; empty: they are not.
     """
 
-    model: Halves
-    train: Any
-    classes: Sequence[str]
+    model: Halves | nn.Module
+    train: Any = None
+    classes: Sequence[str] = ()
     test: Any = None
     name: str = ""
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
+    trainer: Trainer | None = None
+    example: Any = None
 
     def __post_init__(self) -> None:
         """Check the model.
 
         Raises:
-            NetworkError: it is not cut in two, or built at its first call.
+            NetworkError: it is not cut in two, or built at its first call; or what is given does not go together.
         """
-        if not isinstance(halves := self.model, Halves):
+        if self.trainer is not None:
+            if not isinstance(self.trainer, Trainer) or not isinstance(self.model, nn.Module):
+                raise NetworkError("with a trainer, which extends fedcg.Trainer, model is a whole torch.nn.Module")
+            if self.example is None or self.train is not None or self.classes:
+                raise NetworkError(
+                    "with a trainer, give example, one input of the network; the trainer has the data, so leave train and classes out"
+                )
+            modules = list(self.model.named_modules())
+        elif isinstance(self.model, Halves):
+            if self.train is None or len(self.classes) < 2:
+                raise NetworkError(
+                    "train and classes are needed, two classes or more; for another task than classification give a trainer"
+                )
+            modules = [*self.model.extractor.named_modules(), *self.model.classifier.named_modules()]
+        else:
             raise NetworkError(
-                f"model is a {type(halves).__name__}: give fedcg.split(net, after=...) or fedcg.Split(extractor, classifier)"
+                f"model is a {type(self.model).__name__}: give fedcg.split(net, after=...) or fedcg.Split(extractor, classifier)"
             )
-        modules = [*halves.extractor.named_modules(), *halves.classifier.named_modules()]
         if lazy := [name for name, one in modules if isinstance(one, nn.modules.lazy.LazyModuleMixin)]:
             raise NetworkError(f"model: {lazy[0]} is built at its first call: run the network once before it is cut")
 
@@ -79,6 +98,8 @@ class Client:
         Raises:
             DataError: names the client, the sample and what is wrong with it.
         """
+        if (task := self._task(name)) is not None:
+            return ClientData(*task.held())
         rows = read_dataset(self.train, self.classes, f"client {name}: train")
         digests = [
             FileEntry(str(row), ImageSet(rows.images[row], rows.labels[row], ()).digest(), 0)
@@ -109,8 +130,25 @@ class Client:
 
         return ArrayData(read("train", self.train), None if self.test is None else read("test", self.test))
 
+    def _task(self, name: str, net: nn.Module | None = None) -> Task | None:
+        """What it trains by its own trainer, from the weights of `net` or of its own network; None without one."""
+        if self.trainer is None:
+            return None
+        start = net or self.model
+        assert isinstance(start, nn.Module)
+        return Task(name, start, self.trainer)
+
+    def as_started_by(self, first: Client, choice: NetworkChoice, name: str) -> NetworkChoice:
+        """The networks of the first client, with this one's trainer."""
+        assert isinstance(first.model, nn.Module)
+        task = self._task(name, first.model)
+        return choice if task is None else choice.bound(task.split(), task)
+
     def form(self, images: torch.Tensor | NDArray[Any]) -> TensorForm:
-        """The form of its inputs [N, *shape]."""
+        """The form of its inputs [N, *shape]; with a trainer that of its example."""
+        if self.example is not None:
+            images = torch.as_tensor(self.example)[None]
+            images = images if images.dtype == torch.uint8 else images.to(torch.float32)
         shape, dtype = tuple(images.shape[1:]), str(images.dtype).removeprefix("torch.")
         return TensorForm.model_validate(
             {"kind": "tensor", "shape": shape, "dtype": dtype, "mean": tuple(self.mean), "std": tuple(self.std)}
@@ -126,7 +164,13 @@ class Client:
         Raises:
             NetworkError: the network can't run on them, or makes something else than logits of its classes.
         """
+        if (task := self._task(self.name)) is not None:
+            stored = {part: layout_of(weights) for part, weights in task.parts().items()}
+            return NetworkChoice(
+                split=TRAINER, extractor=stored[Part.EXTRACTOR], head=stored[Part.CLASSIFIER], **chosen
+            ).bound(task.split(), task)
         halves, form = self.model, self.form(data.train.images)
+        assert isinstance(halves, Halves)
         samples = normalise(data.train.images[:_TRACED], form)
         features, logits = _traced(halves, samples)
         if logits.shape != (len(samples), len(self.classes)):
@@ -136,21 +180,40 @@ class Client:
         wide, _ = _traced(halves, torch.randn(samples.shape, generator=torch.Generator().manual_seed(0)) * _WIDE)
         reach = FeatureRange.around(torch.cat([features, wide]))
         made = Features(shape=tuple(features.shape[1:]), range=reach.value)
-        own = {"classifier": _as_data(halves, features), "extractor": _stored(halves.extractor)}
+        layers = _as_data(halves, features)
+        own = {"classifier": layers, "extractor": _stored(halves.extractor)}
+        own |= {} if layers else {"head": _stored(halves.classifier)}
         choice = NetworkChoice(split=PROGRAM, features=made, **own, **chosen)
         return choice.bound(self._split(choice))
 
-    def bound(self, choice: NetworkChoice, form: InputForm) -> NetworkChoice:
+    def bound(self, choice: NetworkChoice, form: InputForm, name: str) -> NetworkChoice:
         """A federation's choice of networks with this program's code, which has to be what the choice says.
 
         Raises:
             NetworkError: names what differs.
         """
-        halves, shape = self.model, None if choice.features is None else choice.features.shape
-        if shape is None or choice.extractor != (found := _stored(halves.extractor)):
+        if (choice.split == TRAINER) != (self.trainer is not None):
             raise NetworkError(
-                f"the federation's extractor is another network than this program's: {_first_other(choice.extractor, found)}"
+                f"the federation has network.split = {choice.split}, and this program is of the other kind"
             )
+        task = self._task(name)
+        if task is not None:
+            own = {part: layout_of(weights) for part, weights in task.parts().items()}
+            pairs: Sequence[tuple[tuple[TensorLayout, ...] | None, ...]]
+            pairs = ((choice.extractor, own[Part.EXTRACTOR]), (choice.head, own[Part.CLASSIFIER]))
+        else:
+            assert isinstance(self.model, Halves)
+            head = choice.head and _stored(self.model.classifier)
+            pairs = ((choice.extractor, _stored(self.model.extractor)), (choice.head, head))
+        for theirs, ours in pairs:
+            if theirs != ours:
+                raise NetworkError(
+                    f"the federation's network is not that of this program: {_first_other(theirs, ours)}"
+                )
+        if task is not None:
+            return choice.bound(task.split(), task)
+        halves = self.model
+        assert isinstance(halves, Halves)
         if choice.classifier is not None:
             features, _ = _traced(halves, torch.zeros(1, *form.tensor_shape))
             if _as_data(halves, features) != choice.classifier:
@@ -160,6 +223,7 @@ class Client:
     def _split(self, choice: NetworkChoice) -> Split:
         assert choice.features is not None
         layers, halves = choice.classifier, self.model
+        assert isinstance(halves, Halves)
         return Split(
             functools.partial(_copied, halves.extractor),
             functools.partial(_copied, halves.classifier) if layers is None else functools.partial(_built, layers),

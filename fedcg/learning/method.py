@@ -412,6 +412,7 @@ class Method:
         server_start: (spec, initial) -> the first aggregate, and what the server keeps. None: the initial weights of what comes down.
         private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
             each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
+        takes_trainer: whether its clients may train a task of their own, by a `fedcg.Trainer`: it only averages what they share.
         example: what its laws are tested with; it has to fit `Needs.networks`.
         vote: (state, aggregate, training images, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
     """
@@ -427,6 +428,7 @@ class Method:
     needs: Needs = Needs()
     personal: Personal = Personal()
     private_stages: int = 0
+    takes_trainer: bool = False
     example: Example = Example()
     vote: Callable[[ClientState, Aggregate, ImageSet, RoundContext], int] | None = None
 

@@ -65,7 +65,7 @@ def _folder_name(name: str) -> str:
 
 
 _ClassName = Annotated[str, Field(max_length=255), AfterValidator(_folder_name)]
-_Classes = Annotated[tuple[_ClassName, ...], Field(min_length=2, max_length=10_000)]
+_Classes = Annotated[tuple[_ClassName, ...], Field(max_length=10_000)]
 METHOD_PATTERN = r"^[a-z][a-z0-9_]{0,62}$"
 _MethodName = Annotated[str, Field(pattern=METHOD_PATTERN)]
 _Rounds = Annotated[int, Field(ge=1, le=100_000)]
@@ -114,6 +114,8 @@ class BackboneChoice(_Frozen):
 
 PROGRAM = "program"
 """The split whose extractor is the devices' own code: the spec has its features' shape, and the classifier as data."""
+TRAINER = "trainer"
+"""The split of any other task: network, training and measure are the devices' own code, and the spec has the tensors alone."""
 
 
 class Layer(_Frozen):
@@ -185,13 +187,21 @@ class NetworkChoice(_Frozen):
     extractor: Annotated[
         Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
         Field(
-            description=f"of the split {PROGRAM}: the extractor's tensors; none has no parameters",
+            description=f"of the splits {PROGRAM} and {TRAINER}: the tensors of the private part",
+            exclude_if=lambda layouts: layouts is None,
+        ),
+    ] = None
+    head: Annotated[
+        Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
+        Field(
+            description=f"the tensors of the other part, where it is the program's code too: of {TRAINER}, or of {PROGRAM} without `classifier`",
             exclude_if=lambda layouts: layouts is None,
         ),
     ] = None
     _program: object = PrivateAttr(None)
+    _task: object = PrivateAttr(None)
 
-    @field_validator("extractor", mode="before")
+    @field_validator("extractor", "head", mode="before")
     @classmethod
     def _as_in_json(cls, layouts: Any) -> Any:
         """TOML's lists, where the layouts of a spec, which is JSON, are strict."""
@@ -204,11 +214,22 @@ class NetworkChoice(_Frozen):
         """The split of the program (`networks.splits.Split`) that this process bound; None where it has none."""
         return self._program
 
-    def bound(self, program: object) -> NetworkChoice:
-        """The same choice with the code of its program, a `networks.splits.Split`."""
+    @property
+    def task(self) -> object:
+        """The task of the program (`networks.task.Task`), where its split is `trainer`."""
+        return self._task
+
+    def bound(self, program: object, task: object = None) -> NetworkChoice:
+        """The same choice with the code of its program, a `networks.splits.Split`, and with its task."""
         own = self.model_copy()
-        own._program = program  # noqa: SLF001 - a copy of its own
+        own._program, own._task = program, task  # noqa: SLF001 - a copy of its own
         return own
+
+    @property
+    def starts_on_devices(self) -> frozenset[parts.Part]:
+        """Parts whose first weights only the program has: the first aggregate holds zeros in their place, which no device takes."""
+        own = {parts.Part.EXTRACTOR: self.split in (PROGRAM, TRAINER), parts.Part.CLASSIFIER: self.head is not None}
+        return frozenset(part for part, is_own in own.items() if is_own)
 
     @property
     def backbone_names(self) -> tuple[str, ...]:
@@ -246,10 +267,18 @@ class NetworkChoice(_Frozen):
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    name, count = Counter(names).most_common(1)[0]
+    name, count = next(iter(Counter(names).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"{name!r} is there {count} times; each class once")
     return names
+
+
+def _with_classes(network: NetworkChoice, info: ValidationInfo) -> NetworkChoice:
+    classes = info.data.get("classes")  # missing where it is wrong itself
+    if classes is not None and (len(classes) < 2) != (network.split == TRAINER):
+        needed = "has no classes: set classes = []" if network.split == TRAINER else "needs classes, two or more"
+        raise ValueError(f"split = {network.split} {needed}")
+    return network
 
 
 def _for_images(pixels: int, info: ValidationInfo) -> int:
@@ -309,6 +338,7 @@ class FederationSpec(_Frozen):
     alternates: bool = False
 
     _fit_images = field_validator("augment_flip", "augment_crop")(_for_images)
+    _has_classes = field_validator("network")(_with_classes)
 
     def canonical(self) -> bytes:
         """The bytes that name this spec: sorted-key JSON without spaces."""
@@ -469,7 +499,7 @@ class FederationPlan(RoundPolicy):
     federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]
     classes: Annotated[_Classes, Field(description="class names in their order; folders of images have these names")]
     input: InputForm
-    network: NetworkChoice = NetworkChoice()
+    network: Annotated[NetworkChoice, Field(validate_default=True)] = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
     params: dict[str, ParameterValue] = Field({}, description="of the method: `fedcg method show NAME`")
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
@@ -494,6 +524,7 @@ class FederationPlan(RoundPolicy):
         ),
     ] = 64.0
 
+    _has_classes = field_validator("network")(_with_classes)
     _classes_differ = field_validator("classes")(_each_once)
     _fit_images = field_validator("augment_flip", "augment_crop")(_for_images)
 

@@ -267,7 +267,7 @@ def weights_digest(path: Path) -> str:
 
 
 BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "image_paper")
-PROGRAM = "program"  # the devices' own code
+PROGRAM, TRAINER = "program", "trainer"  # the devices' own code
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
 INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"
@@ -336,7 +336,7 @@ def registered() -> Mapping[str, str]:
     Raises:
         ExtensionError: two installed packages give one name to different functions, or one has the name of a built-in split.
     """
-    return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *CUTS, PROGRAM}))
+    return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *CUTS, PROGRAM, TRAINER}))
 
 
 def own_target(name: str) -> str:
@@ -382,7 +382,7 @@ def check_name(name: str) -> None:
         ExtensionError: see `registered`.
     """
     registered()
-    if name in BUILT_IN or name == PROGRAM:
+    if name in (*BUILT_IN, PROGRAM, TRAINER):
         return
     if is_projected(name):
         check_projected(name)

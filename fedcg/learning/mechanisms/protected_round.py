@@ -34,7 +34,7 @@ from fedcg.learning.networks.assembly import skeleton
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import NetworkSpec
+from fedcg.learning.spec import TRAINER, NetworkSpec
 from fedcg.wire.parts import Part, Report
 
 Parts = Mapping[Part, Weights]
@@ -134,6 +134,12 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
     Raises:
         PrivacyError: names the setting to change.
     """
+    inside = {name: getattr(privacy, name) for name in ("dp_sgd", "gradient_noise", "dropout", "label_counts_noise")}
+    if spec.network.split == TRAINER and (any(inside.values()) or privacy.balance != "none"):
+        names = [name for name, value in inside.items() if value] or ["balance"]
+        raise PrivacyError(
+            f"{', '.join(names)}: a Trainer has steps of its own, which these can't reach; update_clip, update_noise and prune go with it"
+        )
     if privacy.dp_sgd is not None:
         check_dp_sgd(spec, method)
     if (privacy.reduces_update or privacy.balance == "bias") and Part.STATISTICS in method.payload.sealed:

@@ -17,6 +17,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.classification import Penalty, train_classifier, with_downloaded_classifier
 from fedcg.learning.training.stage import MovingAverage, average_extras, moving_average
+from fedcg.learning.training.task_round import task_of, task_round
 from fedcg.wire.parts import Part, Report
 
 PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
@@ -77,6 +78,7 @@ def averaging_method(
         local_round=half.round_of,
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
+        takes_trainer=aggregator is None and not downloads,
     )
 
 
@@ -137,6 +139,8 @@ class LocalHalf(Generic[Params]):
     ) -> fl.LocalResult:
         """One client's local round."""
         params = self.params_type.model_validate(ctx.spec.params)
+        if (task := task_of(ctx.spec)) is not None:
+            return task_round(task, self.shared, params, state, aggregate, ctx)
         weights = {**state.parts, **(aggregate.parts if aggregate else {})}
         nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
         data = data.to(ctx.device)

@@ -29,7 +29,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts
 from fedcg.learning.methods._averaging import PERSONAL, LocalHalf, MomentumParams, average_of, unpenalised
 from fedcg.learning.networks import load_part
-from fedcg.learning.training.evaluation import calibrated_loss, logits_of
+from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.wire.parts import Part, Report
 
 CALIBRATED, UNUSABLE, OTHER_KIND, JUDGED = 1, 2, 4, 8
@@ -157,7 +157,7 @@ def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> floa
 def _validation_loss(parts: Parts, ctx: fl.RoundContext) -> float:
     if ctx.validation is None or not len(ctx.validation):
         return 0.0
-    found = calibrated_loss(logits_of(ctx.spec, parts, ctx.validation, ctx.device), ctx.validation.labels.cpu())
+    found = loss_to_choose_by(ctx.spec, parts, ctx.validation, ctx.device)
     return math.inf if math.isnan(found) else found  # logits that overflow
 
 

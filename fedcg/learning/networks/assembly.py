@@ -17,10 +17,11 @@ from fedcg.learning.networks.gan import DISCRIMINATORS, build_generator
 from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, program_split, rehearse
+from fedcg.learning.networks.task import Task
 from fedcg.learning.networks.timm_backbones import check_plain, projected_split
 from fedcg.learning.networks.torchvision_backbones import backbone_split
 from fedcg.learning.registry import get_method
-from fedcg.learning.spec import PROGRAM, FederationSpec, ImageForm, NetworkSpec
+from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec, ImageForm, NetworkSpec
 from fedcg.learning.split_names import is_backbone, is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
@@ -47,6 +48,8 @@ def split_of(spec: NetworkSpec) -> Split:
         raise NetworkError(f"{name} needs images, not tensors of shape {list(form.tensor_shape)}")
     if is_projected(name):
         split = projected_split(spec.network, spec.image)
+    elif name == TRAINER:
+        return program_split(spec.network)
     elif name == PROGRAM:
         split = program_split(spec.network)
     else:
@@ -184,7 +187,8 @@ def layout_of(weights: Weights) -> tuple[TensorLayout, ...]:
 
 def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
     """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
-    stated = {Part.EXTRACTOR: spec.network.extractor or ()} if spec.network.split == PROGRAM else {}
+    own, choice = spec.network.starts_on_devices, spec.network
+    stated = {part: (choice.extractor if part is Part.EXTRACTOR else choice.head) or () for part in own}
     with lent_generators(0):
         return {
             part: stated[part] if part in stated else layout_of(skeleton(spec, part).state_dict())
@@ -223,8 +227,10 @@ def personal_model(
     Raises:
         NetworkError: weights that do not fit the spec's networks.
     """
-    method = get_method(spec.method)
-    if method.personal.predict is not None:
+    method, task = get_method(spec.method), spec.network.task
+    if isinstance(task, Task):
+        model = task.model(parts)
+    elif method.personal.predict is not None:
         model = method.personal.predict(spec, parts)
     else:
         nets = (load_part(spec, part, parts[part], device) for part in (Part.EXTRACTOR, Part.CLASSIFIER))

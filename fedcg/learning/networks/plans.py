@@ -20,7 +20,7 @@ from fedcg.learning.networks.assembly import (
 from fedcg.learning.networks.own_backbone import check_backbones
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkSpec
+from fedcg.learning.spec import TRAINER, FederationPlan, FederationSpec, NetworkSpec
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayout, is_delta
 from fedcg.wire.sealed_numbers import number_count
 
@@ -47,7 +47,8 @@ def initial_parts(
     public = (method.payload.up | method.payload.down | DEFAULT_ALLOW_UPLOAD) - frozenset(spec.sealed)
     result: dict[Part, Weights] = {}
     for part in sorted(method.payload.parts if wanted is None else method.payload.parts & wanted):
-        if part is Part.STATISTICS:
+        is_elsewhere = spec.network.program is None and part in spec.network.starts_on_devices
+        if part is Part.STATISTICS or is_elsewhere:
             result[part] = {layout.name: _zeros(layout) for layout in spec.layouts[part]}
             continue
         root = spec_root(spec.seed) if part in public else private_root
@@ -121,6 +122,15 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     params = method.params_type.model_validate(plan.params)
     if problem := method.needs.networks(plan):
         raise NetworkError(f"{method.name}: {problem}")
+    if plan.network.split == TRAINER and not method.takes_trainer:
+        raise NetworkError(
+            f"{method.name} trains extractor, classifier and what it imitates by stages of its own, in the place of a Trainer: choose a method that "
+            f"averages ({', '.join(name for name in method_names() if get_method(name).takes_trainer)})"
+        )
+    if Part.CLASSIFIER in plan.network.starts_on_devices and plan.params.get("server_momentum"):
+        raise NetworkError(
+            "server_momentum needs first weights that the coordinator knows, and only the program has these: leave it out"
+        )
     check_backbones(plan, method.payload.up | method.payload.down)
     sealed = sealed_parts(plan, method)
     clear = method.payload.up - sealed or not sealed

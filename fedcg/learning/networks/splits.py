@@ -24,7 +24,7 @@ from fedcg.learning.networks.fast_layers import AveragedConv2d, MaxedConv2d
 from fedcg.learning.networks.layers import built
 from fedcg.learning.networks.randomness import lent_generators
 from fedcg.learning.registry import imported
-from fedcg.learning.spec import PROGRAM, NetworkChoice
+from fedcg.learning.spec import PROGRAM, TRAINER, NetworkChoice
 from fedcg.learning.split_names import own_target
 
 
@@ -128,21 +128,17 @@ SPLITS: Mapping[str, Split] = {
 
 
 def program_split(choice: NetworkChoice) -> Split:
-    """The split `program`: the code of it that this process has, else what the spec says of it.
+    """The splits `program` and `trainer`: the code of them that this process has, else what the spec says of it.
 
     Raises:
         NetworkError: what is asked of it is in neither; when it is called, that its extractor is.
     """
     if isinstance(choice.program, Split):
         return choice.program
+    if choice.split == TRAINER:
+        return Split(_nowhere, _nowhere, FeatureRange.REAL, features=(1,))
     if choice.features is None:
         raise NetworkError(f"network.split = {PROGRAM} needs network.features: what the program's extractor makes")
-
-    def extractor(_: int) -> nn.Module:
-        raise NetworkError(
-            f"network.split = {PROGRAM}: its extractor is the code of a program, which is not here: choose a method that keeps it "
-            'private (fedcg, fedsplit), or seal it (fedseal, or sealed = ["extractor"])'
-        )
 
     def classifier(_: tuple[int, ...], classes: int) -> nn.Module:
         if not choice.classifier:
@@ -152,7 +148,11 @@ def program_split(choice: NetworkChoice) -> Split:
             )
         return built(choice.classifier)
 
-    return Split(extractor, classifier, FeatureRange(choice.features.range), features=choice.features.shape)
+    return Split(_nowhere, classifier, FeatureRange(choice.features.range), features=choice.features.shape)
+
+
+def _nowhere(*_: object) -> nn.Module:
+    raise NetworkError("this network is the code of the devices' own program, which is not here")
 
 
 _ROWS = 3

@@ -19,7 +19,7 @@ from fedcg.learning.privacy import OFF
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.evaluation import calibrated_loss, evaluate, generator_figures, logits_of
+from fedcg.learning.training.evaluation import evaluate, generator_figures, loss_to_choose_by
 from fedcg.wire.parts import Part
 
 
@@ -214,7 +214,7 @@ def measure_task(party: Party, task: MeasureTask, aggregate: fl.Aggregate) -> tu
     def loss(of: FederationSpec, weights: Mapping[Part, fl.Weights] | None) -> float | None:
         if weights is None or len(data.val) == 0:
             return None
-        return calibrated_loss(logits_of(of, weights, data.val, party.device), data.val.labels)
+        return loss_to_choose_by(of, weights, data.val, party.device)
 
     alone = shadow_spec(spec)
     val, local_val = measured(spec, parts, data.val), measured(alone, task.shadow, data.val)

@@ -11,9 +11,11 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.assembly import personal_model
+from fedcg.learning.networks.task import Held
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features, generate, images_at_once
+from fedcg.learning.training.task_round import task_evaluation
 from fedcg.wire.parts import Part
 
 _BATCH = 500
@@ -30,6 +32,8 @@ def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet
     Raises:
         DataError: no images.
     """
+    if isinstance(data, Held):
+        return task_evaluation(spec, parts, data, device)
     logits, labels = logits_of(spec, parts, data, device), data.labels.cpu()
     correct = logits.argmax(1) == labels
     per_class = torch.bincount(labels[correct], minlength=len(data.classes))
@@ -54,6 +58,19 @@ def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSe
     model = personal_model(spec, parts, device)
     some = data.images.split(min(_BATCH, images_at_once(spec.input)))
     return torch.cat([model(normalise(images.to(device), spec.input)).cpu() for images in some])
+
+
+def loss_to_choose_by(
+    spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu"
+) -> float:
+    """The loss of a personal model by which a client chooses among several: calibrated; what a trainer's own metric lacks to 1.
+
+    Raises:
+        DataError: no images.
+    """
+    if isinstance(data, Held):
+        return task_evaluation(spec, parts, data, device).loss
+    return calibrated_loss(logits_of(spec, parts, data, device), data.labels.cpu())
 
 
 def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -112,7 +112,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
         "a": client(1), "b": fedcg.Client(fedcg.Split(nn.Flatten(), nn.Linear(64, 3)), windows(2), CLASSES)
     },
     "the classifier is a str": lambda: {"a": fedcg.Split(nn.Flatten(), "head")},  # type: ignore[arg-type]
-    "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},  # type: ignore[arg-type]
+    "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},
 }  # fmt: skip
 
 

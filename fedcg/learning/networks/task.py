@@ -1,0 +1,213 @@
+"""A task of the user's own: a network, what of it stays private, and the code that trains and measures it, in the place of this program's stages.
+
+The network's tensors are in two parts, as those of any split: what stays on its device (extractor), and the rest (classifier). Where a
+trainer keeps nothing, they are cut before the last module.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from fedcg.errors import told
+from fedcg.learning.errors import NetworkError, ProgramError
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.networks.splits import FeatureRange, Split
+from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Weights
+
+Kind = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class TrainerContext:
+    """What a round asks of a trainer.
+
+    Attributes:
+        round: counted from 1.
+        epochs: passes over the data, as the plan's parameters have it; `batch_size` and `lr` likewise.
+        device: of the model's tensors, a torch device string.
+        progress: to be called with (done, all); optimiser steps are signs of life by themselves.
+    """
+
+    round: int
+    epochs: int
+    batch_size: int
+    lr: float
+    device: str
+    progress: Callable[[int, int], None]
+    _mu: float = 0.0
+    _start: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def penalty(self, model: nn.Module) -> torch.Tensor:
+        """FedProx's term (eq. 2), to be added to the loss: μ/2 · ‖w - w_start‖² over what is trained; 0 with another method."""
+        if not self._mu:
+            return torch.zeros((), device=self.device)
+        moved = [
+            (now - self._start[name]).square().sum() for name, now in model.named_parameters() if now.requires_grad
+        ]
+        return self._mu / 2.0 * torch.stack(moved).sum()
+
+
+class Trainer(ABC):
+    """How one participant trains and measures a network: any task, any loop.
+
+    Attributes:
+        private: patterns of names in `model.state_dict()`, such as "backbone.*": these tensors never leave the device.
+        metric: which of the figures counts, from 0 to 1, more is better (R², mean IoU, F1); below 0 counts as 0. It chooses the best model.
+        examples: how many the participant trains on; the others' mean weighs it by that.
+    """
+
+    private: Sequence[str] = ()
+    metric: str = "score"
+    examples: int = 1
+
+    @abstractmethod
+    def train(self, model: nn.Module, context: TrainerContext) -> None:
+        """Train the model in place; torch's random numbers follow from the round."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Figures of a model on validation data; the model is in eval mode, without gradients."""
+
+    def test(self, model: nn.Module) -> Mapping[str, float]:
+        """Figures on held-out data, for people; where it is not overridden, those of validation."""
+        return self.evaluate(model)
+
+
+@dataclass(frozen=True)
+class Held(ImageSet):
+    """What stands for the data of a trainer, which holds it itself: as many rows as examples, and nothing in them."""
+
+    kind: Kind = "train"
+
+    def to(self, device: str) -> Held:
+        """Itself."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A network with its trainer.
+
+    Attributes:
+        name: of the participant, for messages.
+        net: with the weights that it starts from.
+    """
+
+    name: str
+    net: nn.Module
+    trainer: Trainer
+
+    def held(self) -> tuple[Held, Held, Held]:
+        """What stands for its training, validation and test data."""
+        count = self.trainer.examples
+        if not isinstance(count, int) or not 2 <= count <= 1 << 30:
+            raise ProgramError(
+                f"client {self.name}: Trainer.examples is {count!r}: give the number of training examples, 2 or more"
+            )
+        kinds: tuple[Kind, Kind, Kind] = ("train", "validation", "test")
+        train, val, test = (
+            Held(torch.zeros(rows, 1, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64), (), kind)
+            for rows, kind in zip((count, 1, 1), kinds, strict=True)
+        )
+        return train, val, test
+
+    def parts(self, net: nn.Module | None = None) -> dict[Part, dict[str, torch.Tensor]]:
+        """Copies of the tensors of the network, or of a trained one, on the CPU.
+
+        Raises:
+            ProgramError: a pattern of `private` names no tensor, or nothing is left to share; or a tensor can't be stored.
+        """
+        tensors = {name: one.detach().to("cpu", copy=True) for name, one in (net or self.net).state_dict().items()}
+        where = f"client {self.name}: "
+        for name, tensor in tensors.items():
+            if tensor.dtype not in (torch.float32, torch.int64):
+                raise ProgramError(f"{where}{name} is {tensor.dtype}; only float32 and int64 can be stored")
+        private: set[str] = set()
+        for pattern in self.trainer.private:
+            found = fnmatch.filter(tensors, pattern)
+            if not found:
+                raise ProgramError(
+                    f"{where}Trainer.private = {pattern!r} matches no tensor; there are {', '.join(list(tensors)[:6])}"
+                )
+            private |= set(found)
+        if not private:
+            private = set(list(tensors)[: max(1, _before_last(tensors))])
+        if private == tensors.keys():
+            raise ProgramError(
+                f"{where}Trainer.private matches all tensors, so that there is nothing to share; name fewer, or take method local"
+            )
+        return {
+            Part.EXTRACTOR: {name: one for name, one in tensors.items() if name in private},
+            Part.CLASSIFIER: {name: one for name, one in tensors.items() if name not in private},
+        }
+
+    def split(self) -> Split:
+        """Its two parts as modules that hold the tensors and compute nothing."""
+        parts = self.parts()
+        extractor, classifier = (functools.partial(_bag, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+        return Split(extractor, classifier, FeatureRange.REAL, initialises_itself=True, features=(1,))
+
+    def model(self, parts: Mapping[Part, Weights], device: str = "cpu") -> nn.Module:
+        """A copy of the network with these weights."""
+        net = copy.deepcopy(self.net)
+        try:
+            net.load_state_dict({**parts[Part.EXTRACTOR], **parts[Part.CLASSIFIER]})
+        except RuntimeError as error:
+            raise NetworkError(f"client {self.name}: the weights do not fit its network: {error}") from error
+        return net.to(device)
+
+    def figure(self, model: nn.Module, kind: Kind) -> float:
+        """The trainer's metric of a model, in [0, 1].
+
+        Raises:
+            ProgramError: its code raises, or it returns no such number.
+        """
+        trainer, name = self.trainer, "test" if kind == "test" else "evaluate"
+        try:
+            with torch.no_grad():
+                found = getattr(trainer, name)(model.eval())
+        except Exception as error:
+            raise ProgramError(f"client {self.name}: Trainer.{name} failed: {told(error)}") from error
+        try:
+            number = float(found[trainer.metric])
+        except (TypeError, KeyError, ValueError, IndexError, RuntimeError):
+            number = math.nan
+        if not math.isfinite(number) or number > 1.0 + 1e-6:
+            raise ProgramError(
+                f"client {self.name}: Trainer.{name} has to return {{{trainer.metric!r}: a number up to 1, more is better}}, not {found!r:.200}"
+            )
+        return min(1.0, max(0.0, number))
+
+
+def _before_last(tensors: Mapping[str, torch.Tensor]) -> int:
+    """How many tensors come before those of the last module."""
+    names = list(tensors)
+    last = names[-1].rpartition(".")[0]
+    return next(place for place, name in enumerate(names) if name.rpartition(".")[0] == last)
+
+
+def _bag(tensors: Mapping[str, torch.Tensor], *_: object) -> nn.Module:
+    """A module with these tensors under their names."""
+    bag = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        holder = bag
+        for piece in path:
+            if piece not in holder._modules:  # noqa: SLF001 - torch has no other way to ask
+                holder.add_module(piece, nn.Module())
+            holder = holder.get_submodule(piece)
+        holder.register_buffer(last, tensor.clone())
+    return bag

@@ -1,0 +1,116 @@
+"""The local round of a task of the user's own (`networks.task`), in the place of this program's stages."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fedcg.errors import told
+from fedcg.learning.errors import ProgramError
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    Evaluation,
+    LocalResult,
+    RoundContext,
+    SharedResult,
+    TrainingParams,
+    Weights,
+)
+from fedcg.learning.networks.randomness import seeded_layers
+from fedcg.learning.networks.task import Held, Task, TrainerContext
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+PHASE = "train"
+
+
+def task_of(spec: FederationSpec) -> Task | None:
+    """The task of the user's own that this process has bound to a spec; None where the spec's stages are this program's."""
+    task = spec.network.task
+    return task if isinstance(task, Task) else None
+
+
+def task_round(
+    task: Task,
+    shared: frozenset[Part],
+    params: TrainingParams,
+    state: ClientState,
+    aggregate: Aggregate | None,
+    ctx: RoundContext,
+) -> LocalResult:
+    """Load what came down over the client's own, let its trainer train, keep all, share some.
+
+    Raises:
+        ProgramError: what is private would leave; or the trainer raises, or leaves other tensors than it found.
+    """
+    trainer = task.trainer
+    if trainer.private and Part.EXTRACTOR in shared:
+        raise ProgramError(
+            f"client {task.name}: method {ctx.spec.method} shares all tensors, and Trainer.private keeps some: choose fedsplit"
+        )
+    if not trainer.private and shared == {Part.CLASSIFIER}:
+        raise ProgramError(
+            f"client {task.name}: Trainer.private is empty, and method {ctx.spec.method} keeps something private: choose fedavg"
+        )
+    model = task.model({**state.parts, **(aggregate.parts if aggregate else {})}, ctx.device)
+    start = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def progress(done: int, count: int) -> None:
+        ctx.callbacks.progress(PHASE, done, count)
+
+    mu: float = getattr(params, "mu", 0.0)
+    context = TrainerContext(ctx.round, params.epochs, params.batch_size, params.lr, ctx.device, progress, mu, start)
+    try:
+        with seeded_layers(ctx, "task"), torch.enable_grad(), _signs_of_life(progress):
+            trainer.train(model.train(), context)
+    except Exception as error:
+        raise ProgramError(f"client {task.name}: Trainer.train failed in round {ctx.round}: {told(error)}") from error
+    parts = task.parts(model)
+    _check_same(task, {**state.parts}, parts)
+    report = Report(examples=len(task.held()[0]), loss=None)
+    return LocalResult(
+        SharedResult({part: _copied(parts[part]) for part in sorted(shared)}), ClientState(parts), report
+    )
+
+
+def task_evaluation(spec: FederationSpec, parts: Mapping[Part, Weights], data: Held, device: str) -> Evaluation:
+    """The trainer's metric in the place of an accuracy, and what it lacks to 1 in the place of a loss."""
+    task = task_of(spec)
+    assert task is not None  # it holds the data
+    found = task.figure(task.model(parts, device), data.kind)
+    return Evaluation(found, 1.0 - found, len(data), (), ())
+
+
+@contextmanager
+def _signs_of_life(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Within the block every step of an optimiser is reported."""
+    steps = 0
+
+    def after(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        progress(steps, steps)
+
+    hook = register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _copied(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: one.clone() for name, one in weights.items()}
+
+
+def _check_same(task: Task, before: Mapping[Part, Weights], after: Mapping[Part, Weights]) -> None:
+    """Raise where training has added, removed or reshaped tensors."""
+    for part, weights in before.items():
+        forms = {name: tuple(one.shape) for name, one in weights.items()}
+        now = {name: tuple(one.shape) for name, one in after.get(part, {}).items()}
+        if wrong := sorted(forms.items() ^ now.items()):
+            name = wrong[0][0]
+            raise ProgramError(
+                f"client {task.name}: after Trainer.train {name} is {now.get(name, 'gone')}, and was {forms.get(name, 'not there')}: keep names and shapes"
+            )
