@@ -24,7 +24,7 @@ from fedcg.learning.spec import FederationPlan
 PLAN_FILE = "plan.toml"
 PROGRAM_NAME = "client:client"
 TEMPLATES = ("images", "signals", "tables", "trainer")
-_ANY_METHOD, _ANY_ROUNDS = "fedcg", 10
+_ROUNDS = 10
 
 
 def program_of(folder: Path) -> Program:
@@ -66,6 +66,9 @@ def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
         LearningError: its data or network can't.
         ValueError: the plan's other fields can't be used.
     """
+    from fedcg.learning.networks.plans import complete_spec  # torch comes with it
+    from fedcg.learning.registry import get_method
+
     program, kept = program_of(folder), written_plan(folder)
     site, seed = site or program.sites()[0], kept.get("seed", 0)
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
@@ -73,11 +76,16 @@ def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
     client = program.client(site, Streams(spec_root(seed)).at(federation, "initial").seed("program"))
     data = client.data(site)
     chosen = {key: value for key, value in kept.get("network", {}).items() if key in _CHOSEN}
-    network = client.network(data, **chosen).model_dump(mode="json", exclude_defaults=True)
-    first = {"federation": federation, "method": _ANY_METHOD, "rounds": _ANY_ROUNDS}
+    network = client.network(data, **chosen)
+    usual = "fedcg" if client.trainer is None else "fedsplit" if client.trainer.private else "fedavg"
+    method = get_method(str(kept.get("method", usual)))
+    first: dict[str, Any] = {"federation": federation, "method": method.name, "rounds": _ROUNDS}
+    if method.payload.up & network.starts_on_devices:  # the first differences are to zeros: whole weights
+        first["codec"] = "f16-delta"
     form = client.form(data.train.images).model_dump(mode="json", exclude_defaults=True)
-    plan = first | kept | {"classes": list(map(str, client.classes)), "input": form, "network": network}
-    FederationPlan.model_validate(plan)
+    stated = network.model_dump(mode="json", exclude_defaults=True)
+    plan = first | kept | {"classes": list(map(str, client.classes)), "input": form, "network": stated}
+    complete_spec(FederationPlan.model_validate(plan).model_copy(update={"network": network}))
     return plan
 
 
