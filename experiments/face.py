@@ -123,7 +123,8 @@ def simulate(
         _, failed = runner.run(Batch(runs=(planned,)), force=is_lost)
         stood = runner.stands(planned)
     if failed or stood is None:
-        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone")
+        error = failed[0].error if failed else None
+        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from error
     return Run(
         folder,
         json.loads(record_path(folder, planned).read_text()),

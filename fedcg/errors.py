@@ -57,12 +57,13 @@ def told(error: BaseException) -> str:
 
 def users_trace(error: BaseException | None) -> str:
     """The traceback through the user's own code that an error comes from; empty where it comes from this program or a package."""
+    found = ""
     while error is not None:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
         if frames:
-            return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
+            found = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
         error = error.__cause__
-    return ""
+    return found
 
 
 def _is_users(filename: str) -> bool:

@@ -5,6 +5,7 @@ runs.
 """
 
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -201,7 +202,7 @@ class BatchRunner:
 
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
-        self._bar.update(self._task, description=setting.name)
+        self._bar.update(self._task, description=_shown(setting.name))
         try:
             if self._has_events:
                 self._events[setting.name] = EventFiles(self._folder, setting.name, self._runs.done_rounds(planned))
@@ -213,7 +214,7 @@ class BatchRunner:
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
             self._print(f"{setting.name}: failed: {told(error)} (where: {trace})")
-            return FailedRun(setting.name, told(error))
+            return FailedRun(setting.name, told(error), error)
         finally:
             if setting.name in self._events:
                 self._events.pop(setting.name).end()
@@ -230,12 +231,17 @@ class BatchRunner:
         if name in self._events:
             self._events[name].add(now)
         self._counted_rounds[name] += 1
-        self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
+        self._bar.update(self._task, advance=1, description=f"{_shown(name)}, round {now.rounds}")
         if not self._console.is_terminal:
             self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown(name: str) -> str:
+    """A run's name without the digest of a program's clients, which their own names stand for."""
+    return re.sub(r"^program-[0-9a-f]{16}-", "", name)
 
 
 def _figures(record: Mapping[str, Any]) -> str:

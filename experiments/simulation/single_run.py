@@ -38,10 +38,11 @@ Simulator = Callable[..., Simulation]
 
 @dataclass(frozen=True)
 class FailedRun:
-    """A failed run and the reason."""
+    """A failed run, the reason, and the error that it comes from."""
 
     name: str
     reason: str
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
