@@ -24,7 +24,7 @@ from PIL import Image
 
 from export import load
 from export.errors import InputError
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all, load_inputs
 from export.model.versions import ModelVersions
 from export.serving.app import OF_STATUS, OTHER_STATUS
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install_versions(folder / "models", 1)
     install_versions(folder / "raw", 1, takes="normalised")
     (folder / "image.png").write_bytes(encoded(picture(1), "PNG"))
-    pixels = load_image(folder / "image.png", Model.load(folder / "models").manifest.input)
+    pixels = load_inputs(folder / "image.png", Model.load(folder / "models").manifest.input)[0]
     (folder / "pixels.json").write_text(json.dumps({"images": pixels.tolist()}))
     return folder
 
@@ -129,7 +129,7 @@ def test_a_file_its_bytes_and_its_name_are_classified_alike_and_a_missing_one_is
     model, path = load(str(home / "models"), threads=1), home / "image.png"
     guesses = model.classify(path, top=2)
     assert guesses == model.classify(str(path), top=2) == model.classify(path.read_bytes(), top=2)
-    row = model.predict([load_image(path, model.manifest.input)])[0]
+    row = model.predict(load_inputs(path, model.manifest.input))[0]
     assert [guess.probability for guess in guesses] == np.sort(row)[::-1][:2].tolist()
     with pytest.raises(InputError, match=r"gone\.png: no such file"):
         model.classify(home / "gone.png")
@@ -165,7 +165,7 @@ def _expected(root: Path) -> Answers:
     found: Answers = {}
     for version in ModelVersions(root).versions():
         model = Model.load(version.directory, threads=1)
-        rows = model.predict([load_image(content, model.manifest.input) for content in IMAGES.values()])
+        rows = model.predict(load_all(list(IMAGES.values()), model.manifest.input))
         found[version.name] = [{guess.label: guess.probability for guess in model.top(row, 3)} for row in rows]
     return found
 
@@ -332,13 +332,13 @@ def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
 
         answer = camera.ask(image, "1")
         model = Model.load(models, threads=1)
-        wanted = model.top(model.predict([load_image(image, model.manifest.input)])[0], 2)
+        wanted = model.top(model.predict(load_inputs(image, model.manifest.input))[0], 2)
         assert (answer["federation"], answer["round"], answer["version"]) == ("garden", 2, "0002")
         assert [one["class"] for one in answer["results"][0]["top"]] == [guess.label for guess in wanted]
         assert [one["probability"] for one in answer["results"][0]["top"]] == pytest.approx(
             [guess.probability for guess in wanted], abs=1e-5
         )
-        arrays = [load_image(image, model.manifest.input).tolist()] * 2
+        arrays = [load_inputs(image, model.manifest.input)[0].tolist()] * 2
         assert len(press.ask(json.dumps({"images": arrays}).encode(), "a.1")["results"]) == 2
 
         refused = {

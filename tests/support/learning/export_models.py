@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from export.build.install_model import package_personal
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from fedcg.imaging import Pixels
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
@@ -111,8 +111,7 @@ def flip_bit(path: Path, position: int) -> None:
 def labels_by(directory: Path, images: Sequence[Pixels | Path]) -> list[int]:
     """The labels under which an installed model is always right."""
     model = Model.load(directory, threads=1)
-    pixels = [load_image(one, model.manifest.input) if isinstance(one, Path) else one for one in images]
-    return [int(label) for label in model.predict(pixels).argmax(axis=1)]
+    return [int(label) for label in model.predict(load_all(images, model.manifest.input)).argmax(axis=1)]
 
 
 @dataclass(frozen=True)

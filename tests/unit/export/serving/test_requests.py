@@ -44,7 +44,7 @@ def _multipart(files: Mapping[str, bytes]) -> Body:
 
 def _refusal(content: bytes, content_type: str) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        request_bodies.read_images(content, content_type, FORM, LIMITS)
+        request_bodies.read_inputs(content, content_type, FORM, LIMITS)
     return caught.value
 
 
@@ -77,10 +77,10 @@ def test_multipart_without_a_usable_boundary_is_refused(content_type: str) -> No
 
 
 def test_arrays_are_one_image_or_a_batch() -> None:
-    [(_, image)] = request_bodies.read_images(*_json(ONE.tolist()), FORM, LIMITS)
+    [(_, image)] = request_bodies.read_inputs(*_json(ONE.tolist()), FORM, LIMITS)
     np.testing.assert_array_equal(image, ONE)
     assert image.dtype == np.uint8
-    images = request_bodies.read_images(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
+    images = request_bodies.read_inputs(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
     assert [name for name, _ in images] == ["images[0]", "images[1]"]
     np.testing.assert_array_equal(images[1][1], 255 - ONE)
 
@@ -96,7 +96,7 @@ def _with(value: object) -> object:
     [
         (_with(256), "images[3][0][2]", "256 is no pixel"),
         (_with(-1), "images[3][0][2]", "-1 is no pixel"),
-        (_with(10**30), "images", "whole numbers"),
+        (_with(10**30), "images[3][0][2]", r"1e\+30 is no pixel; send whole numbers"),
         (_with(0.5), "images", "whole numbers"),
         (_with("7"), "images", "whole numbers"),
         (_with(None), "images", "whole numbers"),
@@ -170,7 +170,7 @@ def test_one_bad_file_refuses_the_request_and_is_named(content: bytes, status: i
     "known", ["image/png", "image/x-whatever", "application/json", "multipart/form-data", "application/octet-stream"]
 )
 def test_known_types_pass(known: str) -> None:
-    request_bodies.check_type(f" {known.upper()} ; q=1")
+    request_bodies.check_type(f" {known.upper()} ; q=1", FORM)
 
 
 async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[bytes]:
