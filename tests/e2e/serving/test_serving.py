@@ -27,11 +27,12 @@ from export.errors import InputError
 from export.model.runtime import Model, load_all, load_inputs
 from export.model.versions import ModelVersions
 from export.serving.app import OF_STATUS, OTHER_STATUS
+from fedcg.input_form import TensorForm
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto
 from tests.support.commands import fails
-from tests.support.learning.export_models import encoded, install_model, picture
+from tests.support.learning.export_models import encoded, install_model, make_spec, picture
 from tests.support.serving import Server, install_versions, multipart, serving
 from tests.support.waiting import wait_until
 
@@ -316,6 +317,20 @@ def serving_mqtt(broker: RunningMosquitto, models: Path, *options: str) -> Itera
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+def test_tensors_are_asked_about_over_mqtt(broker: RunningMosquitto, app: MakeApp, tmp_path: Path) -> None:
+    form = TensorForm(kind="tensor", shape=(2, 20, 24), mean=(3.0, -2.0), std=(2.0, 0.5))
+    install_model(tmp_path / "models", spec=make_spec(form))
+    np.save(tmp_path / "two.npy", np.random.default_rng(0).normal(1, 2, (2, *form.shape)).astype(np.float32))
+    camera, wanted = app("camera"), load(tmp_path / "models").predict(np.load(tmp_path / "two.npy"))
+    with serving_mqtt(broker, tmp_path / "models"):
+        wait_until(lambda: camera.status().get("online") is True, "the server says that it answers", 60)
+        answers = camera.ask((tmp_path / "two.npy").read_bytes(), "1")["results"]
+        assert [one["probability"] for one in answers] == pytest.approx(wanted.max(axis=1), abs=1e-5)
+        refused = camera.ask(encoded(picture(1), "PNG"), "2")["error"]
+    assert refused["code"] == "bad_npy"
+    assert "the model takes tensors [2, 20, 24] of float32" in refused["message"]
 
 
 def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(

@@ -16,7 +16,7 @@ from export.build.install_model import package_personal
 from export.model.runtime import Model, load_all
 from fedcg.imaging import Pixels
 from fedcg.learning.networks import build_part, weights_of
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationSpec, ImageForm, InputForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 
 CLASSES = ("ant", "bee", "cat")
@@ -42,7 +42,7 @@ def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageFor
     return ImageForm.model_validate(values)
 
 
-def make_spec(form: ImageForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
+def make_spec(form: InputForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
     """A small federation's spec."""
     return FederationSpec(
         federation="garden",

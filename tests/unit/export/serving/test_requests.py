@@ -117,10 +117,11 @@ def test_an_array_that_is_no_image_is_refused_with_what_is_taken(images: object,
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b'{"image": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
+    "content", [b"", b"{", b"[1]", b'{"inputs": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
 )
 def test_what_is_no_document_of_images_is_refused(content: bytes) -> None:
-    assert _refusal(content, request_bodies.JSON_TYPE).code == "bad_json"
+    error = _refusal(content, request_bodies.JSON_TYPE)
+    assert (error.code, "the model takes images, RGB" in str(error)) == ("bad_json", True)
 
 
 def test_more_json_than_the_images_need_is_refused_before_it_is_parsed() -> None:
@@ -151,7 +152,7 @@ def _bomb() -> bytes:
     ("content", "status", "code", "told"),
     [
         (encoded(picture(1), "PNG")[:300], 422, "bad_image", "damaged"),
-        (b"no image", 422, "bad_image", "not an image"),
+        (b"no image", 422, "bad_image", "not an image.*; the model takes images, RGB, brought to 24 x 20 pixels"),
         (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), 422, "bad_image", "32 bits or floats"),
         (encoded(Image.new("L", (100, 101)), "PNG"), 413, "image_too_large", "101.* over the limit of 10000"),
         (_bomb(), 422, "bad_image", "damaged"),

@@ -88,6 +88,7 @@ def test_it_is_ready_and_says_which_model_it_serves(server: Server, installed: P
     ("body", "headers", "status", "code", "field"),
     [
         (bytes(MAX_BYTES + 1), PNG, 413, "body_too_large", None),
+        (b"\x93NUMPY", {"Content-Type": "application/x-npy"}, 415, "unknown_type", "Content-Type"),
         (b"a=b", {"Content-Type": "text/plain"}, 415, "unknown_type", "Content-Type"),
         (b"{", JSON, 422, "bad_json", "body"),
         (*multipart({"good": ONE, "bad": b"text"}), 422, "bad_image", "bad"),
