@@ -13,7 +13,7 @@ _LENGTH_BYTES = {b"\x93NUMPY\1\0": 2, b"\x93NUMPY\2\0": 4}
 _MAX_HEADER = 10_000  # numpy's own bound
 _HEADER = re.compile(
     rb"\{ *'descr' *: *'([<>|=]?[biufcSUVOmM]\d{0,4})' *, *'fortran_order' *: *(True|False) *, "
-    rb"*'shape' *: *\(((?: *\d{1,18} *,){0,32}(?: *\d{1,18})?) *\) *,? *\}\s*"
+    rb"*'shape' *: *\(((?: *\d{1,18}L? *,){0,32}(?: *\d{1,18}L?)?) *\) *,? *\}\s*"  # Python 2 wrote 3L
 )
 
 
@@ -43,7 +43,7 @@ def read_npy(file: IO[bytes], length: int, size_of: SizeOf) -> NDArray[Any]:
         kind = np.dtype(header[1].decode())
     except TypeError as error:
         raise NpyError(f"is not a numpy array ({error})") from error
-    shape = tuple(int(side) for side in header[3].split(b",") if side.strip())
+    shape = tuple(int(side.strip(b" L")) for side in header[3].split(b",") if side.strip())
     if kind.hasobject:
         raise NpyError("holds objects, which are not read")
     size, there = size_of(shape, kind), length - 8 - length_bytes - header_size

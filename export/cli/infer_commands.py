@@ -93,7 +93,7 @@ class _InferGroup(TyperGroup):
 _IMAGES = "IMAGE..."
 infer_app = typer.Typer(
     cls=_InferGroup,
-    help="Classify images with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
+    help="Classify images or tensors with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
     add_completion=False,
 )
 

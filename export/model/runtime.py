@@ -136,8 +136,10 @@ def labelled_tensors(
     from fedcg.learning.data.array_files import read_npz, read_unlabelled  # loaded for these files alone
     from fedcg.learning.errors import DataError
 
-    if not path.exists():
-        raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
+    if not path.is_file():  # a FIFO never ends
+        is_there = path.exists()
+        reason = "not a regular file" if is_there else "no such file"
+        raise InputError(str(path), reason, exit_code=None if is_there else NOT_FOUND)
     try:
         if classes is None:
             return list(read_unlabelled(path, form)), []

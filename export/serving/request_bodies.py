@@ -27,7 +27,7 @@ IMAGE_TYPES = ("image/*", BYTES_TYPE, MULTIPART_TYPE, JSON_TYPE)
 TENSOR_TYPES = (BYTES_TYPE, "application/x-npy", JSON_TYPE)
 BODIES_AT_ONCE = 8
 """All bodies that are being read or decoded may together take this many times the limit of one body."""
-_JSON_BYTES_PER_VALUE = {"uint8": 16, "float32": 36}  # "255," or "-2.2250738585072014e-308,", and indentation
+_JSON_BYTES_PER_VALUE = {"uint8": 16, "float32": 50}  # "255," or "-2.2250738585072014e-308,", and indentation
 _JSON_BYTES_BESIDE = 4096
 _MAX_NAME = 200
 _MAX_PART_HEADERS = 16 * 1024

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,8 @@ def test_commands_take_npy_and_npz_files(models: Path, tmp_path: Path) -> None:
     assert [one["class"] for one in shown] == [CLASSES[label] for label in (*LABELS, LABELS[0])]
     assert [shown[0]["file"], shown[-1]["file"]] == [f"{tmp_path}/all.npz#0", f"{tmp_path}/one.npy"]
     assert f"{Path(__file__).name}: is not a numpy array" in fails(2, "infer", "--model", models, __file__)
+    os.mkfifo(tmp_path / "fifo.npz")
+    assert "fifo.npz: not a regular file" in fails(2, "infer", "--model", models, tmp_path / "fifo.npz")
     assert "nix.npz: no such file" in fails(NOT_FOUND, "infer", "--model", models, tmp_path / "nix.npz")
     (tmp_path / "spec.json").write_bytes(SPEC.canonical())
     weights = {f"{part.value}/{name}": one for part, held in make_parts(SPEC).items() for name, one in held.items()}
