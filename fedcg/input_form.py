@@ -40,6 +40,11 @@ class ImageForm(Settings):
         return self.height, self.width, self.channels
 
     @property
+    def dtype(self) -> Literal["uint8"]:
+        """Element type of an image's pixels."""
+        return "uint8"
+
+    @property
     def tensor_shape(self) -> tuple[int, int, int]:
         """Channels, height and width: one image as the network gets it."""
         return self.channels, self.height, self.width
@@ -123,3 +128,17 @@ InputForm = Annotated[
     Annotated[ImageForm, Tag("[ImageForm]")] | Annotated[TensorForm, Tag("[TensorForm]")], Discriminator(_tag)
 ]
 """Images where no `kind` is named."""
+
+
+def can_take(form: InputForm, other: InputForm) -> bool:
+    """Whether a model of one form takes what one of another form takes: any image, as it is brought to a size; tensors of one shape and type."""
+    if isinstance(form, ImageForm) or isinstance(other, ImageForm):
+        return form.kind == other.kind
+    return (form.shape, form.dtype) == (other.shape, other.dtype)
+
+
+def taken_in_words(form: InputForm) -> str:
+    """What a model of this form takes, for messages."""
+    if isinstance(form, ImageForm):
+        return f"images, {form.mode}, brought to {form.width} x {form.height} pixels"
+    return f"tensors [{', '.join(map(str, form.shape))}] of {form.dtype}"

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from edge_client.config import DataSection
 from edge_client.errors import RoundError
@@ -22,7 +25,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.method import Progress, silent
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec, image_form
+from fedcg.learning.spec import FederationSpec, TensorForm, image_form
 from fedcg.learning.training.task_round import task_of
 from fedcg.wire.messages.schemas import DeclineReason
 
@@ -200,16 +203,28 @@ class LocalData:
         layer = self.input_layer(spec)
         return found.images if layer is None else layer.seen(found.images)
 
-    def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
-        """Paths and labels of a split's image files; empty for a source of another form, which has none."""
+    def samples(
+        self, spec: FederationSpec, snapshot: Snapshot, split: str
+    ) -> tuple[Sequence[Path | NDArray[Any]], list[int]]:
+        """Paths of a split's image files, or its tensors, with labels; empty for images of another source.
+
+        Raises:
+            DataError: tensors of the snapshot are gone or changed.
+        """
+        if isinstance(spec.input, TensorForm):
+            if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
+                self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
+            return _tensors(getattr(self._loaded[1], split))
         if not self.root.is_dir() or is_array_source(self.root):
             return [], []
         chosen = snapshot.split(split)
         return [self.root / file.path for file in chosen], [file.label for file in chosen]
 
-    def common_files(self, spec: FederationSpec) -> tuple[list[Path], list[int]]:
-        """Paths and labels of the shared balanced test set's image files."""
+    def common_samples(self, spec: FederationSpec) -> tuple[Sequence[Path | NDArray[Any]], list[int]]:
+        """The same of the shared balanced test set."""
         found = self._common_images(spec)
+        if found is not None and isinstance(spec.input, TensorForm):
+            return _tensors(found.images)
         if found is None or self.common is None or not self.common.is_dir() or is_array_source(self.common):
             return [], []
         return [self.common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
@@ -253,6 +268,10 @@ class LocalData:
             return (spec.digest, stamp(self.root))
         paths = [path for path, _ in list_files(self.root, spec.classes)]
         return (spec.digest, *((path, _stamp_of(self.root / path)) for path in paths))
+
+
+def _tensors(rows: ImageSet) -> tuple[list[NDArray[Any]], list[int]]:
+    return list(rows.images.numpy()), rows.labels.tolist()
 
 
 def _stamp_of(path: Path) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from export.build.install_model import package_personal
 from export.build.variants import CALIBRATION_IMAGES, HeldOut
 from export.errors import GateError
 from export.model.manifest import Manifest, read_manifest
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from export.model.versions import ModelVersions
 from fedcg.event_log import EventValue
 from fedcg.learning.aggregation.averaging import weighted_average
@@ -77,7 +77,7 @@ def export_model(
         round_number: the round the weights come from.
         parts: extractor and classifier.
         measured: their accuracies, for the manifest.
-        snapshot: the images of each split.
+        snapshot: the images or tensors of each split.
         last: also try variants, where the configuration asks for them.
 
     Returns:
@@ -86,7 +86,7 @@ def export_model(
     Raises:
         ExportError: it can't be exported; the version in use stays.
     """
-    files, labels = work.data.files(snapshot, "test")
+    files, labels = work.data.samples(spec, snapshot, "test")
     layer = work.data.input_layer(spec)
     slots = ModelVersions(work.store.root / "models")
     refused = None
@@ -123,25 +123,23 @@ def _described(directory: Path, manifest: Manifest) -> Outcome:
 
 
 def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> float | None:
-    """Share of the common test set's image files that an installed model gets right; None without such files."""
-    files, labels = work.data.common_files(spec)
+    """Share of the common test set's image files or tensors that an installed model gets right; None without such."""
+    files, labels = work.data.common_samples(spec)
     if not files:
         return None
     model = Model.load(directory, threads=work.threads)
-    predicted = model.predict([load_image(file, model.manifest.input) for file in files]).argmax(axis=1)
+    predicted = model.predict(load_all(files, model.manifest.input)).argmax(axis=1)
     return float((predicted == labels).mean())
 
 
 def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> HeldOut | None:
-    """Images that variants are compared on (validation) and calibrated with (training). None where there are no image files."""
-    files, labels = work.data.files(snapshot, "val")
-    seen, _ = work.data.files(snapshot, "train")
+    """What variants are compared on (validation) and calibrated with (training). None where there are neither image files nor tensors."""
+    files, labels = work.data.samples(spec, snapshot, "val")
+    seen, _ = work.data.samples(spec, snapshot, "train")
     if not files or not seen:
         return None
     some = seen[:: max(1, len(seen) // CALIBRATION_IMAGES)][:CALIBRATION_IMAGES]
-    return HeldOut(
-        [load_image(one, spec.image) for one in files], labels, [load_image(one, spec.image) for one in some]
-    )
+    return HeldOut(load_all(files, spec.input), labels, load_all(some, spec.input))
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from export.build.to_onnx import Exported, export_personal, verify
 from export.build.variants import HeldOut, add_variants, verify_variants
 from export.errors import GateError, InputError, ModelError, SlotError
 from export.model import manifest
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, Sample, load_all
 from export.model.versions import ModelVersions
 from fedcg.errors import NOT_FOUND
+from fedcg.input_form import ImageForm, can_take
 from fedcg.learning.defences.defence import defence_names, defence_of
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -39,24 +40,24 @@ ALLOWED = 0.01  # accuracy that a new version may lose, as a share: chance moves
 def pass_gate(
     candidate: Path,
     installed: ModelVersions,
-    files: Sequence[Path],
+    files: Sequence[Path | Sample],
     labels: Sequence[int],
     allowed: float = ALLOWED,
     *,
     threads: int = 0,
 ) -> manifest.Gate | None:
-    """Compare a model with the one in service on the same image files.
+    """Compare a model with the one in service on the same image files or tensors.
 
     Args:
         candidate: directory of the new model, not installed yet.
         installed: where the one in service is.
-        files: held-out image files of this box.
+        files: held-out image files, or tensors, of this box.
         labels: index of the right class per file.
         allowed: accuracy that the new one may lose, as a share.
         threads: threads of one prediction; 0 lets onnxruntime choose.
 
     Returns:
-        What was compared; None where nothing can be: no files, no usable model in service, or one of other classes.
+        What was compared; None where nothing can be: no files, no usable model in service, or one of other classes or tensors.
 
     Raises:
         GateError: the new one is worse by more than is allowed.
@@ -70,7 +71,7 @@ def pass_gate(
         old = Model.load(installed.current(), threads=threads)
     except (ModelError, SlotError):
         return None
-    if set(old.manifest.classes) != set(new.manifest.classes):
+    if set(old.manifest.classes) != set(new.manifest.classes) or not can_take(old.manifest.input, new.manifest.input):
         return None
     names = [new.manifest.classes[label] for label in labels]
     right = [_right(model, files, names) for model in (old, new)]
@@ -84,9 +85,9 @@ def pass_gate(
     )
 
 
-def _right(model: Model, files: Sequence[Path], names: Sequence[str]) -> float:
-    pictures = [load_image(file, model.manifest.input) for file in files]
-    guessed = [model.manifest.classes[index] for index in model.predict(pictures).argmax(axis=1)]
+def _right(model: Model, files: Sequence[Path | Sample], names: Sequence[str]) -> float:
+    inputs = load_all(files, model.manifest.input)
+    guessed = [model.manifest.classes[index] for index in model.predict(inputs).argmax(axis=1)]
     return float(np.mean([guess == name for guess, name in zip(guessed, names, strict=True)]))
 
 
@@ -96,7 +97,7 @@ def package_personal(
     slots_root: Path,
     *,
     round_number: int,
-    test_files: Sequence[Path] = (),
+    test_files: Sequence[Path | Sample] = (),
     test_labels: Sequence[int] = (),
     metrics: Mapping[str, float] | None = None,
     takes: manifest.Takes = "pixels",
@@ -112,11 +113,11 @@ def package_personal(
         parts: weights of the parts that the method's model is made of; others are ignored.
         slots_root: root of this box's versions.
         round_number: the round the weights come from.
-        test_files: held-out image files; without any, random pixels are compared.
+        test_files: held-out image files, or tensors; without any, random ones are compared.
         test_labels: index of the right class per file.
         metrics: figures to keep beside the model, by name.
-        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
-        variants: images to try float16 and int8 by; None for the model as exported alone.
+        takes: of images: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
+        variants: inputs to try float16 and int8 by; None for the model as exported alone.
         gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
         key: file of the device's message key, which signs the manifest; None for an unsigned model.
         before: what images go through before the network, normalised ones in and out; it becomes part of the model.
@@ -130,6 +131,7 @@ def package_personal(
             allows. Nothing was installed then and the version in use stays.
     """
     installed, threads = ModelVersions(slots_root), torch.get_num_threads()
+    takes = takes if isinstance(spec.input, ImageForm) else "tensors"
 
     def fill(directory: Path) -> None:
         model_path = directory / manifest.MODEL_NAME
@@ -162,7 +164,7 @@ def _manifest(
         round=round_number,
         spec=spec.digest,
         classes=spec.classes,
-        input=spec.image,
+        input=spec.input,
         takes=takes,
         model=manifest.ModelFile(sha256=manifest.digest(content), size=len(content), opset=exported.opset),
         metrics=dict(metrics),

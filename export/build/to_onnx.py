@@ -1,4 +1,4 @@
-"""A personal model as one ONNX file (uint8 pixels in, logits and probabilities out), and its comparison with the trained model on the same image files.
+"""A personal model as one ONNX file (uint8 pixels or tensors in, logits and probabilities out), and its comparison with the trained model on the same files.
 
 Uses torch.
 
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnxruntime
@@ -24,9 +24,18 @@ from torch import nn
 from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError, VerificationError
 from export.model.manifest import Takes, Verification
-from export.model.runtime import INPUT_NAME, NETWORK_INPUT, OUTPUT_NAMES, Floats, Predictor, load_image
+from export.model.runtime import (
+    INPUT_NAME,
+    NETWORK_INPUT,
+    OUTPUT_NAMES,
+    Floats,
+    Predictor,
+    Sample,
+    load_all,
+    load_image,
+)
 from fedcg.imaging import Pixels, fit_pixels
-from fedcg.input_form import ImageForm, TensorForm
+from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec
@@ -174,9 +183,7 @@ def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     return program.model_proto
 
 
-def _describe(
-    proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes | Literal["tensors"]
-) -> None:
+def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes) -> None:
     import onnx
 
     proto.producer_name, proto.doc_string = "fedcg-edge", ""
@@ -203,13 +210,13 @@ def verify(
     model_path: Path,
     spec: FederationSpec,
     parts: Mapping[Part, Weights],
-    files: Sequence[Path],
+    files: Sequence[Path | Sample],
     labels: Sequence[int],
     *,
     takes: Takes = "pixels",
     before: nn.Module | None = None,
 ) -> Verification:
-    """Run both models over image files and compare them.
+    """Run both models over image files, or over tensors, and compare them.
 
     The first files also go through a model's own preprocessing, each at its own size: the logits must be those of the image that
     training would see, to the last bit.
@@ -218,9 +225,9 @@ def verify(
         model_path: the ONNX file.
         spec: the federation's spec.
         parts: weights of the personal model's parts.
-        files: held-out image files. Without any, random pixels are compared and no accuracy is given.
+        files: held-out image files, or tensors. Without any, random ones are compared and no accuracy is given.
         labels: index of the right class per file.
-        takes: what the ONNX model takes.
+        takes: what the ONNX model takes, where the inputs are images.
         before: what images go through before the trained network.
 
     Raises:
@@ -231,23 +238,24 @@ def verify(
     """
     if len(files) != len(labels):
         raise ValueError(f"{len(files)} files but {len(labels)} labels")
-    content, threads = model_path.read_bytes(), torch.get_num_threads()
-    predictor = Predictor(content, spec.image, spec.class_count, takes=takes, name=str(model_path), threads=threads)
-    if takes == "pixels":
-        _check_preprocessing(content, spec.image, files[:OWN_SIZE_IMAGES], model_path)
+    content, threads, form = model_path.read_bytes(), torch.get_num_threads(), spec.input
+    predictor = Predictor(content, form, spec.class_count, takes=takes, name=str(model_path), threads=threads)
+    if isinstance(form, ImageForm) and takes == "pixels":
+        some = [file for file in files[:OWN_SIZE_IMAGES] if isinstance(file, Path)]
+        _check_preprocessing(content, form, some, model_path)
     network = personal_model(spec, parts, before=before)
-    pairs = [
-        (_logits(network, images, spec.image), predictor.run(images).logits) for images in _batches(files, spec.image)
-    ]
+    pairs = [(_logits(network, inputs, form), predictor.run(inputs).logits) for inputs in _batches(files, form)]
     trained, exported = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return _compare(trained, exported, np.asarray(labels, dtype=np.int64), model_path)
 
 
 @torch.no_grad()
-def _logits(network: nn.Module, images: Sequence[Pixels], form: ImageForm) -> Floats:
-    """What training's own network gives for images: [B, classes] float32."""
-    channels_first = torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2)))
-    logits: Floats = network(normalise(channels_first, form)).numpy()
+def _logits(network: nn.Module, inputs: Sequence[Sample], form: InputForm) -> Floats:
+    """What training's own network gives for inputs: [B, classes] float32."""
+    batch = np.stack(inputs)
+    if isinstance(form, ImageForm):
+        batch = np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
+    logits: Floats = network(normalise(torch.from_numpy(batch), form)).numpy()
     return logits
 
 
@@ -270,15 +278,25 @@ def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pi
     yield "an image of random pixels", noise, fit_pixels(noise.squeeze(-1) if form.channels == 1 else noise, form)
 
 
-def _batches(files: Sequence[Path], form: ImageForm) -> Iterator[Sequence[Pixels]]:
+def _batches(files: Sequence[Path | Sample], form: InputForm) -> Iterator[Sequence[Sample]]:
     if not files:
-        yield list(_noise((NOISE_IMAGES, *form.shape)))
+        yield list(_noise((NOISE_IMAGES, *form.shape)) if form.dtype == "uint8" else _normal(form))
     for start in range(0, len(files), _BATCH):
-        yield [load_image(file, form) for file in files[start : start + _BATCH]]
+        yield load_all(files[start : start + _BATCH], form)
 
 
 def _noise(shape: tuple[int, ...]) -> Pixels:
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _normal(form: InputForm) -> Floats:
+    """Random tensors that are normalised to mean 0 and deviation 1."""
+    numbers = np.random.default_rng(0).standard_normal((NOISE_IMAGES, *form.shape))
+    mean, std = (
+        np.reshape(of or one, (-1, *[1] * (len(form.shape) - 1))) for of, one in ((form.mean, 0.0), (form.std, 1.0))
+    )
+    tensors: Floats = (numbers * std + mean).astype(np.float32)
+    return tensors
 
 
 def _compare(trained: Floats, exported: Floats, labels: np.ndarray, model_path: Path) -> Verification:
@@ -292,7 +310,7 @@ def _compare(trained: Floats, exported: Floats, labels: np.ndarray, model_path: 
     if difference > bound or agreement < MIN_TOP1_AGREEMENT:
         raise VerificationError(
             f"{model_path}: not the trained model: logits differ by up to {difference:.2g} (allowed {bound:.2g}), "
-            f"{agreement:.1%} of {len(trained)} images get the same class (needed {MIN_TOP1_AGREEMENT:.1%}); it is not installed"
+            f"{agreement:.1%} of {len(trained)} inputs get the same class (needed {MIN_TOP1_AGREEMENT:.1%}); it is not installed"
         )
     from_files = len(labels) > 0
     return Verification(

@@ -1,4 +1,4 @@
-"""Other forms of an exported model: tried on the box that will run them, kept only where they pay there, checked once more on image files that had no part in the choice.
+"""Other forms of an exported model: tried on the box that will run them, kept only where they pay there, checked once more on files that had no part in the choice.
 
 A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and loses no more accuracy on held-out images than the budget. "ort" is the graph as onnxruntime optimises it; it may also be as fast and ready sooner. The manifest records what was measured and why it was decided so. Needs the package `onnx`, not torch.
 """
@@ -33,7 +33,6 @@ from export.model.manifest import (
     read_model,
     write_manifest,
 )
-from fedcg.imaging import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,14 +55,14 @@ class HeldOut:
     """What variants are judged by.
 
     Attributes:
-        images: each [height, width, channels] uint8, seen neither in training nor in calibration.
+        images: each as the model takes it, seen neither in training nor in calibration.
         labels: index of the right class per image.
         calibration: images whose activations give int8 its ranges; labels are not needed.
     """
 
-    images: Sequence[Pixels]
+    images: Sequence[runtime.Sample]
     labels: Sequence[int]
-    calibration: Sequence[Pixels]
+    calibration: Sequence[runtime.Sample]
 
     def __post_init__(self) -> None:
         if not self.images or not self.calibration:
@@ -89,7 +88,9 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
     """
     manifest = read_manifest(directory)
     plain = read_model(directory, manifest, manifest.model)
-    calibration = [runtime.normalise(one[None], manifest.input) for one in held_out.calibration[:CALIBRATION_IMAGES]]
+    calibration = [
+        runtime.network_input(one[None], manifest.input) for one in held_out.calibration[:CALIBRATION_IMAGES]
+    ]
     candidates, refused = [_load("fp32", plain, manifest, threads)], []
     for name, convert in _CONVERSIONS.items():
         try:
@@ -178,7 +179,7 @@ def _objection(name: VariantName, speed_up: float, lost: float, budget: float, s
     return ""
 
 
-def _latencies(predictors: Sequence[runtime.Predictor], images: Sequence[Pixels]) -> list[float]:
+def _latencies(predictors: Sequence[runtime.Predictor], images: Sequence[runtime.Sample]) -> list[float]:
     """Median milliseconds of one prediction at batch 1, in turns, so that other load on the machine affects all alike."""
     taken: list[list[float]] = [[] for _ in predictors]
     began, (least, most) = time.perf_counter(), TIMING_ROUNDS
@@ -212,7 +213,7 @@ def _conversion() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _to_ort(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
+def _to_ort(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
     """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
     if runtime.available_providers() != (runtime.CPU,):
         raise ConversionError(
@@ -227,7 +228,7 @@ def _to_ort(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
         return done.read_bytes()
 
 
-def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
+def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
     """The same file; only TensorRT's options differ."""
     if runtime.TENSORRT not in runtime.available_providers():
         raise ConversionError(f"not tried: no TensorRT here, only {runtime.in_words(runtime.available_providers())}")
@@ -245,7 +246,7 @@ def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelPr
         return converted
 
 
-def _to_fp16(content: bytes, _calibration: Sequence[runtime.Floats]) -> bytes:
+def _to_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
     """Weights and arithmetic of the network in float16; input and outputs keep their types."""
     return _converted(content, _halved)
 
@@ -257,12 +258,12 @@ def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
     return halved
 
 
-def _to_int8(content: bytes, calibration: Sequence[runtime.Floats]) -> bytes:
+def _to_int8(content: bytes, calibration: Sequence[runtime.Sample]) -> bytes:
     """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
     return _converted(content, lambda network: _quantised(network, calibration))
 
 
-def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Floats]) -> onnx.ModelProto:
+def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Sample]) -> onnx.ModelProto:
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
@@ -287,16 +288,16 @@ def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Floats]) 
 class _Calibration:
     """Images one by one, as onnxruntime's quantiser asks for them."""
 
-    def __init__(self, images: Sequence[runtime.Floats]) -> None:
+    def __init__(self, images: Sequence[runtime.Sample]) -> None:
         self._images = iter(images)
 
-    def get_next(self) -> dict[str, runtime.Floats] | None:
+    def get_next(self) -> dict[str, runtime.Sample] | None:
         """The next input, or None after the last one."""
         image = next(self._images, None)
         return None if image is None else {runtime.NETWORK_INPUT: image}
 
 
-_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Floats]], bytes]] = {
+_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {
     "ort": _to_ort,
     "fp16": _to_fp16,
     "int8": _to_int8,
@@ -307,7 +308,12 @@ _BOUND = frozenset({"ort", "trt_fp16"})
 
 
 def verify_variants(
-    directory: Path, files: Sequence[Path], labels: Sequence[int], *, budget: float = BUDGET, threads: int = 0
+    directory: Path,
+    files: Sequence[Path | runtime.Sample],
+    labels: Sequence[int],
+    *,
+    budget: float = BUDGET,
+    threads: int = 0,
 ) -> Manifest:
     """Compare each form that was kept with the model as exported, from the encoded files on, and record it in the manifest.
 
@@ -315,7 +321,7 @@ def verify_variants(
 
     Args:
         directory: a model, its variants and its manifest, not in use yet.
-        files: held-out image files; without any nothing is compared.
+        files: held-out image files, or tensors; without any nothing is compared.
         labels: index of the right class per file.
         budget: accuracy that a variant may lose, as a share of the files.
         threads: threads of one prediction; 0 lets onnxruntime choose.
@@ -331,7 +337,7 @@ def verify_variants(
     tried = [one for one in manifest.variants if one.file is not None and one.name != "fp32"]
     if not files or not tried:
         return manifest
-    pictures, right = [runtime.load_image(file, manifest.input) for file in files], np.asarray(labels)
+    pictures, right = runtime.load_all(files, manifest.input), np.asarray(labels)
     plain = _logits(directory, manifest, Variant(name="fp32", file=manifest.model), pictures, threads)
     checks = {
         one.name: _compared(one, _logits(directory, manifest, one, pictures, threads), plain, right) for one in tried
@@ -348,7 +354,7 @@ def verify_variants(
 
 
 def _logits(
-    directory: Path, manifest: Manifest, form: Variant, pictures: Sequence[Pixels], threads: int
+    directory: Path, manifest: Manifest, form: Variant, pictures: Sequence[runtime.Sample], threads: int
 ) -> runtime.Floats:
     content = read_model(directory, manifest, form.file)
     return runtime.predictor_of(manifest, form, content, threads=threads).run(pictures).logits

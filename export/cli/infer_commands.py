@@ -93,14 +93,19 @@ class _InferGroup(TyperGroup):
 _IMAGES = "IMAGE..."
 infer_app = typer.Typer(
     cls=_InferGroup,
-    help="Classify images with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
+    help="Classify images or tensors with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
     add_completion=False,
 )
 
 
 @infer_app.command(_IMAGES)
 def infer_command(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, folders of them, or patterns.")],
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="IMAGE...", help="Image files, of tensors .npy or .npz files; folders of them, or patterns."
+        ),
+    ],
     model: Annotated[
         Path, typer.Option("--model", help="Directory of a model, root of its versions, or a device's private store.")
     ],
@@ -113,7 +118,7 @@ def infer_command(
         bool, typer.Option("--csv", help="Print CSV: file, class, probability, and again for --top.")
     ] = False,
 ) -> None:
-    """Classify images with an exported model: class names and probabilities, likeliest first.
+    """Classify images or tensors with an exported model: class names and probabilities, likeliest first.
 
     An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2, or 7 where files that were
     named are missing and nothing else is wrong.
@@ -121,15 +126,17 @@ def infer_command(
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
     """
-    from export.model.image_files import classify_files, csv_text, expand, table_lines
+    from export.model.image_files import IMAGE_SUFFIXES, TENSOR_SUFFIXES, classify_files, csv_text, expand, table_lines
     from export.model.runtime import Model, in_words
+    from fedcg.input_form import ImageForm
 
     if as_json and as_csv:
         raise ExportError("choose one of --json and --csv")
     loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
         typer.echo(f"{loaded.directory} ({loaded.served.name}) by {in_words(loaded.predictor.providers)}", err=True)
-    results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
+    suffixes = IMAGE_SUFFIXES if isinstance(loaded.manifest.input, ImageForm) else TENSOR_SUFFIXES
+    results, failures = classify_files(loaded, expand(images, suffixes), top=top, max_pixels=max_pixels)
     document = {
         "model": str(loaded.directory),
         "federation": loaded.manifest.federation,
@@ -144,7 +151,7 @@ def infer_command(
         for line in table_lines(results):
             typer.echo(line)
     if failures:
-        refused = _some("images were not classified", map(str, failures), len(results) + len(failures))
+        refused = _some("inputs were not classified", map(str, failures), len(results) + len(failures))
         refused.data = document
         refused.exit_code = min(one.exit_code for one in failures)  # 2, or 7 where all are missing
         raise refused
@@ -400,7 +407,10 @@ def export_command(
     ] = None,
     slot: Annotated[str | None, typer.Option("--slot", help="Which slot of an agent's state, e.g. best.")] = None,
     images: Annotated[
-        Path | None, typer.Option("--images", help="Test images as CLASS/*.png or .jpg; random pixels when left out.")
+        Path | None,
+        typer.Option(
+            "--images", help="Test images as CLASS/*.png or .jpg, or an .npz of tensors; random ones when left out."
+        ),
     ] = None,
     round_number: Annotated[int, typer.Option("--round", min=0, help="The round the weights come from.")] = 0,
     raw: Annotated[
@@ -414,9 +424,12 @@ def export_command(
     from export.build.install_model import package_personal, read_spec, read_weights
     from export.model.image_files import labelled_files
     from export.model.manifest import read_manifest
+    from fedcg.input_form import TensorForm
 
     read = read_spec(spec)
-    files, labels = labelled_files(images, read.classes) if images else ([], [])
+    if raw and isinstance(read.input, TensorForm):
+        raise ExportError("--raw is of images: a model that takes tensors has its normalisation inside")
+    files, labels = labelled_files(images, read.classes, read.input) if images else ([], [])
     directory = package_personal(
         read,
         read_weights(weights, slot),
@@ -430,6 +443,6 @@ def export_command(
     checked = read_manifest(directory).verification
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
     return {"model": str(directory), "verification": checked.model_dump(mode="json")}, (
-        f"{directory}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
+        f"{directory}: verified on {checked.images} inputs ({checked.source}), largest difference of a logit "
         f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}\nNext: fedcg infer --model {directory} IMAGE"
     )

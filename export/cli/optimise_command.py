@@ -22,7 +22,10 @@ __all__ = ["model_app", "optimise_command"]
 
 Images = Annotated[
     Path,
-    typer.Option("--images", help="Held-out images as CLASS/*.png or .jpg: seen neither in training nor elsewhere."),
+    typer.Option(
+        "--images",
+        help="Held-out images as CLASS/*.png or .jpg, or an .npz of tensors: seen neither in training nor elsewhere.",
+    ),
 ]
 
 
@@ -35,7 +38,7 @@ def optimise_command(
         Path | None,
         typer.Option(
             "--calibration",
-            help="Images that give int8 its ranges, in the same form.  [default: a quarter of --images]",
+            help="Images or tensors that give int8 its ranges, in the same form.  [default: a quarter of --images]",
         ),
     ] = None,
     budget: Annotated[
@@ -72,14 +75,14 @@ def optimise_command(
 
 
 def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
-    """The images that judge the forms, and those that give int8 its ranges: every fourth where there are no others."""
+    """The images or tensors that judge the forms, and those that give int8 its ranges: every fourth where there are no others."""
     from export.build.variants import CALIBRATION_IMAGES, HeldOut
-    from export.model.image_files import labelled_images
+    from export.model.image_files import labelled_inputs
 
     manifest, _ = read_all(ModelVersions(root).current())
-    pictures, labels = labelled_images(images, manifest.classes, manifest.input)
+    pictures, labels = labelled_inputs(images, manifest.classes, manifest.input)
     if calibration is not None:
-        ranges, _ = labelled_images(calibration, manifest.classes, manifest.input, CALIBRATION_IMAGES)
+        ranges, _ = labelled_inputs(calibration, manifest.classes, manifest.input, CALIBRATION_IMAGES)
         return HeldOut(pictures, labels, ranges)
     judging = [number for number in range(len(pictures)) if number % 4]
     return HeldOut([pictures[number] for number in judging], [labels[number] for number in judging], pictures[::4])

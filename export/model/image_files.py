@@ -1,4 +1,4 @@
-"""Image files for a model: finds them (with labels from `CLASS/*.png` folders), classifies them, and formats the results. Torch-free."""
+"""Files for a model: finds images (with labels from `CLASS/*.png` folders) and tensors, classifies them, and formats the results. Torch-free."""
 
 import csv
 import glob
@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from export.errors import InputError
-from export.model.runtime import Guess, Model, load_image
+from export.model.runtime import Guess, Model, Sample, labelled_tensors, load_all, load_inputs
 from fedcg.errors import NOT_FOUND
 from fedcg.event_log import log_text
-from fedcg.imaging import Pixels, is_named_as_image
-from fedcg.input_form import ImageForm
+from fedcg.imaging import is_named_as_image
+from fedcg.input_form import InputForm, TensorForm
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+TENSOR_SUFFIXES = frozenset({".npy", ".npz"})
 BAR_FROM = 50  # a bar for fewer images only flickers
 _BATCH = 64
 
@@ -36,18 +37,18 @@ class Classified:
         return {"file": self.file, "class": best.label, "probability": best.probability, "top": top}
 
 
-def expand(arguments: Sequence[str]) -> list[Path]:
-    """Files that arguments mean: a file itself, the images anywhere under a folder, the matches of a pattern.
+def expand(arguments: Sequence[str], suffixes: frozenset[str] = IMAGE_SUFFIXES) -> list[Path]:
+    """Files that arguments mean: a file itself, those with these suffixes anywhere under a folder, the matches of a pattern.
 
     An argument without a match is kept, so that it is reported as missing.
     """
-    return [path for argument in arguments for path in _expand_one(argument)]
+    return [path for argument in arguments for path in _expand_one(argument, suffixes)]
 
 
-def _expand_one(argument: str) -> list[Path]:
+def _expand_one(argument: str, suffixes: frozenset[str]) -> list[Path]:
     path = Path(argument)
     if path.is_dir():
-        found = (one for one in path.rglob("*") if is_named_as_image(one, IMAGE_SUFFIXES) and not one.is_dir())
+        found = (one for one in path.rglob("*") if is_named_as_image(one, suffixes) and not one.is_dir())
         return sorted(found) or [path]
     if path.exists():
         return [path]
@@ -61,7 +62,7 @@ def classify_files(
     """Classify files in batches, with a progress bar on stderr when there are many.
 
     Returns:
-        The results in the order of the files, and why the other files could not be classified.
+        The results in the order of the files, and why the other files could not be classified. A file of several tensors has several, `FILE#0`, ….
     """
     results: list[Classified] = []
     failures: list[InputError] = []
@@ -70,17 +71,20 @@ def classify_files(
     with Progress(console=console, disable=hidden, transient=True) as progress:
         task = progress.add_task("classifying", total=len(files))
         for start in range(0, len(files), _BATCH):
-            batch, loaded = files[start : start + _BATCH], []
+            batch = files[start : start + _BATCH]
+            loaded: list[tuple[str, Sample]] = []
             for file in batch:
                 try:
-                    loaded.append((file, load_image(file, model.manifest.input, max_pixels)))
-                except InputError as error:  # noqa: PERF203 - decoding takes far longer
+                    inputs = load_inputs(file, model.manifest.input, max_pixels)
+                except InputError as error:
                     failures.append(error)
+                    continue
+                names = [str(file)] if len(inputs) == 1 else [f"{file}#{row}" for row in range(len(inputs))]
+                loaded += zip(names, inputs, strict=True)
             if loaded:
-                probabilities = model.predict([pixels for _, pixels in loaded])
+                probabilities = model.predict([one for _, one in loaded])
                 results += [
-                    Classified(str(file), model.top(row, top))
-                    for (file, _), row in zip(loaded, probabilities, strict=True)
+                    Classified(name, model.top(row, top)) for (name, _), row in zip(loaded, probabilities, strict=True)
                 ]
             progress.advance(task, len(batch))
     return results, failures
@@ -110,16 +114,21 @@ def csv_text(results: Sequence[Classified], top: int) -> str:
     return text.getvalue()
 
 
-def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
-    """Image files under `folder/CLASS/` and the index of their class, in order of class and path.
+def labelled_files(
+    folder: Path, classes: Sequence[str], form: InputForm
+) -> tuple[Sequence[Path | Sample], Sequence[int]]:
+    """Image files under `folder/CLASS/`, or the tensors of an `.npz`, and the index of their class, in order of class and path.
 
     Args:
-        folder: one folder per class; a class may be missing. Where there is `folder/test/CLASS/`, only that counts.
+        folder: one folder per class; a class may be missing. Where there is `folder/test/CLASS/`, only that counts. Of tensors, the file.
         classes: the model's class names.
+        form: what the model takes.
 
     Raises:
-        InputError: no such folder, a folder that is no class, or no image.
+        InputError: no such folder, a folder that is no class, or no image; or as `labelled_tensors`.
     """
+    if isinstance(form, TensorForm):
+        return labelled_tensors(folder, form, classes)
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", exit_code=NOT_FOUND)
     root = folder / "test" if (folder / "test").is_dir() and "test" not in classes else folder
@@ -138,20 +147,20 @@ def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], li
     return [path for path, _ in found], [label for _, label in found]
 
 
-def labelled_images(
-    folder: Path, classes: Sequence[str], form: ImageForm, limit: int | None = None
-) -> tuple[list[Pixels], list[int]]:
-    """The images that `labelled_files` finds, decoded, and the index of their class.
+def labelled_inputs(
+    folder: Path, classes: Sequence[str], form: InputForm, limit: int | None = None
+) -> tuple[list[Sample], Sequence[int]]:
+    """What `labelled_files` finds, decoded, and the index of its class.
 
     Args:
-        folder: one folder per class.
+        folder: as of `labelled_files`.
         classes: the model's class names.
-        form: mode and size that the model takes.
-        limit: at most so many images, taken evenly from all; None for all of them.
+        form: what the model takes.
+        limit: at most so many, taken evenly from all; None for all of them.
 
     Raises:
         InputError: as `labelled_files`, or a file that is no image.
     """
-    files, labels = labelled_files(folder, classes)
+    files, labels = labelled_files(folder, classes, form)
     step = 1 if limit is None else max(1, -(-len(files) // limit))
-    return [load_image(path, form) for path in files[::step]], labels[::step]
+    return load_all(files[::step], form), labels[::step]

@@ -20,7 +20,7 @@ from export.errors import ExportError, InputError, ManifestError, ModelError, Ta
 from fedcg.config_file import problems_in_words
 from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, replace_durably
-from fedcg.input_form import ImageForm
+from fedcg.input_form import InputForm, TensorForm
 
 if TYPE_CHECKING:
     from fedcg.wire.messages.envelopes import VerifyKey
@@ -219,7 +219,7 @@ class ModelFile(_Frozen):
 
 
 VariantName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
-Takes = Literal["pixels", "normalised"]
+Takes = Literal["pixels", "normalised", "tensors"]
 
 
 class VariantCheck(_Frozen):
@@ -247,7 +247,7 @@ class Verification(_Frozen):
 
     Attributes:
         images: how many images were compared.
-        source: "files" (held-out image files) or "noise" (random pixels: there were no files, so there is no accuracy).
+        source: "files" (held-out image files, or tensors of an `.npz`) or "noise" (random ones: there were no files, so there is no accuracy).
         max_abs_difference: largest difference of a logit.
         top1_agreement: share of images for which both name the same class, in [0, 1].
         accuracy_torch: share that the trained model gets right, in [0, 1].
@@ -319,7 +319,8 @@ class Manifest(_Frozen):
 
     Attributes:
         takes: "pixels" is uint8 [batch, any height, any width, channels], preprocessing inside; "normalised" is float32
-            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels: preprocessing outside.
+            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels: preprocessing outside;
+            "tensors" is [batch, *shape] of the type of `input`, normalisation inside.
     """
 
     format: Literal[2] = 2
@@ -327,7 +328,7 @@ class Manifest(_Frozen):
     round: Annotated[int, Field(ge=0)]
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
-    input: ImageForm
+    input: InputForm
     takes: Takes
     model: ModelFile
     metrics: dict[str, Finite] = {}
@@ -354,6 +355,12 @@ class Manifest(_Frozen):
             if one.name == self.serves and (one.machine is None or one.machine == machine()):
                 return one
         return Variant(name="fp32", file=self.model)
+
+    @model_validator(mode="after")
+    def _takes_its_input(self) -> Manifest:
+        if (self.takes == "tensors") != isinstance(self.input, TensorForm):
+            raise ValueError(f"takes {self.takes}, which is not what its input is: {self.input.kind}")
+        return self
 
     @model_validator(mode="after")
     def _serves_what_was_kept(self) -> Manifest:

@@ -1,18 +1,21 @@
-"""Runs an exported model with onnxruntime and numpy, from the image file to class names; imports no torch.
+"""Runs an exported model with onnxruntime and numpy, from the file of an image or a tensor to class names; imports no torch.
 
-Owns decoding to the model's form (`fedcg.imaging`, as for training), the choice of execution providers (TensorRT before CUDA before the CPU), and `Model`.
+Owns decoding to the model's form (`fedcg.imaging` and `fedcg.npy_arrays`, as for training), the choice of execution providers (TensorRT before CUDA before the CPU), and `Model`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +26,11 @@ from export.model.manifest import Accept, Manifest, Takes, Variant, read_model, 
 from export.model.versions import engines_of, resolve
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
-from fedcg.input_form import ImageForm
+from fedcg.input_form import ImageForm, InputForm, TensorForm, taken_in_words
+from fedcg.npy_arrays import NpyError, read_npy
+
+Sample = npt.NDArray[Any]
+"""One input as a model takes it: [height, width, channels] uint8 of an image; a tensor of the form's shape and type."""
 
 
 def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
@@ -46,6 +53,108 @@ def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXE
         return decode_image(content, form, max_pixels, resize=resize)
     except ImageError as error:
         raise InputError(name, str(error)) from error
+
+
+class TooManyError(NpyError):
+    """More tensors than are taken at once."""
+
+
+def read_tensors(content: bytes, form: TensorForm, most: int | None = None) -> Sample:
+    """Tensors from the bytes of an npy file: one, or a batch.
+
+    Args:
+        content: the whole file.
+        form: shape and element type; other types are cast where that loses nothing.
+        most: tensors that may be in it; None: any number.
+
+    Returns:
+        [N, *shape] of the form's type, finite.
+
+    Raises:
+        NpyError: no such file, another shape or type, or numbers that are not finite.
+        TooManyError: more than `most`; before they are read.
+    """
+
+    def size_of(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
+        if kind.kind not in "uif" or not np.can_cast(kind, form.dtype, "safe"):
+            raise NpyError(f"has numbers of type {kind}; the model takes {taken_in_words(form)}")
+        if shape != form.shape and (shape[1:] != form.shape or shape[0] == 0):
+            raise NpyError(f"has the shape {list(shape)}; the model takes {taken_in_words(form)}, or several of them")
+        if most is not None and shape != form.shape and shape[0] > most:
+            raise TooManyError(f"has {shape[0]} tensors; at most {most} are taken at once")
+        return math.prod(shape) * kind.itemsize
+
+    batch = read_npy(io.BytesIO(content), len(content), size_of).reshape(-1, *form.shape)
+    batch = np.ascontiguousarray(batch, dtype=form.dtype)
+    check_finite(batch)
+    return batch
+
+
+def check_finite(batch: Sample) -> None:
+    """Check that all numbers of inputs [N, ...] are finite.
+
+    Raises:
+        NpyError: names the first that is not.
+    """
+    if batch.dtype.kind == "f" and not np.isfinite(batch).all():
+        finite = np.isfinite(batch).reshape(len(batch), -1).all(1)
+        raise NpyError(f"has numbers that are not finite, in tensor {int(finite.argmin())}")
+
+
+def load_inputs(source: Path | bytes | Sample, form: InputForm, max_pixels: int = MAX_PIXELS) -> Sequence[Sample]:
+    """The inputs of a source: one image, or the tensors of an `.npy` or `.npz`; an array is one already.
+
+    Raises:
+        InputError: as `load_image`; no tensors of the form.
+    """
+    if isinstance(source, np.ndarray):
+        return [source]
+    if isinstance(form, ImageForm):
+        return [load_image(source, form, max_pixels)]
+    name = "tensors" if isinstance(source, bytes) else str(source)
+    try:
+        if isinstance(source, Path) and source.suffix == ".npz":
+            return labelled_tensors(source, form)[0]
+        return list(read_tensors(source if isinstance(source, bytes) else _read_bytes(source), form))
+    except NpyError as error:
+        raise InputError(name, str(error)) from error
+
+
+def labelled_tensors(
+    path: Path, form: TensorForm, classes: Sequence[str] | None = None
+) -> tuple[list[Sample], list[int]]:
+    """The tensors of an `.npz` for training, and the index of their class; of its test part, where it has one.
+
+    Args:
+        path: the file.
+        form: of the tensors.
+        classes: the model's class names; None: labels are not read, and all of an array's tensors are given.
+
+    Raises:
+        InputError: not such a file, damaged, tensors of another form, or a label that is no class.
+    """
+    from fedcg.learning.data.array_files import read_npz, read_unlabelled  # loaded for these files alone
+    from fedcg.learning.errors import DataError
+
+    if not path.is_file():  # a FIFO never ends
+        is_there = path.exists()
+        reason = "not a regular file" if is_there else "no such file"
+        raise InputError(str(path), reason, exit_code=None if is_there else NOT_FOUND)
+    try:
+        if classes is None:
+            return list(read_unlabelled(path, form)), []
+        data = read_npz(path, form)
+    except DataError as error:
+        raise InputError(str(path), str(error).removeprefix(f"{path}: ")) from error
+    part = data.test or data.train
+    if int(part.labels.max()) >= len(classes):
+        raise InputError(str(path), f"label {int(part.labels.max())}; the model's labels are 0 to {len(classes) - 1}")
+    return list(part.images), part.labels.tolist()
+
+
+def load_all(sources: Sequence[Path | bytes | Sample], form: InputForm) -> list[Sample]:
+    """The inputs of files that hold one each, or of arrays."""
+    return [one for source in sources for one in load_inputs(source, form)]
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -73,6 +182,11 @@ def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
     levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
     normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
     return normalised
+
+
+def network_input(batch: Sample, form: InputForm) -> Sample:
+    """What a model without preprocessing takes for inputs [N, ...]: normalised images, or tensors as they are."""
+    return normalise(batch, form) if isinstance(form, ImageForm) else batch
 
 
 TENSORRT = "TensorrtExecutionProvider"
@@ -156,9 +270,9 @@ class Predictor:
 
     Args:
         content: bytes of the ONNX file.
-        form: mode, size and statistics of an image.
+        form: of its inputs.
         class_count: C, the number of classes.
-        takes: pixels, or normalised values; then the pixels are normalised here.
+        takes: of images: pixels, or normalised values; then the pixels are normalised here.
         name: what to call the file in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         engines: folder of TensorRT's engines, where there is TensorRT; None: they are not kept.
@@ -171,7 +285,7 @@ class Predictor:
     def __init__(
         self,
         content: bytes,
-        form: ImageForm,
+        form: InputForm,
         class_count: int,
         *,
         takes: Takes = "pixels",
@@ -184,17 +298,19 @@ class Predictor:
         options.log_severity_level = _LOG_ERRORS_ONLY
         options.intra_op_num_threads = threads
         # Images come at the network's size, so that different ones share a batch: so onnxruntime leaves the resize out.
-        options.add_free_dimension_override_by_name("height", form.height)
-        options.add_free_dimension_override_by_name("width", form.width)
+        if isinstance(form, ImageForm):
+            options.add_free_dimension_override_by_name("height", form.height)
+            options.add_free_dimension_override_by_name("width", form.width)
         asked = session_providers(engines, is_half=is_half)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
             raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
         self.name = name
-        self.shape = form.shape
+        self.shape: tuple[int, ...] = form.shape
+        self.dtype = np.dtype(form.dtype)
         self.class_count = class_count
-        self.takes = takes
+        self.takes: Takes = takes if isinstance(form, ImageForm) else "tensors"
         self._form = form
         self._session = session
         self._check_signature(name)
@@ -204,34 +320,38 @@ class Predictor:
         """The execution providers in use."""
         return tuple(self._session.get_providers())
 
-    def run(self, images: Sequence[Pixels] | Pixels) -> Outputs:
-        """Logits and probabilities of images.
+    def run(self, inputs: Sequence[Sample] | Sample) -> Outputs:
+        """Logits and probabilities of inputs.
 
         Args:
-            images: each [height, width, channels] uint8 as `export.model.runtime.load_image` gives it.
+            inputs: each as `load_inputs` gives it.
 
         Raises:
-            ValueError: an image of another shape or element type.
+            ValueError: one of another shape or element type, or a tensor with numbers that are not finite.
         """
-        for position, image in enumerate(images):
-            if image.shape != self.shape or image.dtype != np.uint8:
-                raise ValueError(f"image {position} is {image.dtype} {image.shape}; the model takes uint8 {self.shape}")
-        logits = np.empty((len(images), self.class_count), dtype=np.float32)
+        for position, one in enumerate(inputs):
+            if one.shape != self.shape or one.dtype != self.dtype:
+                raise ValueError(
+                    f"{self._form.kind} {position} is {one.dtype} {one.shape}; the model takes {self.dtype} {self.shape}"
+                )
+        logits = np.empty((len(inputs), self.class_count), dtype=np.float32)
         probabilities = np.empty_like(logits)
-        for start in range(0, len(images), BATCH):
+        for start in range(0, len(inputs), BATCH):
             rows = slice(start, start + BATCH)
-            batch = np.stack(list(images[rows]))
-            fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: normalise(batch, self._form)}
+            batch = np.stack(list(inputs[rows]))
+            check_finite(batch)
+            fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: network_input(batch, self._form)}
             logits[rows], probabilities[rows] = self._session.run(list(OUTPUT_NAMES), fed)
         return Outputs(logits, probabilities)
 
     def _check_signature(self, name: str) -> None:
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
-        height, width, channels = self.shape
+        kind = "float" if self.dtype == np.float32 else "uint8"
         taken = {
             "pixels": (INPUT_NAME, "tensor(uint8)", self.shape),
-            "normalised": (NETWORK_INPUT, "tensor(float)", (channels, height, width)),
+            "normalised": (NETWORK_INPUT, "tensor(float)", self._form.tensor_shape),
+            "tensors": (NETWORK_INPUT, f"tensor({kind})", self.shape),
         }[self.takes]
         expected = ([taken], [(o, "tensor(float)", (self.class_count,)) for o in OUTPUT_NAMES])
         if (inputs, outputs) != expected:
@@ -239,7 +359,7 @@ class Predictor:
         self._check_form(name)
 
     def _check_form(self, name: str) -> None:
-        """Check the image form in the file's metadata; shapes are not enough, because a model takes pixels of any size."""
+        """Check the form in the file's metadata; shapes are not enough, because a model takes pixels of any size."""
         form = self._form
         wanted = form.model_dump(mode="json")
         stated = self._session.get_modelmeta().custom_metadata_map.get("input", "")
@@ -248,7 +368,7 @@ class Predictor:
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: was made for images {stated[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{name}: was made for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(
@@ -352,33 +472,31 @@ class Model:
         ordered: Floats = probabilities[:, self._name_order]
         return ordered
 
-    def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
-        """Probabilities of images, [N, C] float32.
+    def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:
+        """Probabilities of inputs, [N, C] float32; arguments and errors as of `Predictor.run`."""
+        return self.predictor.run(inputs).probabilities
+
+    def classify(
+        self, image: str | Path | bytes | Sample, top: int = 3, max_pixels: int = MAX_PIXELS
+    ) -> tuple[Guess, ...]:
+        """The likeliest classes of one image or tensor, likeliest first.
 
         Args:
-            images: each [height, width, channels] uint8 as `export.model.runtime.load_image` gives it.
-
-        Raises:
-            ValueError: an image of another shape or element type.
-        """
-        return self.predictor.run(images).probabilities
-
-    def classify(self, image: str | Path | bytes, top: int = 3, max_pixels: int = MAX_PIXELS) -> tuple[Guess, ...]:
-        """The likeliest classes of one image, likeliest first.
-
-        Args:
-            image: a file, or the bytes of one.
+            image: a file, the bytes of one, or an array as the model takes it.
             top: how many classes.
             max_pixels: larger images are refused from their header.
 
         Raises:
-            InputError: no such file, not an image, damaged, or over the pixel limit.
+            InputError: no such file, not one image or tensor, damaged, or over the pixel limit.
+            ValueError: an array of another shape or element type, or not finite.
         """
         source = Path(image) if isinstance(image, str) else image
-        [probabilities] = self.predict([load_image(source, self.manifest.input, max_pixels)])
-        return self.top(probabilities, top)
+        inputs = load_inputs(source, self.manifest.input, max_pixels)
+        if len(inputs) != 1:
+            raise InputError("tensors", f"{len(inputs)} of them; `predict` takes several")
+        return self.top(self.predict(inputs)[0], top)
 
     def top(self, probabilities: Floats, count: int) -> tuple[Guess, ...]:
-        """The `count` likeliest classes of one image, likeliest first; of equal ones the earlier class."""
+        """The `count` likeliest classes of one input, likeliest first; of equal ones the earlier class."""
         order = np.argsort(-probabilities, kind="stable")[:count]
         return tuple(Guess(self.manifest.classes[index], float(probabilities[index])) for index in order)

@@ -25,7 +25,8 @@ from export.model.image_files import Classified
 from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict
 from export.serving.live_model import Candidate, ServedModel
-from export.serving.request_bodies import Bodies, Limits, NamedImage, check_type, read_images
+from export.serving.request_bodies import Bodies, Limits, NamedInput, check_type, read_inputs
+from fedcg.input_form import taken_in_words
 from fedcg.text_output import wrong_value
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -161,25 +162,25 @@ class Service:
         """
         served = self.served()
         content_type = request.headers.get("content-type", "")
-        check_type(content_type)
+        check_type(content_type, served.manifest.input)
         async with self._bodies.read(request.stream(), _declared(request)) as content:
             with self.batcher.place() as predict:
                 work = self._answer(predict, served, content, content_type)
-                images, rows = await _unless_gone(request, work)
+                inputs, rows = await _unless_gone(request, work)
         # Not before the answer is on its way.
-        asyncio.get_running_loop().call_soon(self.models.answered, served, [pixels for _, pixels in images], rows)
-        results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
+        asyncio.get_running_loop().call_soon(self.models.answered, served, [one for _, one in inputs], rows)
+        results = [Classified(name, served.top(row, top)) for (name, _), row in zip(inputs, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
     async def _answer(
         self, predict: Predict, served: Model, content: bytes, content_type: str
-    ) -> tuple[list[NamedImage], Floats]:
-        decode = partial(read_images, content, content_type, served.manifest.input, self.limits)
-        images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+    ) -> tuple[list[NamedInput], Floats]:
+        decode = partial(read_inputs, content, content_type, served.manifest.input, self.limits)
+        inputs = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
-            return images, await predict(served, [pixels for _, pixels in images])
+            return inputs, await predict(served, [one for _, one in inputs])
         except QueueFullError:
             raise
         except Exception:
@@ -221,7 +222,11 @@ router = APIRouter()
 
 @router.post("/predict")
 async def predict(request: Request, service: Running, top: Annotated[int, Query(ge=1)] = DEFAULT_TOP) -> Response:
-    """Classes and probabilities of images: the bytes of one, multipart with several, or JSON {"images": arrays}."""
+    """Classes and probabilities of what the model takes, which GET /model says.
+
+    Images: the bytes of one, multipart with several, or JSON {"images": arrays}. Tensors: the bytes of one npy array
+    (application/x-npy or application/octet-stream), one tensor or a batch, or JSON {"inputs": arrays}.
+    """
     started = time.perf_counter()
     service.in_flight += 1
     outcome = "internal"
@@ -264,6 +269,7 @@ async def model(service: Running) -> dict[str, object]:
         "since": service.models.since.isoformat(),
         "providers": list(served.predictor.providers),
         "variant": served.served.name,
+        "takes": taken_in_words(served.manifest.input),
         "candidate": candidate.as_json() if candidate else None,
         "refused": service.models.refused or None,
         "taken_back": service.models.taken_back or None,

@@ -12,25 +12,24 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from export.errors import QueueFullError
-from export.model.runtime import Floats
-from fedcg.imaging import Pixels
+from export.model.runtime import Floats, Sample
 
 
 class Predicts(Protocol):
     """What runs a batch: a model, or a test's stand-in."""
 
-    def predict(self, images: Sequence[Pixels]) -> Floats:
+    def predict(self, images: Sequence[Sample]) -> Floats:
         """Probabilities of images, [N, C] float32."""
 
 
-Predict = Callable[[Predicts, Sequence[Pixels]], Awaitable[Floats]]
+Predict = Callable[[Predicts, Sequence[Sample]], Awaitable[Floats]]
 """Probabilities of images, all from this model and all in one batch; QueueFullError when they do not fit in."""
 
 
 @dataclass(eq=False)
 class _Job:
     model: Predicts
-    images: Sequence[Pixels]
+    images: Sequence[Sample]
     answer: asyncio.Future[Floats]
 
 
@@ -84,7 +83,7 @@ class Batcher:
         taken, is_coming = 1, True
         self._coming += 1
 
-        async def predict(model: Predicts, images: Sequence[Pixels]) -> Floats:
+        async def predict(model: Predicts, images: Sequence[Sample]) -> Floats:
             nonlocal taken, is_coming
             self._take(len(images) - taken)
             taken, is_coming = len(images), False

@@ -21,25 +21,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, ModelError
 from export.model.manifest import Accept
-from export.model.runtime import Floats, Model, in_words
+from export.model.runtime import Floats, Model, Sample, in_words
 from export.model.versions import ModelVersions, resolve
 from export.serving.judge import CandidateStage, Comparison, Pair, Progress, VersionFault, Watch, least_agreement
 from fedcg.files import READABLE, replace_durably
-from fedcg.imaging import Pixels
 
 PENDING = 2
 """Requests whose images are kept for the comparison, the one in work included; further ones are left out."""
+WARM_UP_BYTES = 128 << 20
+"""Of the inputs of a first run: 40 of the largest images, fewer of the largest tensors."""
 _FAILED = "version %s failed in the comparison (further failures are not logged): %s"
 
 
 def is_comparable(model: Model, current: Model) -> bool:
-    """Whether two models take the same pixels and name the same classes.
+    """Whether two models take the same pixels or tensors and name the same classes.
 
     In another order they may give every class another's name and still predict the same shares of classes: that shows only where their
     accuracies say how often both should agree.
     """
     forms = [
-        (sorted(one.manifest.classes), one.manifest.input.mode, one.manifest.input.shape) for one in (model, current)
+        (sorted(one.manifest.classes), one.manifest.input.kind, one.predictor.shape, one.predictor.dtype)
+        for one in (model, current)
     ]
     is_same_order = model.manifest.classes == current.manifest.classes
     return forms[0] == forms[1] and (is_same_order or _floor(model, current) > 0)
@@ -84,7 +86,7 @@ class Candidate:
         self._thread = ThreadPoolExecutor(1, "candidate")
         self._is_turned = self._has_failed = False
 
-    def offer(self, served: Model, images: Sequence[Pixels]) -> None:
+    def offer(self, served: Model, images: Sequence[Sample]) -> None:
         """Compare images that `served` has answered, if they are in the share and the thread is free; returns at once."""
         if served is not self._current or self._chance() >= self._stage.share or not self._room.acquire(blocking=False):
             return
@@ -116,7 +118,7 @@ class Candidate:
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
 
-    def _compare(self, images: Sequence[Pixels]) -> None:
+    def _compare(self, images: Sequence[Sample]) -> None:
         """On the thread: both versions one directly after the other, each first in turn, so that both meet the same other work."""
         try:
             self._is_turned = not self._is_turned
@@ -131,7 +133,7 @@ class Candidate:
         finally:
             self._room.release()
 
-    def _predicted(self, model: Model, images: Sequence[Pixels]) -> tuple[Floats | None, float]:
+    def _predicted(self, model: Model, images: Sequence[Sample]) -> tuple[Floats | None, float]:
         """Probabilities by class name, and seconds; None when the model fails or gives values that are not numbers."""
         began = self._clock()
         try:
@@ -267,7 +269,7 @@ class ServedModel:
         """Note a request that `served` failed at; from any thread."""
         self._watch.failed(served.version)
 
-    def answered(self, served: Model, images: Sequence[Pixels], rows: Floats) -> None:
+    def answered(self, served: Model, images: Sequence[Sample], rows: Floats) -> None:
         """Note what `served` answered, and let the candidate, if there is one, predict the same images.
 
         From any thread; returns at once.
@@ -427,13 +429,14 @@ def _stamped(chosen: Path) -> tuple[Path, Stamp]:
 
 
 def _try(model: Model, images: int) -> None:
-    """Run a model once, on black images; the first run of a batch size is slower than those after it.
+    """Run a model once, on zeros; the first run of a batch size is slower than those after it.
 
     Raises:
         ModelError: it does not run, or gives values that are not numbers.
     """
+    zeros = np.zeros((1, *model.predictor.shape), dtype=model.predictor.dtype)
     try:
-        rows = model.predict(np.zeros((images, *model.predictor.shape), dtype=np.uint8))
+        rows = model.predict(np.repeat(zeros, max(1, min(images, WARM_UP_BYTES // zeros.nbytes)), axis=0))
     except Exception as error:  # onnxruntime's own exception types are not public
         raise ModelError(f"{model.directory}: onnxruntime cannot run it ({error}); use another version") from error
     if not np.isfinite(rows).all():

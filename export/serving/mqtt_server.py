@@ -1,6 +1,6 @@
 """`fedcg infer serve-mqtt`: predictions for applications that speak MQTT, by request and response. No torch.
 
-A request is published on `PREFIX/NAME/request/CLIENT/ID`, its payload the bytes of an image or JSON arrays; the answer comes on
+A request is published on `PREFIX/NAME/request/CLIENT/ID`, its payload the bytes of an image or an npy file, or JSON arrays; the answer comes on
 `PREFIX/NAME/response/CLIENT/ID`, the document of `POST /predict` or `{"error": …}`. The topic carries all that a reply needs, so
 MQTT 3.1.1 is enough, and an access list can separate applications. `PREFIX/NAME/status` is retained and the will.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.image_files import Classified
 from export.serving.live_model import ServedModel
-from export.serving.request_bodies import JSON_TYPE, Limits, read_images
+from export.serving.request_bodies import BYTES_TYPE, JSON_TYPE, Limits, read_inputs
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
@@ -143,7 +143,7 @@ class MqttServer:
         if self._stopping.is_set():
             return RefusedError(503, "draining", "the server is ending; ask again when it is back")
         if len(delivery.payload) > self._limits.max_bytes:
-            message = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
+            message = f"a request may have {self._limits.max_bytes} bytes; send a smaller input, or start the server with --max-bytes"
             return RefusedError(413, "body_too_large", message)
         return None
 
@@ -175,17 +175,19 @@ class MqttServer:
         if served is None:
             raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when there is one")
         if not payload:
-            raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
-        kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
-        images = read_images(payload, kind, served.manifest.input, self._limits)
-        pixels = [one for _, one in images]
+            raise RefusedError(
+                400, "empty_body", "the payload is empty; send the bytes of an image or of an npy file, or JSON"
+            )
+        kind = JSON_TYPE if payload[:1] in (b"{", b"[") else BYTES_TYPE
+        inputs = read_inputs(payload, kind, served.manifest.input, self._limits)
+        samples = [one for _, one in inputs]
         try:
-            rows = served.predict(pixels)
+            rows = served.predict(samples)
         except Exception:
             self._models.failed(served)
             raise
-        self._models.answered(served, pixels, rows)
-        results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
+        self._models.answered(served, samples, rows)
+        results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(inputs, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
     def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:

@@ -1,34 +1,40 @@
-"""A request's body to images in a model's form: image bytes, multipart, or JSON arrays. Everything is bounded before it is kept."""
+"""A request's body to inputs in a model's form: image bytes, multipart, npy bytes, or JSON arrays. Everything is bounded before it is kept."""
 
 import asyncio
+import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
+from itertools import chain
 
 import numpy as np
 from pydantic_core import from_json
 
 from export.errors import QueueFullError, RefusedError
-from fedcg.imaging import ImageError, Pixels, TooManyPixelsError, decode_image
-from fedcg.input_form import ImageForm
+from export.model.runtime import Sample, TooManyError, read_tensors
+from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
+from fedcg.input_form import ImageForm, InputForm, TensorForm, taken_in_words
+from fedcg.npy_arrays import NpyError
 from fedcg.text_output import wrong_value
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
-IMAGE_TYPES = ("image/*", "application/octet-stream")
+BYTES_TYPE = "application/octet-stream"
+IMAGE_TYPES = ("image/*", BYTES_TYPE, MULTIPART_TYPE, JSON_TYPE)
+TENSOR_TYPES = (BYTES_TYPE, "application/x-npy", JSON_TYPE)
 BODIES_AT_ONCE = 8
 """All bodies that are being read or decoded may together take this many times the limit of one body."""
-_JSON_BYTES_PER_VALUE = 16  # "255," and the indentation of a printed document
+_JSON_BYTES_PER_VALUE = {"uint8": 16, "float32": 50}  # "255," or "-2.2250738585072014e-308,", and indentation
 _JSON_BYTES_BESIDE = 4096
 _MAX_NAME = 200
 _MAX_PART_HEADERS = 16 * 1024
 
 
-NamedImage = tuple[str, Pixels]
-"""The name of an image in the request, and the image in the model's form."""
+NamedInput = tuple[str, Sample]
+"""The name of an input in the request, and the input in the model's form."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,7 @@ class Bodies:
                 message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
                 raise RefusedError(408, "slow_body", message, field="body") from None
             if not kept:
-                raise RefusedError(
-                    400, "empty_body", "the body is empty; send the bytes of an image, multipart or JSON"
-                )
+                raise RefusedError(400, "empty_body", "the body is empty; send what the model takes, see /model")
             kept[:] = [b"".join(kept)]  # the pieces go
             yield kept[0]
         finally:
@@ -110,37 +114,42 @@ def media_type_of(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def check_type(content_type: str) -> None:
-    """Refuse a body of an unknown kind before it is read.
+def check_type(content_type: str, form: InputForm) -> None:
+    """Refuse a body of a kind that the model does not take, before it is read.
 
     Raises:
-        RefusedError: neither an image, multipart nor JSON.
+        RefusedError: names the kinds that are taken.
     """
     media_type = media_type_of(content_type)
-    if media_type.startswith("image/") or media_type in (JSON_TYPE, MULTIPART_TYPE, *IMAGE_TYPES):
+    known = IMAGE_TYPES if isinstance(form, ImageForm) else TENSOR_TYPES
+    if media_type in known or (isinstance(form, ImageForm) and media_type.startswith("image/")):
         return
-    known = ", ".join((*IMAGE_TYPES, MULTIPART_TYPE, JSON_TYPE))
-    raise RefusedError(
-        415, "unknown_type", f"Content-Type {media_type[:80]!r} is not read; send one of {known}", field="Content-Type"
-    )
+    message = f"Content-Type {media_type[:80]!r} is not read; {_taken(form)} as one of {', '.join(known)}"
+    raise RefusedError(415, "unknown_type", message, field="Content-Type")
 
 
-def read_images(content: bytes, content_type: str, form: ImageForm, limits: Limits) -> list[NamedImage]:
-    """Decode a request's images. Blocks for as long as that takes.
+def _taken(form: InputForm) -> str:
+    return f"the model takes {taken_in_words(form)}: send them"
+
+
+def read_inputs(content: bytes, content_type: str, form: InputForm, limits: Limits) -> list[NamedInput]:
+    """Decode a request's images or tensors. Blocks for as long as that takes.
 
     Raises:
-        RefusedError: names the image and what is wrong with it; one bad image refuses the whole request.
+        RefusedError: names the input and what is wrong with it; a bad one refuses the whole request.
     """
     media_type = media_type_of(content_type)
     if media_type == JSON_TYPE:
         return _from_json(content, form, limits)
+    if isinstance(form, TensorForm):
+        return _from_npy(content, form, limits)
     if media_type != MULTIPART_TYPE:
         return [_decode("image", content, form, limits)]
     files = parse_multipart(content, content_type, limits.max_images)
     return [_decode(name, part, form, limits) for name, part in files]
 
 
-def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedImage:
+def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedInput:
     if not content:
         raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
     try:
@@ -149,7 +158,7 @@ def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> Named
         message = f"{error}; make it smaller, or start the server with --max-pixels"
         raise RefusedError(413, "image_too_large", message, field=name) from error
     except ImageError as error:
-        raise RefusedError(422, "bad_image", f"{error}; send a whole image file", field=name) from error
+        raise RefusedError(422, "bad_image", f"{error}; {_taken(form)} as whole image files", field=name) from error
 
 
 def parse_multipart(content: bytes, content_type: str, most: int) -> list[tuple[str, bytes]]:
@@ -192,47 +201,80 @@ def _bad_multipart(why: str, field: str = "body") -> RefusedError:
     return RefusedError(400, "bad_multipart", f"{why}; send files as curl -F does", field=field)
 
 
-def _too_many(most: int) -> RefusedError:
-    return RefusedError(
-        413, "too_many_images", f"a request may have {most} images; send several requests", field="images"
-    )
+def _too_many(most: int, what: str = "images") -> RefusedError:
+    return RefusedError(413, "too_many_images", f"a request may have {most} {what}; send several requests", field=what)
 
 
-def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedImage]:
-    shape = form.shape
-    most_bytes = limits.max_images * int(np.prod(shape)) * _JSON_BYTES_PER_VALUE + _JSON_BYTES_BESIDE
+def _from_npy(content: bytes, form: TensorForm, limits: Limits) -> list[NamedInput]:
+    try:
+        return _named("inputs", read_tensors(content, form, limits.max_images))
+    except TooManyError as error:
+        raise _too_many(limits.max_images, "inputs") from error
+    except NpyError as error:
+        message = f"the body {error}; {_taken(form)} as one array in numpy's npy format, or as JSON"
+        raise RefusedError(422, "bad_npy", message, field="body") from error
+
+
+def _named(what: str, batch: Sample) -> list[NamedInput]:
+    return [(f"{what}[{number}]", one) for number, one in enumerate(batch)]
+
+
+def _from_json(content: bytes, form: InputForm, limits: Limits) -> list[NamedInput]:
+    what = "images" if isinstance(form, ImageForm) else "inputs"
+    most_bytes = limits.max_images * math.prod(form.shape) * _JSON_BYTES_PER_VALUE[form.dtype] + _JSON_BYTES_BESIDE
     if len(content) > most_bytes:
-        message = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
+        message = f"JSON for {limits.max_images} {what} {form.shape} has at most {most_bytes} bytes; send fewer"
         raise RefusedError(413, "body_too_large", message, field="body")
+    wanted = f'{_taken(form)} as {{"{what}": ARRAY}}'
     try:
         document = from_json(content)
     except ValueError as error:
         wrong = wrong_value({"type": "json_invalid", "msg": str(error)})
-        raise RefusedError(422, "bad_json", f'{wrong}; send {{"images": ARRAY}}', field="body") from error
-    if not isinstance(document, dict) or set(document) != {"images"}:
-        raise RefusedError(422, "bad_json", 'send {"images": ARRAY} and nothing beside it', field="body")
-    images = _pixels(document["images"], shape)
-    if len(images) > limits.max_images:
-        raise _too_many(limits.max_images)
-    return [(f"images[{number}]", image) for number, image in enumerate(images)]
+        raise RefusedError(422, "bad_json", f"{wrong}; {wanted}", field="body") from error
+    if not isinstance(document, dict) or set(document) != {what}:
+        raise RefusedError(422, "bad_json", f"{wanted} and nothing beside it", field="body")
+    return _named(what, _array(document[what], form, what, limits.max_images))
 
 
-def _pixels(array: object, shape: Sequence[int]) -> Pixels:
-    """[N, H, W, C] uint8 of nested lists, one image or a batch of them."""
-    wanted = f"whole numbers 0 to 255 as [{', '.join(map(str, shape))}] or a list of such images"
+def _array(values: object, form: InputForm, what: str, most: int) -> Sample:
+    """[N, *shape] of nested lists, one input or a batch of them.
+
+    The lists are checked before numpy takes memory: one long text among numbers would make every number as long.
+    """
+    is_whole = form.dtype == "uint8"
+    numbers = "whole numbers 0 to 255" if is_whole else "finite numbers"
+    wanted = f"{numbers} as [{', '.join(map(str, form.shape))}] or a list of such {what}"
+    wanted += "; other sizes only as encoded images" if isinstance(form, ImageForm) else ""
+
+    def refusal(why: str, place: str = "") -> RefusedError:
+        return RefusedError(422, "bad_values", f"{why}; send {wanted}", field=f"{what}{place}")
+
+    sizes, first = [], values
+    while isinstance(first, list):
+        sizes.append(len(first))
+        first = first[0] if first else None
+    shape = (1, *sizes) if tuple(sizes) == form.shape else tuple(sizes)
+    if not isinstance(values, list) or shape[1:] != form.shape or shape[0] == 0:
+        raise refusal(f"the shape is {sizes}")
+    if shape[0] > most:
+        raise _too_many(most, what)
+    level = values if shape == tuple(sizes) else [values]
+    for size in form.shape:
+        if any(not isinstance(one, list) or len(one) != size for one in level):
+            raise refusal("rows of unequal length")
+        level = list(chain.from_iterable(level))
+    kinds = {type(one) for one in level}
+    if list in kinds:
+        raise refusal("rows of unequal length")
+    if not kinds <= ({int} if is_whole else {int, float}):
+        raise refusal(f"not only {'whole ' if is_whole else ''}numbers")
     try:
-        values = np.asarray(array)
-    except ValueError:
-        raise RefusedError(422, "bad_values", f"rows of unequal length; send {wanted}", field="images") from None
-    images = values[None] if values.ndim == len(shape) else values
-    if images.shape[1:] != tuple(shape) or len(images) == 0:
-        message = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
-        raise RefusedError(422, "bad_values", message, field="images")
-    if values.dtype.kind not in "iu":
-        raise RefusedError(422, "bad_values", f"not only whole numbers; send {wanted}", field="images")
-    wrong = np.argwhere((values < 0) | (values > 255))
-    if len(wrong):
-        place = "".join(f"[{index}]" for index in wrong[0])
-        message = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
-        raise RefusedError(422, "bad_values", message, field=f"images{place}")
-    return images.astype(np.uint8)
+        flat = np.array(level, dtype=np.float64)
+    except OverflowError:
+        raise refusal("a number beyond all bounds") from None
+    is_good = (flat >= 0) & (flat <= 255) if is_whole else np.abs(flat) <= np.finfo(np.float32).max
+    if not is_good.all():
+        at = int(is_good.argmin())
+        place = "".join(f"[{index}]" for index in np.unravel_index(at, sizes))
+        raise refusal(f"{flat[at]:g} is {'no pixel' if isinstance(form, ImageForm) else 'not such a number'}", place)
+    return flat.astype(form.dtype).reshape(shape)

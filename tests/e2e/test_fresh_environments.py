@@ -17,7 +17,7 @@ import pytest
 import tomllib
 
 from export import load
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.commands import data_of
 from tests.support.learning.export_models import CLASSES, encoded, install_model, picture, write_images
@@ -179,7 +179,7 @@ def test_a_box_with_only_the_infer_extra_classifies_as_the_trained_model_does(bo
     images = write_images(box.home / "images")
     document = data_of(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
     model = Model.load(model_root)
-    rows = model.predict([load_image(file, model.manifest.input) for file in images.files])
+    rows = model.predict(load_all(images.files, model.manifest.input))
     here = dict(zip(map(str, images.files), rows, strict=True))
     assert len(document["results"]) == len(images.files)
     for result in document["results"]:

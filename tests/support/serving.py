@@ -17,7 +17,7 @@ import torch
 
 from export.build.install_model import package_personal
 from export.model.manifest import Takes
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from fedcg.wire.parts import Part
 from tests.support.learning.export_models import TestImages, encoded, install_model, make_parts, make_spec, picture
 from tests.support.stack import wait_for
@@ -127,7 +127,7 @@ def install_one_that_names_one_class(root: Path) -> None:
     parts = {part: dict(weights) for part, weights in make_parts(spec).items()}
     name = next(name for name, tensor in parts[Part.CLASSIFIER].items() if tensor.shape == (spec.class_count,))
     model = Model.load(root, threads=1)
-    pictures = [load_image(encoded(picture(seed), "PNG"), model.manifest.input) for seed in range(24)]
+    pictures = load_all([encoded(picture(seed), "PNG") for seed in range(24)], model.manifest.input)
     least = int(np.bincount(model.predict(pictures).argmax(axis=1), minlength=spec.class_count).argmin())
     parts[Part.CLASSIFIER][name] = torch.tensor([1e4 if label == least else 0.0 for label in range(spec.class_count)])
     package_personal(spec, parts, root, round_number=2)

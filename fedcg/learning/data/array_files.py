@@ -17,17 +17,16 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.errors import DataError
+from fedcg.npy_arrays import NpyError, SizeOf, read_npy
 
 # The largest public set of this kind, EMNIST by class, has 814,255 images and 640 MB; more than this is a mistake or an attack.
 MAX_BYTES = 2 << 30
@@ -249,13 +248,13 @@ def read_npz(path: Path, form: InputForm | None = None) -> ArrayData:
     return ArrayData(parts["train"], parts.get("test"), parts.get("val"))
 
 
-def read_unlabelled(path: Path, form: ImageForm) -> NDArray[np.uint8]:
-    """The images of an `.npz`, whose labels are not read: `images`, `train_images` or `x_train`.
+def read_unlabelled(path: Path, form: InputForm) -> NDArray[Any]:
+    """The images or tensors of an `.npz`, whose labels are not read: `images`, `inputs`, `train_images` or `x_train`.
 
     Raises:
         DataError: not such a file, no such array, damaged, or over the limit; names it.
     """
-    names = (_WHOLE[0][0], *(images for images, _ in _PARTS["train"]))
+    names = [images for images, _ in (*_WHOLE, *_PARTS["train"])]
     try:
         with zipfile.ZipFile(path) as archive:
             there = {name.removesuffix(".npy") for name in archive.namelist()}
@@ -304,31 +303,13 @@ def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str, fo
     return labelled(inputs, numbers.astype(np.int64), path, path)
 
 
-def _array(
-    archive: zipfile.ZipFile, path: Path, name: str, size_of: Callable[[tuple[int, ...], np.dtype[Any]], int]
-) -> NDArray[Any]:
+def _array(archive: zipfile.ZipFile, path: Path, name: str, size_of: SizeOf) -> NDArray[Any]:
     """An array whose shape and type `size_of` has checked before it is read."""
     entry = archive.getinfo(f"{name}.npy")
     if entry.file_size > MAX_BYTES:
         raise DataError(f"{path}: `{name}` unpacks to {entry.file_size} bytes: over the limit of {MAX_BYTES}")
     with archive.open(entry) as file:
-        shape, is_columns_first, kind = _header(file, path, name)
-        if kind.hasobject:
-            raise DataError(f"{path}: `{name}` holds objects, which are not read")
-        size = size_of(shape, kind)
-        if size != entry.file_size - file.tell():
-            raise DataError(f"{path}: `{name}` declares {list(shape)} of {kind}, which is not what the archive holds")
-        content = file.read(size)
-    if len(content) != size:
-        raise DataError(f"{path}: `{name}` is cut off")
-    return np.frombuffer(content, dtype=kind).reshape(shape, order="F" if is_columns_first else "C")
-
-
-def _header(file: IO[bytes], path: Path, name: str) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    try:
-        version = npy.read_magic(file)
-        if version == (1, 0):
-            return npy.read_array_header_1_0(file)
-        return npy.read_array_header_2_0(file)
-    except ValueError as error:
-        raise DataError(f"{path}: `{name}` is not a numpy array ({error})") from error
+        try:
+            return read_npy(file, entry.file_size, size_of)
+        except NpyError as error:
+            raise DataError(f"{path}: `{name}` {error}") from error

@@ -115,7 +115,7 @@ def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
 
 def empty_rows(count: int, form: InputForm) -> NDArray[Any]:
     """[N, *tensor_shape] of the form's element type, with whatever memory holds."""
-    return np.empty((count, *form.tensor_shape), dtype=form.dtype if isinstance(form, TensorForm) else np.uint8)
+    return np.empty((count, *form.tensor_shape), dtype=form.dtype)
 
 
 def _channels_first(pixels: Pixels) -> Pixels:

@@ -24,14 +24,15 @@ from PIL import Image
 
 from export import load
 from export.errors import InputError
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all, load_inputs
 from export.model.versions import ModelVersions
 from export.serving.app import OF_STATUS, OTHER_STATUS
+from fedcg.input_form import TensorForm
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto
 from tests.support.commands import fails
-from tests.support.learning.export_models import encoded, install_model, picture
+from tests.support.learning.export_models import encoded, install_model, make_spec, picture
 from tests.support.serving import Server, install_versions, multipart, serving
 from tests.support.waiting import wait_until
 
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install_versions(folder / "models", 1)
     install_versions(folder / "raw", 1, takes="normalised")
     (folder / "image.png").write_bytes(encoded(picture(1), "PNG"))
-    pixels = load_image(folder / "image.png", Model.load(folder / "models").manifest.input)
+    pixels = load_inputs(folder / "image.png", Model.load(folder / "models").manifest.input)[0]
     (folder / "pixels.json").write_text(json.dumps({"images": pixels.tolist()}))
     return folder
 
@@ -129,7 +130,7 @@ def test_a_file_its_bytes_and_its_name_are_classified_alike_and_a_missing_one_is
     model, path = load(str(home / "models"), threads=1), home / "image.png"
     guesses = model.classify(path, top=2)
     assert guesses == model.classify(str(path), top=2) == model.classify(path.read_bytes(), top=2)
-    row = model.predict([load_image(path, model.manifest.input)])[0]
+    row = model.predict(load_inputs(path, model.manifest.input))[0]
     assert [guess.probability for guess in guesses] == np.sort(row)[::-1][:2].tolist()
     with pytest.raises(InputError, match=r"gone\.png: no such file"):
         model.classify(home / "gone.png")
@@ -165,7 +166,7 @@ def _expected(root: Path) -> Answers:
     found: Answers = {}
     for version in ModelVersions(root).versions():
         model = Model.load(version.directory, threads=1)
-        rows = model.predict([load_image(content, model.manifest.input) for content in IMAGES.values()])
+        rows = model.predict(load_all(list(IMAGES.values()), model.manifest.input))
         found[version.name] = [{guess.label: guess.probability for guess in model.top(row, 3)} for row in rows]
     return found
 
@@ -318,6 +319,20 @@ def serving_mqtt(broker: RunningMosquitto, models: Path, *options: str) -> Itera
                 process.kill()
 
 
+def test_tensors_are_asked_about_over_mqtt(broker: RunningMosquitto, app: MakeApp, tmp_path: Path) -> None:
+    form = TensorForm(kind="tensor", shape=(2, 20, 24), mean=(3.0, -2.0), std=(2.0, 0.5))
+    install_model(tmp_path / "models", spec=make_spec(form))
+    np.save(tmp_path / "two.npy", np.random.default_rng(0).normal(1, 2, (2, *form.shape)).astype(np.float32))
+    camera, wanted = app("camera"), load(tmp_path / "models").predict(np.load(tmp_path / "two.npy"))
+    with serving_mqtt(broker, tmp_path / "models"):
+        wait_until(lambda: camera.status().get("online") is True, "the server says that it answers", 60)
+        answers = camera.ask((tmp_path / "two.npy").read_bytes(), "1")["results"]
+        assert [one["probability"] for one in answers] == pytest.approx(wanted.max(axis=1), abs=1e-5)
+        refused = camera.ask(encoded(picture(1), "PNG"), "2")["error"]
+    assert refused["code"] == "bad_npy"
+    assert "the model takes tensors [2, 20, 24] of float32" in refused["message"]
+
+
 def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
     broker: RunningMosquitto, app: MakeApp, models: Path
 ) -> None:
@@ -332,13 +347,13 @@ def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
 
         answer = camera.ask(image, "1")
         model = Model.load(models, threads=1)
-        wanted = model.top(model.predict([load_image(image, model.manifest.input)])[0], 2)
+        wanted = model.top(model.predict(load_inputs(image, model.manifest.input))[0], 2)
         assert (answer["federation"], answer["round"], answer["version"]) == ("garden", 2, "0002")
         assert [one["class"] for one in answer["results"][0]["top"]] == [guess.label for guess in wanted]
         assert [one["probability"] for one in answer["results"][0]["top"]] == pytest.approx(
             [guess.probability for guess in wanted], abs=1e-5
         )
-        arrays = [load_image(image, model.manifest.input).tolist()] * 2
+        arrays = [load_inputs(image, model.manifest.input)[0].tolist()] * 2
         assert len(press.ask(json.dumps({"images": arrays}).encode(), "a.1")["results"]) == 2
 
         refused = {

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from export.build.install_model import package_personal
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from fedcg.imaging import Pixels
 from fedcg.learning.networks import build_part, weights_of
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationSpec, ImageForm, InputForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 
 CLASSES = ("ant", "bee", "cat")
@@ -42,7 +42,7 @@ def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageFor
     return ImageForm.model_validate(values)
 
 
-def make_spec(form: ImageForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
+def make_spec(form: InputForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
     """A small federation's spec."""
     return FederationSpec(
         federation="garden",
@@ -111,8 +111,7 @@ def flip_bit(path: Path, position: int) -> None:
 def labels_by(directory: Path, images: Sequence[Pixels | Path]) -> list[int]:
     """The labels under which an installed model is always right."""
     model = Model.load(directory, threads=1)
-    pixels = [load_image(one, model.manifest.input) if isinstance(one, Path) else one for one in images]
-    return [int(label) for label in model.predict(pixels).argmax(axis=1)]
+    return [int(label) for label in model.predict(load_all(images, model.manifest.input)).argmax(axis=1)]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(
     local = LocalData(tree(tmp_path / "d", 20), common, store)
     images = local.common_test(spec)
     assert images is not None
-    files, labels = local.common_files(spec)
+    files, labels = local.common_samples(spec)
     assert len(images) == len(files) == 9
     assert common / "dog" / "2.png" not in files
     assert labels == images.labels.tolist()
@@ -96,7 +96,7 @@ def test_idx_files_are_a_boxes_data_and_their_test_part_is_held_out(
     data = local.for_round(spec, 1)
     assert len(data.test) == 12
     assert len(data.train) + len(data.val) == 30
-    assert local.files(data.snapshot, "test") == ([], [])
+    assert local.samples(spec, data.snapshot, "test") == ([], [])
     # A second look at unchanged files decodes nothing anew.
     assert local.for_round(spec, 1) is data
 

@@ -16,7 +16,7 @@ from export.build.install_model import package_personal
 from export.build.to_onnx import OPSET, export_personal
 from export.errors import ConversionError, ManifestError, VerificationError
 from export.model.manifest import Takes, read_manifest, write_manifest
-from export.model.runtime import Model, Predictor, load_image
+from export.model.runtime import Model, Predictor, load_all
 from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import load_folder, normalise
@@ -190,7 +190,7 @@ def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
     assert (manifest.federation, manifest.round, manifest.spec) == ("garden", 2, spec.digest)
     assert (manifest.classes, manifest.metrics) == (export_models.CLASSES, {"accuracy_personal": 0.75})
     assert manifest.versions["torch"] == torch.__version__
-    rows = model.predict([load_image(file, manifest.input) for file in images.files])
+    rows = model.predict(load_all(images.files, manifest.input))
     right = [
         model.top(row, 1)[0].label == export_models.CLASSES[label]
         for row, label in zip(rows, images.labels, strict=True)
@@ -248,7 +248,7 @@ def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, take
     directory = export_models.install_model(tmp_path, takes=takes)
     manifest = read_manifest(directory)
     assert manifest.takes == takes
-    assert Model.load(directory).predict(export_models.random_pixels(manifest.input, 2)).shape == (2, 3)
+    assert Model.load(directory).predict(export_models.random_pixels(export_models.image_form(), 2)).shape == (2, 3)
     other = OTHERS.get(what, {"takes": "normalised" if takes == "pixels" else "pixels"})
     write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):

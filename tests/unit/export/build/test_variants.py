@@ -15,9 +15,9 @@ from export.build import install_model as package
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
 from export.errors import ConversionError, ExportError, SlotError, TamperedError
-from export.model.image_files import labelled_images
+from export.model.image_files import labelled_inputs
 from export.model.manifest import Manifest, Variant, read_manifest, required, signer_of
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all, load_image
 from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.envelopes import SigningKey
@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def held_out(directory: Path, folder: Path) -> HeldOut:
     """Labelled by the model itself, so that float32 gets all of them right."""
-    pictures, _ = labelled_images(folder, CLASSES, FORM)
+    pictures, _ = labelled_inputs(folder, CLASSES, FORM)
     return HeldOut(pictures, labels_by(directory, pictures), pictures[:8])
 
 
@@ -175,7 +175,7 @@ def test_images_that_cannot_be_judged_by_are_named(tmp_path: Path, spoil: Callab
     images = export_models.write_images(tmp_path / "images").files[0].parent.parent
     spoil(images)
     with pytest.raises(ExportError, match=told):
-        labelled_images(images, CLASSES, FORM)
+        labelled_inputs(images, CLASSES, FORM)
 
 
 def _spoilt(content: bytes) -> bytes:
@@ -208,7 +208,7 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
         assert check.accuracy == check.top1_agreement  # fp32 gets all right, so what differs from it is wrong
         assert (check.max_abs_difference < 1e-4) == (name == "ort")
     served = Model.load(directory, threads=1)
-    pictures = [load_image(file, manifest.input) for file in images.files]
+    pictures = load_all(images.files, manifest.input)
     plain = Model.load(tmp_path / "plain", threads=1)
     agreement = (served.predict(pictures).argmax(axis=1) == plain.predict(pictures).argmax(axis=1)).mean()
     assert checks[manifest.serves].top1_agreement == agreement

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from export.model.image_files import expand
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_all
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, fails, run_fedcg, succeeds
@@ -29,7 +29,7 @@ def slots_root(tmp_path: Path, images: TestImages) -> Path:
 def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, images: TestImages) -> None:
     done = succeeds("infer", "--model", slots_root, *images.files[:3])
     model = Model.load(slots_root)
-    rows = model.predict([load_image(file, model.manifest.input) for file in images.files[:3]])
+    rows = model.predict(load_all(images.files[:3], model.manifest.input))
     lines = done.splitlines()
     assert len(lines) == 3
     for file, row, line in zip(images.files, rows, lines, strict=False):
@@ -63,7 +63,7 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
     )
     envelope = json.loads(done.stdout)
     assert (done.exit_code, envelope["ok"]) == (2, False)
-    assert envelope["error"]["message"].startswith("2 of 4 images were not classified")
+    assert envelope["error"]["message"].startswith("2 of 4 inputs were not classified")
     document = envelope["data"]
     assert [one["file"] for one in document["results"]] == [str(images.files[0]), str(images.files[1])]
     assert [one["file"] for one in document["errors"]] == [str(tmp_path / "gone.png"), str(text)]
@@ -177,7 +177,7 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     assert data_of(done)["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)
-    assert "0002: verified on 64 images (noise)" in succeeds("export", *common, "--slot", "personal")
+    assert "0002: verified on 64 inputs (noise)" in succeeds("export", *common, "--slot", "personal")
 
 
 def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def _multipart(files: Mapping[str, bytes]) -> Body:
 
 def _refusal(content: bytes, content_type: str) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        request_bodies.read_images(content, content_type, FORM, LIMITS)
+        request_bodies.read_inputs(content, content_type, FORM, LIMITS)
     return caught.value
 
 
@@ -77,10 +77,10 @@ def test_multipart_without_a_usable_boundary_is_refused(content_type: str) -> No
 
 
 def test_arrays_are_one_image_or_a_batch() -> None:
-    [(_, image)] = request_bodies.read_images(*_json(ONE.tolist()), FORM, LIMITS)
+    [(_, image)] = request_bodies.read_inputs(*_json(ONE.tolist()), FORM, LIMITS)
     np.testing.assert_array_equal(image, ONE)
     assert image.dtype == np.uint8
-    images = request_bodies.read_images(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
+    images = request_bodies.read_inputs(*_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
     assert [name for name, _ in images] == ["images[0]", "images[1]"]
     np.testing.assert_array_equal(images[1][1], 255 - ONE)
 
@@ -96,7 +96,7 @@ def _with(value: object) -> object:
     [
         (_with(256), "images[3][0][2]", "256 is no pixel"),
         (_with(-1), "images[3][0][2]", "-1 is no pixel"),
-        (_with(10**30), "images", "whole numbers"),
+        (_with(10**30), "images[3][0][2]", r"1e\+30 is no pixel; send whole numbers"),
         (_with(0.5), "images", "whole numbers"),
         (_with("7"), "images", "whole numbers"),
         (_with(None), "images", "whole numbers"),
@@ -117,10 +117,11 @@ def test_an_array_that_is_no_image_is_refused_with_what_is_taken(images: object,
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b'{"image": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
+    "content", [b"", b"{", b"[1]", b'{"inputs": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
 )
 def test_what_is_no_document_of_images_is_refused(content: bytes) -> None:
-    assert _refusal(content, request_bodies.JSON_TYPE).code == "bad_json"
+    error = _refusal(content, request_bodies.JSON_TYPE)
+    assert (error.code, "the model takes images, RGB" in str(error)) == ("bad_json", True)
 
 
 def test_more_json_than_the_images_need_is_refused_before_it_is_parsed() -> None:
@@ -151,7 +152,7 @@ def _bomb() -> bytes:
     ("content", "status", "code", "told"),
     [
         (encoded(picture(1), "PNG")[:300], 422, "bad_image", "damaged"),
-        (b"no image", 422, "bad_image", "not an image"),
+        (b"no image", 422, "bad_image", "not an image.*; the model takes images, RGB, brought to 24 x 20 pixels"),
         (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), 422, "bad_image", "32 bits or floats"),
         (encoded(Image.new("L", (100, 101)), "PNG"), 413, "image_too_large", "101.* over the limit of 10000"),
         (_bomb(), 422, "bad_image", "damaged"),
@@ -170,7 +171,7 @@ def test_one_bad_file_refuses_the_request_and_is_named(content: bytes, status: i
     "known", ["image/png", "image/x-whatever", "application/json", "multipart/form-data", "application/octet-stream"]
 )
 def test_known_types_pass(known: str) -> None:
-    request_bodies.check_type(f" {known.upper()} ; q=1")
+    request_bodies.check_type(f" {known.upper()} ; q=1", FORM)
 
 
 async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[bytes]:

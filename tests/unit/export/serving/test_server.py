@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from export.model.runtime import Model, load_image
+from export.model.runtime import Model, load_inputs
 from export.model.versions import ModelVersions
 from fedcg.listening import Caps, Connections, Listener
 from tests.support.commands import data_of, fails, succeeds
@@ -67,7 +67,7 @@ def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, insta
     body, headers = multipart({"a.png": ONE, "b.png": TWO})
     assert _told(server, body, headers, "?top=2") == [{**wanted[0], "file": "a.png"}, {**wanted[1], "file": "b.png"}]
     form = Model.load(installed).manifest.input
-    arrays = [load_image(content, form).tolist() for content in (ONE, TWO)]
+    arrays = [load_inputs(content, form)[0].tolist() for content in (ONE, TWO)]
     batch = _told(server, json.dumps({"images": arrays}).encode(), JSON, "?top=2")
     assert batch == [{**wanted[0], "file": "images[0]"}, {**wanted[1], "file": "images[1]"}]
     [single] = _told(server, json.dumps({"images": arrays[1]}).encode(), JSON, "?top=2")
@@ -88,6 +88,7 @@ def test_it_is_ready_and_says_which_model_it_serves(server: Server, installed: P
     ("body", "headers", "status", "code", "field"),
     [
         (bytes(MAX_BYTES + 1), PNG, 413, "body_too_large", None),
+        (b"\x93NUMPY", {"Content-Type": "application/x-npy"}, 415, "unknown_type", "Content-Type"),
         (b"a=b", {"Content-Type": "text/plain"}, 415, "unknown_type", "Content-Type"),
         (b"{", JSON, 422, "bad_json", "body"),
         (*multipart({"good": ONE, "bad": b"text"}), 422, "bad_image", "bad"),

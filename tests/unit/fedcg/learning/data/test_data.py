@@ -171,7 +171,7 @@ LABELS = npy(np.zeros(2, dtype=np.int64))
     ("images", "message"),
     [
         (header((2, 60_000, 60_000)), "over the limit"),  # 7 GB declared in 128 bytes
-        (header((2, 100, 100)), "not what the archive holds"),
+        (header((2, 100, 100)), "of uint8, 20000 bytes, and has 0"),
         (header((2, 4, 4), "|O") + b"\x80\x04N.", "objects"),
         (b"not numpy at all", "not a numpy array"),
         (npy(np.zeros((2, 4, 4), dtype=np.float32)), "must be uint8"),
