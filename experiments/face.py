@@ -34,10 +34,12 @@ from export.errors import ConversionError
 from fedcg.config_file import problems_in_words
 from fedcg.learning.client import Client
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import downloaded_parts
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.cut import Halves as Split
 from fedcg.learning.networks.plans import complete_spec, shadow_spec
+from fedcg.learning.networks.task import Held
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
@@ -123,8 +125,8 @@ def simulate(
         _, failed = runner.run(Batch(runs=(planned,)), force=is_lost)
         stood = runner.stands(planned)
     if failed or stood is None:
-        error = failed[0].error if failed else None
-        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from error
+        cause = failed[0].error if failed else None
+        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from cause
     return Run(
         folder,
         json.loads(record_path(folder, planned).read_text()),
@@ -207,6 +209,14 @@ _OF_SOURCES = {"partition", "images_per_client", "validation", "public_images", 
 }  # fmt: skip
 
 
+def _some_inputs(spec: FederationSpec, data: ImageSet) -> torch.Tensor:
+    """Some inputs to compare an exported model on: samples, or random ones where a trainer holds the data."""
+    if not isinstance(data, Held):
+        return data.images[:33]
+    drawn = torch.rand(33, *spec.input.tensor_shape, generator=torch.Generator().manual_seed(0))
+    return (drawn * 255).to(torch.uint8) if spec.input.dtype == "uint8" else drawn
+
+
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
@@ -268,7 +278,7 @@ class ClientRun:
         content = export_personal(self._spec, self._parts, Path(path)).content
         try:
             session = onnxruntime.InferenceSession(content)
-            found = session.run(["logits"], {"input": self._some.numpy()})[0]
+            found = session.run(None, {"input": self._some.numpy()})[0]
         except Exception as error:
             raise ConversionError(f"{path}: it can't run on {len(self._some)} inputs: {error}") from error
         if not torch.allclose(torch.from_numpy(found), self.model(self._some), rtol=1e-3, atol=1e-4):
@@ -333,4 +343,4 @@ class Run:
             parts = {**parts, **downloaded_parts(parts, stood.aggregate, party.datasets[name].train, ctx)}
         elif choice == "local":
             spec, parts = shadow_spec(spec), stood.shadows[name].parts
-        return ClientRun(name, figures, choice, spec, parts, party.datasets[name].val.images[:33])
+        return ClientRun(name, figures, choice, spec, parts, _some_inputs(spec, party.datasets[name].val))

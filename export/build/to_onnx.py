@@ -28,6 +28,7 @@ from export.model.runtime import (
     INPUT_NAME,
     NETWORK_INPUT,
     OUTPUT_NAMES,
+    TASK_OUTPUT,
     Floats,
     Predictor,
     Sample,
@@ -57,14 +58,15 @@ _log = logging.getLogger(__name__)
 class Served(nn.Module):
     """A personal model with the probabilities beside its logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_classes: bool = True) -> None:
         super().__init__()
         self.model = model
+        self.names = OUTPUT_NAMES if has_classes else TASK_OUTPUT
 
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and probabilities, both [B, classes], of [B, C, H, W] float32 images, normalised."""
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits and probabilities, both [B, classes], of [B, C, H, W] float32 images, normalised; of a model without classes its output."""
         logits = self.model(images)
-        return logits, logits.softmax(dim=1)
+        return (logits,) if self.names == TASK_OUTPUT else (logits, logits.softmax(dim=1))
 
 
 class Normalised(nn.Module):
@@ -123,7 +125,7 @@ def export_personal(
     """
     import onnx
 
-    proto, exporter = _convert(Served(as_used(spec, parts, before)).eval(), spec)
+    proto, exporter = _convert(Served(as_used(spec, parts, before), has_classes=bool(spec.classes)).eval(), spec)
     if isinstance(spec.input, ImageForm) and takes == "pixels":
         proto = add_preprocessing(proto, spec.input)
     _describe(proto, spec, round_number, takes if isinstance(spec.input, ImageForm) else "tensors")
@@ -161,8 +163,8 @@ def _with_torchscript(model: Served, example: torch.Tensor) -> onnx.ModelProto:
             dynamo=False,
             opset_version=OPSET,
             input_names=[NETWORK_INPUT],
-            output_names=list(OUTPUT_NAMES),
-            dynamic_axes={name: {0: "batch"} for name in (NETWORK_INPUT, *OUTPUT_NAMES)},
+            output_names=list(model.names),
+            dynamic_axes={name: {0: "batch"} for name in (NETWORK_INPUT, *model.names)},
         )
         return onnx.load_model_from_string(path.read_bytes())
 
@@ -174,7 +176,7 @@ def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
         dynamo=True,
         opset_version=OPSET,
         input_names=[NETWORK_INPUT],
-        output_names=list(OUTPUT_NAMES),
+        output_names=list(model.names),
         dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1 << 16)},),
         optimize=False,  # onnxruntime optimises when it loads; here it costs more than a second
         verbose=False,
@@ -245,7 +247,9 @@ def verify(
         _check_preprocessing(content, form, some, model_path)
     network = personal_model(spec, parts, before=before)
     pairs = [(_logits(network, inputs, form), predictor.run(inputs).logits) for inputs in _batches(files, form)]
-    trained, exported = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    trained, exported = (
+        np.concatenate([one.reshape(len(one), -1) for one in side]) for side in zip(*pairs, strict=True)
+    )
     return _compare(trained, exported, np.asarray(labels, dtype=np.int64), model_path)
 
 

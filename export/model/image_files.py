@@ -1,8 +1,11 @@
 """Files for a model: finds images (with labels from `CLASS/*.png` folders) and tensors, classifies them, and formats the results. Torch-free."""
 
+from __future__ import annotations
+
 import csv
 import glob
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from export.errors import InputError
-from export.model.runtime import Guess, Model, Sample, labelled_tensors, load_all, load_inputs
+from export.model.runtime import Floats, Guess, Model, Sample, labelled_tensors, load_all, load_inputs
 from fedcg.errors import NOT_FOUND
 from fedcg.event_log import log_text
 from fedcg.imaging import is_named_as_image
@@ -25,13 +28,23 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Classified:
-    """The classes of one file, likeliest class first."""
+    """The classes of one file, likeliest class first; of a model without classes its output."""
 
     file: str
     guesses: tuple[Guess, ...]
+    output: object = None
+
+    @staticmethod
+    def of(model: Model, name: str, row: Floats, top: int) -> Classified:
+        """What a model gives for a file: `row` of its probabilities, or of its outputs."""
+        if not model.manifest.classes:
+            return Classified(name, (), row.tolist())
+        return Classified(name, model.top(row, top))
 
     def as_json(self) -> dict[str, object]:
         """The result as `fedcg infer --json` prints it."""
+        if not self.guesses:
+            return {"file": self.file, "output": self.output}
         best = self.guesses[0]
         top = [{"class": guess.label, "probability": guess.probability} for guess in self.guesses]
         return {"file": self.file, "class": best.label, "probability": best.probability, "top": top}
@@ -84,7 +97,7 @@ def classify_files(
             if loaded:
                 probabilities = model.predict([one for _, one in loaded])
                 results += [
-                    Classified(name, model.top(row, top)) for (name, _), row in zip(loaded, probabilities, strict=True)
+                    Classified.of(model, name, row, top) for (name, _), row in zip(loaded, probabilities, strict=True)
                 ]
             progress.advance(task, len(batch))
     return results, failures
@@ -93,7 +106,11 @@ def classify_files(
 def table_lines(results: Sequence[Classified]) -> list[str]:
     """Results for a person: one line per file, columns aligned, never cut to a terminal's width."""
     rows = [
-        (log_text(one.file), *(f"{guess.label} {guess.probability:.3f}" for guess in one.guesses)) for one in results
+        (
+            log_text(one.file),
+            *([f"{guess.label} {guess.probability:.3f}" for guess in one.guesses] or [json.dumps(one.output)]),
+        )
+        for one in results
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -109,7 +126,13 @@ def csv_text(results: Sequence[Classified], top: int) -> str:
     )
     for one in results:
         writer.writerow(
-            [one.file, *(cell for guess in one.guesses for cell in (guess.label, f"{guess.probability:.6f}"))]
+            [
+                one.file,
+                *(
+                    [cell for guess in one.guesses for cell in (guess.label, f"{guess.probability:.6f}")]
+                    or [json.dumps(one.output)]
+                ),
+            ]
         )
     return text.getvalue()
 

@@ -327,7 +327,7 @@ class Manifest(_Frozen):
     federation: Annotated[str, Field(min_length=1, max_length=63)]
     round: Annotated[int, Field(ge=0)]
     spec: Sha256
-    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+    classes: Annotated[tuple[str, ...], Field(max_length=10_000)]
     input: InputForm
     takes: Takes
     model: ModelFile
@@ -360,6 +360,8 @@ class Manifest(_Frozen):
     def _takes_its_input(self) -> Manifest:
         if (self.takes == "tensors") != isinstance(self.input, TensorForm):
             raise ValueError(f"takes {self.takes}, which is not what its input is: {self.input.kind}")
+        if len(self.classes) == 1:
+            raise ValueError("classes: two or more, or none for another task than classification")
         return self
 
     @model_validator(mode="after")

@@ -244,6 +244,7 @@ Floats = npt.NDArray[np.float32]
 INPUT_NAME = "images"  # decoded pixels, of a model with its preprocessing inside
 NETWORK_INPUT = "input"  # the network's own input: of a model without
 OUTPUT_NAMES = ("logits", "probabilities")
+TASK_OUTPUT = ("output",)  # of a model without classes
 BATCH = 256
 _LOG_ERRORS_ONLY = 3
 log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of the model for N images: `logits` and `probabilities`, both [N, C] float32."""
+    """The outputs of the model for N images: `logits` and `probabilities`, both [N, C] float32; of one without classes [N, ...], twice the same."""
 
     logits: Floats
     probabilities: Floats
@@ -271,7 +272,7 @@ class Predictor:
     Args:
         content: bytes of the ONNX file.
         form: of its inputs.
-        class_count: C, the number of classes.
+        class_count: C, the number of classes; 0 for a model of another task, whose output may have any shape.
         takes: of images: pixels, or normalised values; then the pixels are normalised here.
         name: what to call the file in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
@@ -310,6 +311,7 @@ class Predictor:
         self.shape: tuple[int, ...] = form.shape
         self.dtype = np.dtype(form.dtype)
         self.class_count = class_count
+        self._outputs = OUTPUT_NAMES if class_count else TASK_OUTPUT
         self.takes: Takes = takes if isinstance(form, ImageForm) else "tensors"
         self._form = form
         self._session = session
@@ -334,15 +336,15 @@ class Predictor:
                 raise ValueError(
                     f"{self._form.kind} {position} is {one.dtype} {one.shape}; the model takes {self.dtype} {self.shape}"
                 )
-        logits = np.empty((len(inputs), self.class_count), dtype=np.float32)
-        probabilities = np.empty_like(logits)
+        found: list[list[Floats]] = []
         for start in range(0, len(inputs), BATCH):
             rows = slice(start, start + BATCH)
             batch = np.stack(list(inputs[rows]))
             check_finite(batch)
             fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: network_input(batch, self._form)}
-            logits[rows], probabilities[rows] = self._session.run(list(OUTPUT_NAMES), fed)
-        return Outputs(logits, probabilities)
+            found.append(self._session.run(list(self._outputs), fed))
+        sides = [np.concatenate(side) for side in zip(*found, strict=True)]
+        return Outputs(sides[0], sides[-1])
 
     def _check_signature(self, name: str) -> None:
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
@@ -353,7 +355,8 @@ class Predictor:
             "normalised": (NETWORK_INPUT, "tensor(float)", self._form.tensor_shape),
             "tensors": (NETWORK_INPUT, f"tensor({kind})", self.shape),
         }[self.takes]
-        expected = ([taken], [(o, "tensor(float)", (self.class_count,)) for o in OUTPUT_NAMES])
+        given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
+        expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
             raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
         self._check_form(name)
@@ -469,7 +472,7 @@ class Model:
 
     def by_name(self, probabilities: Floats) -> Floats:
         """Its probabilities [N, C] with the classes in the order of their names: the order in which two models are compared."""
-        ordered: Floats = probabilities[:, self._name_order]
+        ordered: Floats = probabilities[:, self._name_order] if self.manifest.classes else probabilities
         return ordered
 
     def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:

@@ -169,8 +169,8 @@ class Service:
                 inputs, rows = await _unless_gone(request, work)
         # Not before the answer is on its way.
         asyncio.get_running_loop().call_soon(self.models.answered, served, [one for _, one in inputs], rows)
-        results = [Classified(name, served.top(row, top)) for (name, _), row in zip(inputs, rows, strict=True)]
-        for one in results:
+        results = [Classified.of(served, name, row, top) for (name, _), row in zip(inputs, rows, strict=True)]
+        for one in results if served.manifest.classes else ():
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 

@@ -187,7 +187,7 @@ class MqttServer:
             self._models.failed(served)
             raise
         self._models.answered(served, samples, rows)
-        results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(inputs, rows, strict=True)]
+        results = [Classified.of(served, name, row, self._top) for (name, _), row in zip(inputs, rows, strict=True)]
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
     def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:

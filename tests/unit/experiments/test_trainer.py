@@ -34,7 +34,7 @@ class Line(fedcg.Trainer):
             optimiser.zero_grad()
             penalty = context.penalty(model)
             self.met.append(penalty.item())
-            ((model(self.x[:30]) - self.y[:30]).square().mean() + penalty).backward()  # type: ignore[no-untyped-call]
+            ((model(self.x[:30]) - self.y[:30]).square().mean() + penalty).backward()
             optimiser.step()
 
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
