@@ -112,7 +112,7 @@ class Workplace:
             cohort=Cohort(
                 None if (secret := self.store.cohort_secret()) is None else Streams(secret).at(spec.federation)
             ),
-            privacy=self.config.privacy,
+            privacy=self.config.privacy if spec.classes else self.config.privacy.without_balance(),
         )
 
     def _warn(self, round_number: int, attempt: int, text: str) -> None:

@@ -87,6 +87,10 @@ class PrivacySettings(Settings):
         """Whether any mechanism is on."""
         return self != OFF
 
+    def without_balance(self) -> Self:
+        """The same for a task without classes, which has no label distribution to keep."""
+        return self.model_copy(update={"balance": "none"})
+
     @property
     def reduces_update(self) -> bool:
         """Whether a finished update is clipped, gets noise, or is pruned."""

@@ -87,20 +87,21 @@ class Program:
         """Its module, imported from where `files` found it.
 
         Raises:
-            ProgramError: it is not there, its code raises, or another module of that name is loaded.
+            ProgramError: it is not there, or its code raises.
         """
-        files = self.files()
+        files, loaded = {one.resolve() for one in self.files()}, sys.modules.get(self._top)
+        before = Path(str(getattr(loaded, "__file__", None))).resolve()
+        if loaded is not None and before not in files:  # of another project
+            for name in [one for one in sys.modules if one.partition(".")[0] == self._top]:
+                del sys.modules[name]
+            sys.path[:] = [one for one in sys.path if Path(one).resolve() != before.parent]
         if str(self.folder) not in sys.path:
-            sys.path.insert(0, str(self.folder))
+            sys.path.append(str(self.folder))
+        importlib.invalidate_caches()
         try:
-            module = importlib.import_module(self.name.partition(":")[0])
+            return importlib.import_module(self.name.partition(":")[0])
         except Exception as error:
             raise ProgramError(f"program {self.name} can't be imported: {told(error)}") from error
-        if Path(str(module.__file__)).resolve() not in {one.resolve() for one in files}:
-            raise ProgramError(
-                f"program {self.name}: a module of that name is loaded from {module.__file__}: rename yours"
-            )
-        return module
 
     def sites(self) -> Sequence[str]:
         """The names of its sites, `SITES` of its module.

@@ -65,7 +65,15 @@ def _folder_name(name: str) -> str:
 
 
 _ClassName = Annotated[str, Field(max_length=255), AfterValidator(_folder_name)]
-_Classes = Annotated[tuple[_ClassName, ...], Field(max_length=10_000)]
+
+
+def _none_or_several(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(names) == 1:
+        raise ValueError("must have at least 2 items, or none for a task without classes")
+    return names
+
+
+_Classes = Annotated[tuple[_ClassName, ...], Field(max_length=10_000), AfterValidator(_none_or_several)]
 METHOD_PATTERN = r"^[a-z][a-z0-9_]{0,62}$"
 _MethodName = Annotated[str, Field(pattern=METHOD_PATTERN)]
 _Rounds = Annotated[int, Field(ge=1, le=100_000)]

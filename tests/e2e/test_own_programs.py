@@ -15,7 +15,10 @@ from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.program_stack import ProgramStack
 
-CASES = {"images": ("fedcg", {"epochs": 2, "lr": 1e-3, "server_iterations": 20}), "trainer": ("fedsplit", {"lr": 1e-3})}
+CASES = {
+    "images": ("fedcg", {"epochs": 2, "lr": 1e-3, "server_iterations": 20}),
+    "trainer": ("fedsplit", {"epochs": 10, "lr": 3e-3}),
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -55,12 +58,12 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     code.write_text(code.read_text() + "\nopen('ran', 'w').close()\n")
     stack.command("federation", "extend", "--dir", str(stack.home), "--rounds", "1")
     for one in stack.devices:
-        stack.start_agent(one)
+        stack.start(one, "agent", "run", "--config", str(stack.config(one)))
     event = stack.wait_event(device, lambda event: event["event"] == "approval_needed", "it asks its owner")
     assert before[:12] in event["detail"]
     assert not (code.parent / "ran").exists()
     stack.command("agent", "approve", event["spec"][:12], "--yes", "--config", str(stack.config(device)))
-    stack.wait_finished()
+    stack.wait_event(device, lambda event: event["event"] == "committed" and event["round"] == 3, "it trains again")
     allowed = Consent(stack.store(device)).read().programs[event["spec"]]
     assert allowed == Program("client:client", code.parent).digest() != before
 

@@ -135,8 +135,8 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
         PrivacyError: names the setting to change.
     """
     inside = {name: getattr(privacy, name) for name in ("dp_sgd", "gradient_noise", "dropout", "label_counts_noise")}
-    if spec.network.split == TRAINER and (any(inside.values()) or privacy.balance != "none"):
-        names = [name for name, value in inside.items() if value] or ["balance"]
+    if spec.network.split == TRAINER and any(inside.values()):
+        names = [name for name, value in inside.items() if value]
         raise PrivacyError(
             f"{', '.join(names)}: a Trainer has steps of its own, which these can't reach; update_clip, update_noise and prune go with it"
         )
@@ -147,7 +147,7 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
             f"update_clip, update_noise and prune would spoil the statistics that method {method.name} sends, and balance = bias a calibrated "
             "classifier: leave them out; balance = logits goes with it"
         )
-    if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up:
+    if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up and spec.network.split != TRAINER:
         last_bias(spec)
 
 

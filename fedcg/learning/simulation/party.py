@@ -115,7 +115,8 @@ class Party:
         context = self._context(self.roots.devices[client], number, None)
         cohort = Cohort(Streams(self.roots.cohort).at(self.spec.federation))
         validation = self.datasets[client].val
-        return replace(context, spec=self.spec_of(client), privacy=self.privacy, validation=validation, cohort=cohort)
+        privacy = self.privacy if self.spec.classes else self.privacy.without_balance()
+        return replace(context, spec=self.spec_of(client), privacy=privacy, validation=validation, cohort=cohort)
 
     def server_context(self, number: int) -> RoundContext:
         """The context of the server half in a round."""
