@@ -41,6 +41,7 @@ from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.spec import PROGRAM, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
 from fedcg.learning.training.stage import averaged_parts
+from fedcg.tracking import check_track
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def simulate(
     *,
     out: str | Path | None = None,
     workers: int = 1,
+    track: str | None = None,
     **settings: Any,
 ) -> Run:
     """Run a federation of these clients in this process, with a local-only shadow of each beside it.
@@ -71,6 +73,7 @@ def simulate(
         seed: root of all randomness.
         out: folder for records and checkpoints, which hold the private networks of all clients; None: a temporary one.
         workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
+        track: where figures are sent while the run goes on: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
         settings: options of `fedcg simulate` under their names with `_` for `-`: local_epochs, batch_size, lr, device,
             evaluate_every, params={"server_lr": 1e-3}, and so on.
 
@@ -78,7 +81,9 @@ def simulate(
         BadInputError: names the option, or the client and the sample or parameter, and what is wrong.
         RunError: no client could train.
     """
-    named = _named(clients)
+    named, tracks = _named(clients), () if track is None else (track,)
+    for each in tracks:
+        check_track(each)
     with bad_input_ends():
         data = {name: client.data(name) for name, client in named.items()}
         form = _common_form(named, data)
@@ -111,7 +116,7 @@ def simulate(
     given = Given(spec, Cohort(data, data[first].test, None, spec.classes))
     planned = PlannedRun(setting=setting)
     with open_workers(workers, setting.threads) as opened:
-        runner = BatchRunner(folder, opened, Console(stderr=True), events=False, picture=False, given=given)
+        runner = BatchRunner(folder, opened, Console(stderr=True), tracks=tracks, picture=False, given=given)
         is_lost = has_record(folder, planned) and runner.stands(planned) is None
         _, failed = runner.run(Batch(runs=(planned,)), force=is_lost)
         stood = runner.stands(planned)

@@ -93,6 +93,10 @@ class Runs:
         """Where the recorded updates of a run lie, if they were kept."""
         return self._folder / UPDATES_FOLDER / planned.setting.name
 
+    def files(self, planned: PlannedRun) -> list[Path]:
+        """The record of a finished run, and the checkpoint with all its models where that is kept."""
+        return [record_path(self._folder, planned), *self._checkpoints(planned).files()]
+
     def done_rounds(self, planned: PlannedRun) -> int:
         """How many rounds of a run a checkpoint holds."""
         return self._checkpoints(planned).rounds()
