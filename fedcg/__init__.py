@@ -6,9 +6,11 @@ Nothing is imported before it is used.
 from importlib import import_module
 
 _FACE = {
+    "Audit": "experiments.audit_face:Audit",
     "Client": "fedcg.learning.client:Client",
     "Run": "experiments.face:Run",
     "Split": "fedcg.learning.networks.cut:Halves",
+    "audit": "experiments.audit_face:audit",
     "simulate": "experiments.face:simulate",
     "split": "fedcg.learning.networks.cut:split",
 }

@@ -136,7 +136,7 @@ class Runs:
             kept_updates=planned.kept_rounds,
         )
         recorded = None
-        if auxiliary is not None:
+        if planned.keep_updates:
             recorded = RecordedUpdates(
                 self.recording(planned), party, planned.kept_rounds, stood or beginning(party, schedule)
             )
@@ -206,8 +206,10 @@ class Runs:
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
 
-    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
-        """Images of the opened source that no client holds."""
+    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet | None:
+        """Images of the opened source that no client holds; None where the clients are given."""
+        if self._given is not None:
+            return None
         assert self._opened is not None
         return unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
 
