@@ -30,14 +30,14 @@ END_S = 30.0
 _PROJECT = "fedcg"
 _LABEL = "fedcg.run"  # the tag of an MLflow run that has its identity
 _AT_ONCE = 100  # MLflow takes 1000 metrics and 100 parameters in a request
-# One request without repetition, since the next round repeats it; no lines on stdout; no use reported to the packages' makers.
+# One request without repetition, since the next round repeats it; no lines on stdout, no question for a key; no use reported to the packages' makers.
 _QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true",
 }  # fmt: skip
 # Nothing of this machine is sent.
 _OF_WANDB = {
-    "silent": True, "console": "off", "save_code": False, "disable_git": True,
+    "console": "off", "save_code": False, "disable_git": True,
     "x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False,
 }  # fmt: skip
 _log = logging.getLogger(__name__)
@@ -241,6 +241,8 @@ class Tracking:
         self._ends = True
         self._wake.set()
         self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._warn(f"not all was sent within {END_S:g} s")
 
     def _put(self, entry: Callable[[], None]) -> None:
         self._waiting.append(entry)
@@ -257,12 +259,16 @@ class Tracking:
                 self._waiting.popleft()
 
     def _is_sent(self, entry: Callable[[], None]) -> bool:
-        had_failed, self._has_failed = self._has_failed, False
         try:
             entry()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises, the run goes on
-            self._has_failed = True
-            if not had_failed:
-                reason = re.sub(r"//[^/\s]*@", "//", str(error) or type(error).__name__).splitlines()[0][:200]
-                _log.warning("%s: nothing can be sent: %s; the run goes on", self._thread.name, reason)
-        return not self._has_failed
+            reason = re.sub(r"//[^/\s]*@", "//", str(error) or type(error).__name__).splitlines()[0][:200]
+            self._warn(f"nothing can be sent: {reason}")
+            return False
+        self._has_failed = False
+        return True
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_failed:
+            _log.warning("%s: %s; the run goes on", self._thread.name, reason)
+        self._has_failed = True
