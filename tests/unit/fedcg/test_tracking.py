@@ -12,7 +12,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fedcg
+from experiments.simulation.batch import PlannedRun
+from experiments.simulation.batch_runner import BatchRunner
+from fedcg import tracking
 from fedcg.files import file_sha256
+from fedcg.learning.simulation.simulation import Simulation
 from fedcg.tracking import TrackedRun, Tracking
 from tests.support.simulations import fedcg_simulate
 from tests.support.waiting import free_port, wait_until
@@ -27,8 +31,9 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[int], str]]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], str]]:
     """Starts an MLflow server on a port: the package's REST handlers in a process, on SQLite; gives its URL."""
+    monkeypatch.setattr(tracking, "END_S", 120.0)  # a busy machine may take long
     running: list[subprocess.Popen[bytes]] = []
     env = {
         "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{tmp_path / 'mlflow.sqlite'}",
@@ -42,7 +47,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], str]]:
         with (tmp_path / "mlflow.log").open("ab") as log:
             running.append(subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=log))
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), "the MLflow server answers")
+        wait_until(lambda: answers(url), "the MLflow server answers", 90.0)
         return url
 
     yield start
@@ -72,10 +77,20 @@ def history(url: str, run: str, name: str) -> list[tuple[int, float]]:
     return [(one["step"], one["value"]) for one in found]
 
 
-def test_a_run_is_sent_to_an_mlflow_server_and_not_again_when_it_is_read(
-    serve: Callable[[int], str], tmp_path: Path
+def test_an_interrupted_run_goes_on_in_its_mlflow_run_and_is_not_sent_again_when_it_is_read(
+    serve: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, out = serve(free_port()), tmp_path / "out"
+    url, out, after_round = serve(free_port()), tmp_path / "out", BatchRunner._after_round
+
+    def interrupt(runner: BatchRunner, planned: PlannedRun, now: Simulation) -> None:
+        after_round(runner, planned, now)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchRunner, "_after_round", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fedcg.simulate(clients(), "fedavg", 2, out=out, track=f"mlflow:{url}", **QUICK)
+    assert [run["status"] for run in runs_of(url)] == ["KILLED"]
     first = fedcg.simulate(clients(), "fedavg", 2, out=out, track=f"mlflow:{url}", **QUICK)
     fedcg.simulate(clients(), "fedavg", 2, out=out, track=f"mlflow:{url}", **QUICK)
     [run] = runs_of(url)
