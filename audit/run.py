@@ -221,7 +221,7 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     recorded = read_updates(options.updates, options.federation)
     case = _case(options, recorded)
     folder = AuditFolder(options.out, _identity(options, case, recorded), force=options.force)
-    with _bars(console, [attack.name for attack in attacks]) as (advance, finish):
+    with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
         outcomes = carry_out(
             case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
         )
@@ -259,7 +259,7 @@ def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> d
 
 
 @contextmanager
-def _bars(
+def progress_bars(
     console: Console, names: Sequence[str]
 ) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[Outcome], None]]]:
     """A bar with its predicted end per attack on a terminal, else a line for each that is done."""

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from coordinator.errors import ConfigError
 from fedcg.config_file import Settings, listed, read_toml
+from fedcg.tracking import TRACK_FORMS, TRACK_PATTERN
 from fedcg.wire.messages.enrolment_messages import Host, PresetName
 from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
@@ -36,7 +37,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
     ("storage", "database_password_file"): "/run/secrets/fedcg-database",
     ("storage", "artifacts"): "s3://fedcg/artifacts",
-    ("tensorboard", "directory"): "tensorboard",
+    ("", "track"): "mlflow:http://127.0.0.1:5000",
     ("page", "webhook"): "https://chat.example/hooks/fedcg",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
@@ -243,16 +244,6 @@ class RoundSettings(Settings):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
-class TensorboardSettings(Settings):
-    """Curves for TensorBoard.
-
-    Attributes:
-        directory: gets a folder of event files for each federation, relative to this file; None writes none.
-    """
-
-    directory: Annotated[str, Field(min_length=1)] | None = None
-
-
 class PageSettings(Settings):
     """The page for people.
 
@@ -264,8 +255,13 @@ class PageSettings(Settings):
 
 
 class CoordinatorConfig(Settings):
-    """coordinator.toml."""
+    """coordinator.toml.
 
+    Attributes:
+        track: where figures of closed rounds are sent; a relative directory is relative to this file.
+    """
+
+    track: Annotated[str | None, Field(pattern=TRACK_PATTERN, description=TRACK_FORMS)] = None
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings = ApiSettings()
     enrolment: EnrolmentSettings = EnrolmentSettings()
@@ -275,7 +271,6 @@ class CoordinatorConfig(Settings):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
-    tensorboard: TensorboardSettings = TensorboardSettings()
     page: PageSettings = PageSettings()
 
     @property
@@ -328,11 +323,12 @@ def check_api_host(api: ApiSettings) -> None:
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments; a setting without a value is a comment that shows one."""
     template = files("coordinator").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
+    values = config.model_dump(mode="json")
     lines = {
         f"{section}_{name}": f"# {name} = {_toml(EXAMPLES[section, name])}"
         if value is None
         else f"{name} = {_toml(value)}"
-        for section, settings in config.model_dump(mode="json").items()
+        for section, settings in {"": {"track": values.pop("track")}, **values}.items()
         for name, value in settings.items()
     }
     return Template(template).substitute(lines)

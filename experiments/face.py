@@ -28,6 +28,7 @@ from experiments.simulation.batch import Batch, PlannedRun, RunSetting, has_reco
 from experiments.simulation.batch_runner import BatchRunner, open_workers
 from experiments.simulation.curves import drawn
 from experiments.simulation.party_builder import party_of
+from experiments.simulation.recorded_updates import UPDATES_FOLDER
 from experiments.simulation.single_run import Given
 from export.build.to_onnx import as_used, export_personal
 from export.errors import ConversionError
@@ -45,6 +46,7 @@ from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec, NetworkChoice, TensorForm, plan_from_mapping
 from fedcg.learning.training.stage import averaged_parts
+from fedcg.tracking import check_track
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def simulate(
     *,
     out: str | Path | None = None,
     workers: int = 1,
+    track: str | None = None,
+    keep_updates: str | None = None,
     **settings: Any,
 ) -> Run:
     """Run a federation of these clients in this process, with a local-only shadow of each beside it.
@@ -75,6 +79,8 @@ def simulate(
         seed: root of all randomness.
         out: folder for records and checkpoints, which hold the private networks of all clients; None: a temporary one.
         workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
+        track: where figures are sent while the run goes on: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
+        keep_updates: rounds whose updates are recorded for `fedcg.audit`, with the clients' samples: "all", or "1,5,10".
         settings: options of `fedcg simulate` under their names with `_` for `-`: local_epochs, batch_size, lr, device,
             evaluate_every, params={"server_lr": 1e-3}, and so on.
 
@@ -82,7 +88,9 @@ def simulate(
         BadInputError: names the option, or the client and the sample or parameter, and what is wrong.
         RunError: no client could train.
     """
-    named = _named(clients)
+    named, tracks = _named(clients), () if track is None else (track,)
+    for each in tracks:
+        check_track(each)
     with bad_input_ends():
         data = {name: client.data(name) for name, client in named.items()}
         form = _common_form(named, data)
@@ -118,21 +126,20 @@ def simulate(
         if client.trainer is not None
     }
     given = Given(spec, Cohort(data, data[first].test, None, spec.classes), trained)
-    planned = PlannedRun(setting=setting)
+    batch = Batch(runs=(PlannedRun(setting=setting),))
+    batch = batch if keep_updates is None else batch.keeping(keep_updates)
+    [planned], recording = batch.runs, folder / UPDATES_FOLDER / setting.name
     with open_workers(workers, setting.threads) as opened:
-        runner = BatchRunner(folder, opened, Console(stderr=True), events=False, picture=False, given=given)
-        is_lost = has_record(folder, planned) and runner.stands(planned) is None
-        _, failed = runner.run(Batch(runs=(planned,)), force=is_lost)
+        runner = BatchRunner(folder, opened, Console(stderr=True), tracks=tracks, picture=False, given=given)
+        is_unrecorded = keep_updates is not None and not recording.exists()
+        is_lost = has_record(folder, planned) and (is_unrecorded or runner.stands(planned) is None)
+        _, failed = runner.run(batch, force=is_lost)
         stood = runner.stands(planned)
     if failed or stood is None:
         cause = failed[0].error if failed else None
         raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from cause
-    return Run(
-        folder,
-        json.loads(record_path(folder, planned).read_text()),
-        party_of(setting, spec, given.cohort, trained),
-        stood,
-    )
+    record = json.loads(record_path(folder, planned).read_text())
+    return Run(folder, record, party_of(setting, spec, given.cohort, trained), recording, stood)
 
 
 def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client]:
@@ -292,12 +299,15 @@ class Run:
 
     Attributes:
         folder: of its files.
-        record: as `fedcg simulate` writes it (docs/records.md).
+        record: as `fedcg simulate` writes it (docs/simulation.md).
+        party: who took part.
+        recording: the folder of what the clients sent; not there without `keep_updates`.
     """
 
     folder: Path
     record: Mapping[str, Any] = field(repr=False)
-    _party: Party = field(repr=False)
+    party: Party = field(repr=False)
+    recording: Path = field(repr=False)
     _stood: Simulation = field(repr=False)
 
     @cached_property
@@ -331,7 +341,7 @@ class Run:
         return drawn([self.record])
 
     def _client(self, figures: Mapping[str, Any]) -> ClientRun:
-        name, stood, party = figures["id"], self._stood, self._party
+        name, stood, party = figures["id"], self._stood, self.party
         spec, state = party.spec_of(name), stood.states[name]
         losses = stood.curves[name][-1].losses
         choice = min(losses, key=losses.__getitem__, default="own")

@@ -6,11 +6,13 @@ Nothing is imported before it is used.
 from importlib import import_module
 
 _FACE = {
+    "Audit": "experiments.audit_face:Audit",
     "Client": "fedcg.learning.client:Client",
     "Run": "experiments.face:Run",
     "Trainer": "fedcg.learning.networks.task:Trainer",
     "TrainerContext": "fedcg.learning.networks.task:TrainerContext",
     "Split": "fedcg.learning.networks.cut:Halves",
+    "audit": "experiments.audit_face:audit",
     "simulate": "experiments.face:simulate",
     "split": "fedcg.learning.networks.cut:split",
 }

@@ -1,3 +1,5 @@
+from experiments.audit_face import Audit as Audit
+from experiments.audit_face import audit as audit
 from experiments.face import Run as Run
 from experiments.face import simulate as simulate
 from fedcg.learning.client import Client as Client

@@ -34,7 +34,7 @@ from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
-from coordinator.service.tensorboard import RoundCurves
+from coordinator.service.tracking import TrackedFederations
 from coordinator.storage.artifacts import artifacts_of
 from coordinator.storage.database import check_whole, explained
 from coordinator.storage.event_store import coordinator_log
@@ -204,12 +204,12 @@ def _opened(home: Home, config: CoordinatorConfig, *, accepts_loss: bool = False
         opened.callback(store.close)
         end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
         limit = LineLimit()
-        if config.tensorboard.directory is None:
+        if config.track is None:
             yield store, coordinator_log(home.events_file, store.events, limit.allows)
             return
-        curves = RoundCurves(home.root / config.tensorboard.directory, store)
-        opened.callback(curves.close)
-        yield store, coordinator_log(home.events_file, store.events, limit.allows, curves.follow)
+        tracked = TrackedFederations(config.track, home.root, store, artifacts_of(home))
+        opened.callback(tracked.close)
+        yield store, coordinator_log(home.events_file, store.events, limit.allows, tracked.follow)
 
 
 def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:

@@ -40,11 +40,14 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import image_form, plan_from_mapping
 from fedcg.terminal import print_data
+from fedcg.tracking import TRACK_FORMS, check_track
 
 if TYPE_CHECKING:
     from experiments.simulation.batch_runner import Workers
 
-_WITH_RESUME = frozenset({"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "plot"})
+_WITH_RESUME = frozenset(
+    {"resume", "workers", "ray", "force", "keep_updates", "as_json", "tensorboard", "track", "plot"}
+)
 
 
 class SimulateOptions(BaseModel):
@@ -94,6 +97,7 @@ class SimulateOptions(BaseModel):
         ),
     ] = None
     tensorboard: Annotated[bool, Field(description="write event files")] = True
+    track: Annotated[str | None, Field(description=f"send settings and figures to {TRACK_FORMS}")] = None
     plot: Annotated[bool, Field(description="draw curves.png")] = True
     as_json: Annotated[bool, Field(description="print the runs' records instead of a table")] = False
 
@@ -133,13 +137,15 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         _check(batch)
         if options.ray is None:  # a cluster may have what this machine lacks
             _check_device(batch.runs[0].setting.device)
-        if options.tensorboard:
-            from experiments.simulation.curves import check_installed
-
-            check_installed()
+        tracks = [f"tensorboard:{folder / 'tensorboard'}"] if options.tensorboard else []
+        for each in tracks:
+            check_track(each, "--no-tensorboard")
+        if options.track is not None:
+            check_track(options.track)
+            tracks.append(options.track)
         if options.resume is None or options.keep_updates is not None:
             _remember(batch, folder, force=options.force)
-        _run(batch, folder, options)
+        _run(batch, folder, options, tracks)
 
 
 def _simulate_project(project: Path, values: Values, options: SimulateOptions, typed: frozenset[str]) -> None:
@@ -304,14 +310,14 @@ def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContex
     return open_workers(count, settings[0].threads)
 
 
-def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
+def _run(batch: Batch, folder: Path, options: SimulateOptions, tracks: list[str]) -> None:
     from experiments.simulation.batch_runner import BatchRunner, table
     from experiments.simulation.recorded_updates import UPDATES_FOLDER, audit_command
 
     console = Console(stderr=True)
     try:
         with _lanes(batch, options.workers, options.ray) as opened:
-            done = BatchRunner(folder, opened, console, events=options.tensorboard, picture=options.plot)
+            done = BatchRunner(folder, opened, console, tracks=tracks, picture=options.plot)
             records, failed = done.run(batch, force=options.force)
     except KeyboardInterrupt:
         console.print(f"Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ runs.
 import os
 import re
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from rich.table import Table
 from experiments.demo.report import percent
 from experiments.errors import OptionError
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, RunSetting, has_record
-from experiments.simulation.curves import EventFiles, draw_curves, write_tables
-from experiments.simulation.simulation_record import label_of
+from experiments.simulation.curves import draw_curves, figures_of, write_tables
+from experiments.simulation.simulation_record import FIGURES, label_of
 from experiments.simulation.single_run import FailedRun, Given, Runs, Simulator, write_failures
 from fedcg.errors import told
+from fedcg.files import file_sha256, replace_durably
 from fedcg.learning.simulation.simulation import Simulation
 from fedcg.learning.simulation.tasks import Runner
+from fedcg.tracking import TrackedRun, Tracking
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class BatchRunner:
         folder: of the batch.
         lanes: who runs them, and how many at once.
         console: for progress and lines.
-        events: whether event files for TensorBoard are written.
+        tracks: the trackers that every run is sent to (`fedcg.tracking`).
         picture: whether curves.png is drawn.
         given: the clients of all runs (`Runs`).
     """
@@ -126,15 +129,15 @@ class BatchRunner:
         lanes: Workers,
         console: Console,
         *,
-        events: bool = True,
+        tracks: Sequence[str] = (),
         picture: bool = True,
         given: Given | None = None,
     ) -> None:
         self._folder = folder
         self._console = console
-        self._has_events, self._has_picture = events, picture
+        self._tracks, self._has_picture = tracks, picture
         self._lanes = lanes
-        self._events: dict[str, EventFiles] = {}
+        self._tracked: dict[str, list[Tracking]] = {}
         self._counted_rounds: dict[str, int] = {}  # rounds of a run that the bar knows of
         self._writing = Lock()
         self._runs = Runs(folder, lanes.simulator, self._after_round, self._print, given)
@@ -204,9 +207,13 @@ class BatchRunner:
         setting = planned.setting
         self._bar.update(self._task, description=_shown(setting.name))
         try:
-            if self._has_events:
-                self._events[setting.name] = EventFiles(self._folder, setting.name, self._runs.done_rounds(planned))
+            tracked = self._tracked_run(planned) if self._tracks else None
+            self._tracked[setting.name] = [Tracking(track, tracked) for track in self._tracks if tracked]
             record = self._runs.run(planned)
+            files = [{"file": file.name, "sha256": file_sha256(file)} for file in self._runs.files(planned)]
+            clients = [{"client": one["id"], **{name: one[name] for name in FIGURES}} for one in record["clients"]]
+            for tracking in self._tracked[setting.name]:
+                tracking.finish({"clients": clients, "files": files})
         except Exception as error:  # noqa: BLE001 - one run's failure does not end the batch; it is recorded and printed
             if self._lanes.stopping.is_set():
                 return FailedRun(setting.name, "stopped")  # not printed: the whole batch was stopped
@@ -216,8 +223,8 @@ class BatchRunner:
             self._print(f"{setting.name}: failed: {told(error)} (where: {trace})")
             return FailedRun(setting.name, told(error), error)
         finally:
-            if setting.name in self._events:
-                self._events.pop(setting.name).end()
+            for tracking in self._tracked.pop(setting.name, []):
+                tracking.close()
             self._bar.update(self._task, advance=setting.rounds - self._counted_rounds[setting.name])
         self._print(f"{setting.name}: {_figures(record)}")
         with self._writing:
@@ -228,12 +235,22 @@ class BatchRunner:
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
         name = planned.setting.name
-        if name in self._events:
-            self._events[name].add(now)
+        if figures := figures_of(now):
+            for tracking in self._tracked[name]:
+                tracking.add(now.rounds, figures)
         self._counted_rounds[name] += 1
         self._bar.update(self._task, advance=1, description=f"{_shown(name)}, round {now.rounds}")
         if not self._console.is_terminal:
             self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
+
+    def _tracked_run(self, planned: PlannedRun) -> TrackedRun:
+        """The run for trackers; where it is continued, its identity is that of its earlier part."""
+        setting, kept = planned.setting, self._folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
+        is_continued = self._runs.done_rounds(planned) > 0 and kept.exists()
+        if not is_continued:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_durably(kept, uuid.uuid4().hex)
+        return TrackedRun(setting.name, kept.read_text(), setting.published, is_continued)
 
     def _print(self, line: str) -> None:
         self._console.print(_shown(line), markup=False, highlight=False, soft_wrap=True)

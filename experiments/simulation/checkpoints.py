@@ -42,17 +42,17 @@ class Checkpoints:
         fsync_path(fresh)
         fresh.replace(target)
         fsync_path(self._folder)
-        for other in self._saved():
+        for other in self.files():
             if other != target:
                 other.unlink()
 
     def rounds(self) -> int:
         """How many rounds were done then; tensors are not read."""
-        return max((int(path.stem.removeprefix("round-")) for path in self._saved()), default=0)
+        return max((int(path.stem.removeprefix("round-")) for path in self.files()), default=0)
 
     def newest(self) -> tuple[Simulation, float] | None:
         """Where the newest whole checkpoint of this setting stands, and the run's seconds until then; None without one."""
-        found = (self._read(file) for file in reversed(self._saved()))
+        found = (self._read(file) for file in reversed(self.files()))
         return next((one for one in found if one is not None), None)
 
     def _read(self, file: Path) -> tuple[Simulation, float] | None:
@@ -68,7 +68,8 @@ class Checkpoints:
         """Forget all of them."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _saved(self) -> list[Path]:
+    def files(self) -> list[Path]:
+        """The checkpoints that are there, the newest last."""
         return sorted(self._folder.glob("round-*.pt"))
 
 

@@ -1,19 +1,16 @@
-"""Curves of simulated runs: runs.csv, curves.csv and curves.png made of the records of a folder, and event files for TensorBoard written after each round."""
+"""Curves of simulated runs: runs.csv, curves.csv and curves.png made of the records of a folder; figures for trackers."""
 
 from __future__ import annotations
 
 import csv
 import io
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from experiments.demo.report import mean
-from experiments.errors import OptionError
 from experiments.simulation.simulation_record import COLUMNS, label_of, read_records
 from fedcg.files import READABLE, replace_durably
 
@@ -124,61 +121,14 @@ def mean_curve(records: Sequence[Record], column: str) -> tuple[list[int], list[
     return rounds, [fmean(values[number]) for number in rounds], [pstdev(values[number]) for number in rounds]
 
 
-EVENTS_FOLDER = "tensorboard"
-
-
-def check_installed() -> None:
-    """Before anything is run: event files can be written.
-
-    Raises:
-        OptionError: the package is not installed.
-    """
-    if find_spec("tensorboard") is None:
-        raise OptionError(
-            "event files need the Python package 'tensorboard': install the extra `experiments`, or --no-tensorboard"
-        )
-
-
-class EventFiles:
-    """The event files of one run, in a folder of its own; those of rounds that will be done again are cut off.
-
-    Args:
-        batch: folder of the batch.
-        name: of the run.
-        done_rounds: that need not be done again.
-    """
-
-    def __init__(self, batch: Path, name: str, done_rounds: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = batch / EVENTS_FOLDER / name
-        if done_rounds == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(folder), purge_step=done_rounds + 1 if done_rounds else None)
-
-    def add(self, now: Simulation) -> None:
-        """Write the figures of the round that just ended, where it was measured."""
-        writer = self._writer
-        latest = {name: curve[-1] for name, curve in now.curves.items() if curve and curve[-1].round == now.rounds}
-        for tag, name in (
-            ("accuracy", "accuracy"),
-            ("accuracy_after", "accuracy_after"),
-            ("loss", "loss"),
-            ("local_only", "local_accuracy"),
-            ("common", "common"),
-            ("consistency", "consistency"),
-        ):
-            for client, record in latest.items():
-                value = getattr(record, name)
-                if value is not None:
-                    writer.add_scalar(f"{tag}/{client}", value, now.rounds)
-            average = mean([getattr(record, name) for record in latest.values()])
-            if average is not None:
-                writer.add_scalar(f"{tag}/mean", average, now.rounds)
-        if now.global_accuracy and now.global_accuracy[-1][0] == now.rounds:
-            writer.add_scalar("accuracy/global", now.global_accuracy[-1][1], now.rounds)
-        writer.flush()
-
-    def end(self) -> None:
-        """Close the run's files."""
-        self._writer.close()
+def figures_of(now: Simulation) -> dict[str, float]:
+    """The figures of the round that just ended, for a tracker: by column of the curve and client, and means; empty where it was not measured."""
+    latest = {name: curve[-1] for name, curve in now.curves.items() if curve and curve[-1].round == now.rounds}
+    figures: dict[str, float] = {}
+    for tag, name in [*COLUMNS.items()][1:]:  # the first one is the round
+        of_clients = {f"{tag}/{client}": getattr(record, name) for client, record in latest.items()}
+        of_clients[f"{tag}/mean"] = mean([*of_clients.values()])
+        figures |= {label: value for label, value in of_clients.items() if value is not None}
+    if now.global_accuracy and now.global_accuracy[-1][0] == now.rounds:
+        figures["accuracy/global"] = now.global_accuracy[-1][1]
+    return figures

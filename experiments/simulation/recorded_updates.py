@@ -76,18 +76,19 @@ class RecordedUpdates:
         for artifact in self._store.ids():
             self._capture.add(self._store.get(artifact))
 
-    def begin(self, setting: RunSetting, auxiliary: ImageSet, real: Mapping[str, ClientData]) -> None:
+    def begin(self, setting: RunSetting, auxiliary: ImageSet | None, real: Mapping[str, ClientData]) -> None:
         """Write what is fixed before the first round: the clients' images, an attacker's, and the start of the private parts.
 
         Args:
             setting: of the run.
-            auxiliary: images that no client holds.
+            auxiliary: images that no client holds; None: there are none.
             real: the clients' images before a data defence; empty without one.
         """
         self._write_images(self._folder / _TRUTH, self._party.datasets)
         if real:
             self._write_images(self._folder / _TRUTH / REAL, real)
-        replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary, self._party.spec.input)))
+        if auxiliary is not None:
+            replace_durably(self._folder / _AUXILIARY_FILE, _npz(_arrays("train", auxiliary, self._party.spec.input)))
         cohort = self._party.roots.cohort.hex() if setting.start == "cohort" else None
         initial = {"format": _FORMAT, "start": setting.start, "cohort_root": cohort}
         replace_durably(self._folder / _INITIAL_FILE, json.dumps(initial))
@@ -185,7 +186,12 @@ class RecordedUpdates:
         }
         extras = now.states[client].extras
         tensors |= {f"extras/{group}/{name}": one.cpu() for group, some in extras.items() for name, one in some.items()}
-        replace_durably(self._folder / _TRUTH / f"{client}-round-{now.rounds}.safetensors", save(tensors))
+        replace_durably(truth_file(self._folder, client, now.rounds), save(tensors))
+
+
+def truth_file(recording: Path, client: str, round_number: int) -> Path:
+    """Where the recording of a run has a client's private parts of a round."""
+    return recording / _TRUTH / f"{client}-round-{round_number}.safetensors"
 
 
 def _report(client: str, now: Simulation) -> Report:

@@ -99,6 +99,10 @@ class Runs:
         """Where the recorded updates of a run lie, if they were kept."""
         return self._folder / UPDATES_FOLDER / planned.setting.name
 
+    def files(self, planned: PlannedRun) -> list[Path]:
+        """The record of a finished run, and the checkpoint with all its models where that is kept."""
+        return [record_path(self._folder, planned), *self._checkpoints(planned).files()]
+
     def done_rounds(self, planned: PlannedRun) -> int:
         """How many rounds of a run a checkpoint holds."""
         return self._checkpoints(planned).rounds()
@@ -139,7 +143,7 @@ class Runs:
             kept_updates=planned.kept_rounds,
         )
         recorded = None
-        if auxiliary is not None:
+        if planned.keep_updates:
             recorded = RecordedUpdates(
                 self.recording(planned), party, planned.kept_rounds, stood or beginning(party, schedule)
             )
@@ -209,8 +213,10 @@ class Runs:
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
 
-    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet:
-        """Images of the opened source that no client holds."""
+    def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet | None:
+        """Images of the opened source that no client holds; None where the clients are given."""
+        if self._given is not None:
+            return None
         assert self._opened is not None
         return unheld_images(self._opened[1], spec.input, setting.deal(), MAX_AUXILIARY)
 

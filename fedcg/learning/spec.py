@@ -260,6 +260,8 @@ class NetworkChoice(_Frozen):
         Args:
             has_secret: whether the device has its cohort's secret; None: not known here.
         """
+        if self.split == PROGRAM:
+            return "the weights that the program gives to all"
         if self.backbones:
             return "; ".join(
                 f"{name}: {self.with_backbone(name).private_start(has_secret)}" for name in self.backbone_names

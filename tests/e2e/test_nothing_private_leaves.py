@@ -76,7 +76,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Talkative]:
     params = {"epochs": 2, "server_iterations": 50, "ramp_rounds": 2}
     stack = _Talkative(tmp_path_factory.mktemp("recorded"), params=params, enrol=True)
     stack.prepare()
-    set_values(stack.home / "coordinator.toml", {("tensorboard", "directory"): "curves"})
+    set_values(stack.home / "coordinator.toml", {("", "track"): "tensorboard:curves"})
     with stack.up(observer=("--frames",)):
         stack.enrol_all()
         stack.make_cohorts()
@@ -176,7 +176,7 @@ def test_the_log_of_a_coordinator_as_json_has_the_events_with_their_sentences(st
     assert [(one["event"], one["t"]) for one in written] == [(one["event"], one["t"]) for one in logged]
 
 
-def test_the_coordinator_writes_curves_of_each_round_for_tensorboard(stack: _Talkative) -> None:
+def test_the_coordinator_sends_each_round_to_its_tracker(stack: _Talkative) -> None:
     read = EventAccumulator(str(stack.home / "curves" / "shapes")).Reload()
     assert [(one.step, one.value) for one in read.Scalars("updates/accepted")] == [(1, 3.0), (2, 3.0)]
     sizes = {1: 0, 2: 0}
@@ -193,6 +193,11 @@ def test_the_coordinator_writes_curves_of_each_round_for_tensorboard(stack: _Tal
         told = [event["accuracy_personal"] for event in stack.events(device) if event["event"] == "committed"]
         assert [one.value for one in read.Scalars(f"accuracy/{device}")] == pytest.approx(told)
         assert [one.step for one in read.Scalars(f"loss/{device}")] == [1, 2]
+    texts = {name: read.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in read.Tags()["tensors"]}
+    assert "| params.server_iterations | 50 |" in texts["settings"]
+    assert [line.split(" | ")[0] for line in texts["clients"].splitlines()[2:]] == [f"| {one}" for one in stack.devices]
+    final = next(event["aggregate"] for event in stack.events("coordinator") if event["event"] == "finished")
+    assert final in texts["files"]
 
 
 def spellings(secret: bytes, code: str) -> list[bytes]:

@@ -37,6 +37,7 @@ from tests.support.commands import run_fedcg
             ),
             enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
             aggregation=AggregationSettings(public_data='a "b"', public_images=7),
+            track="mlflow:sqlite:///runs.db",
         ),
     ],
 )

@@ -127,5 +127,5 @@ def test_a_wrong_option_is_named() -> None:
         fedcg.simulate(clients(), rounds=1, local_epoch=3)
     with pytest.raises(BadInputError, match="flip: of no use here"):
         fedcg.simulate(clients(), rounds=1, flip=True)
-    with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Client"):
+    with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Audit, Client"):
         getattr(fedcg, "simulat")  # noqa: B009 - mypy knows that it is not there

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.simulation import curves as event_files
+from fedcg import tracking
 from tests.support.simulations import fedcg_simulate
 
 REFUSED = [
@@ -38,6 +38,7 @@ REFUSED = [
     ("--defence-set v_e=1", "defence_params need a defence"),
     ("--defence antigan --mechanism dp_sgd.noise_multiplier=1", "dp_sgd's epsilon does not cover"),
     ("--defence antigan --defence-set window=17", "antigan: window = 17 is larger than the images of 16x16 pixels"),
+    ("--track neptune", "track neptune: give mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT"),
     ("--defence etc --defence-set key=cohort --start public", "etc: key = cohort needs the cohort secret"),
 ]
 
@@ -51,10 +52,10 @@ def test_bad_options_end_the_command_with_a_reason_and_nothing_is_written(text: 
 
 
 def test_without_tensorboard_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     refused = fedcg_simulate(tmp_path / "out", "--method local --tensorboard")
     assert refused.exit_code == 2
-    assert "or --no-tensorboard" in refused.stderr
+    assert "pip install 'fedcg-edge[tensorboard]', or --no-tensorboard" in " ".join(refused.stderr.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,162 @@
+"""`fedcg.audit`: attacks on what one client of a `fedcg.simulate` run sent, in this process, as `fedcg audit run` carries them out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from audit.attacks.attack import Attack, Effort, chosen_attacks
+from audit.evidence import Case, Truth, joined, read_private, read_updates
+from audit.measures import Outcome
+from audit.report import Finding, finding_of, render, report_of, subject_of
+from audit.run import progress_bars
+from experiments.face import Run
+from experiments.simulation.recorded_updates import truth_file
+from fedcg.errors import BadInputError
+from fedcg.files import replace_durably
+from fedcg.learning.data.datasets import read_dataset
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import ImageForm, InputForm
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The outcome of an audit. It shows samples of the client: it is for the owner of the data.
+
+    Attributes:
+        client: whose update was attacked.
+        report: as `report.json` of `fedcg audit run` has it.
+    """
+
+    client: str
+    report: Mapping[str, Any] = field(repr=False)
+    _findings: Sequence[Finding] = field(repr=False)
+    _page: str = field(repr=False)
+
+    def show(self) -> None:
+        """Print a line for each attack: its result, or why it was not tried."""
+        table = Table("attack", "result", title=self._title, box=box.SIMPLE_HEAD)
+        for title, summary in self._lines:
+            table.add_row(title, summary)
+        Console().print(table, markup=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as `.json`, or as `.html`, one page with figures, curves and pictures.
+
+        Raises:
+            BadInputError: the name ends otherwise.
+        """
+        contents = {".json": lambda: json.dumps(self.report, indent=1), ".html": lambda: self._page}
+        if (make := contents.get(Path(path).suffix)) is None:
+            raise BadInputError(f"{path}: a report is written as .json or .html")
+        replace_durably(Path(path), make())
+        return Path(path)
+
+    @property
+    def _title(self) -> str:
+        return f"what {self.client} gave away in round {self.report['subject']['round']}"
+
+    @property
+    def _lines(self) -> list[tuple[str, str]]:
+        return [(finding.attack.title, finding.summary()) for finding in self._findings]
+
+    def _repr_html_(self) -> str:
+        row = Markup("<tr><td>{}</td><td>{}</td></tr>")
+        lines = Markup("").join(row.format(*line) for line in self._lines)
+        return Markup("<table><caption>{}</caption>{}</table>").format(self._title, lines)
+
+
+def audit(
+    run: Run,
+    client: str,
+    *,
+    attacks: Sequence[str] = (),
+    effort: str = "default",
+    round_number: int | None = None,
+    auxiliary: Any = None,
+    seed: int = 0,
+) -> Audit:
+    """Attack what a client sent in a round, and report what came back beyond the best guess.
+
+    Args:
+        run: of `fedcg.simulate(..., keep_updates="all")`, which recorded what was sent.
+        client: its name.
+        attacks: names of `fedcg audit attacks`; none: all. Those that work on images alone are reported as not tried on other inputs.
+        effort: quick, default or thorough: about a minute, ten, hours.
+        round_number: None: the last one in which the client trained.
+        auxiliary: labelled samples of the same kind that an attacker could have, in a form of `fedcg.Client.train`; None: the
+            other clients' test samples.
+        seed: of all random numbers.
+
+    Raises:
+        BadInputError: no such client or effort, or the run has no recording.
+        AuditError: no such attack, or no update of that round was recorded.
+        DataError: the auxiliary samples can't be used.
+    """
+    party, recording = run.party, run.recording
+    if client not in party.datasets:
+        raise BadInputError(f"client {client!r}: there are {', '.join(party.datasets)}")
+    if effort not in {one.value for one in Effort}:
+        raise BadInputError(f"effort {effort!r}: choose {', '.join(one.value for one in Effort)}")
+    if not recording.exists():
+        raise BadInputError(
+            f'{run.folder}: what the clients sent was not recorded: run fedcg.simulate(..., keep_updates="all") first'
+        )
+    chosen, spec = chosen_attacks(attacks), party.spec.model_copy(update={"input": _images_if(party.spec.input)})
+    recorded = replace(
+        read_updates(recording), spec=spec
+    )  # this process has the network's code, and a recording has none
+    if auxiliary is None:
+        known = reduce(joined, (data.test for name, data in party.datasets.items() if name != client))
+    else:
+        known = read_dataset(auxiliary, spec.classes, "auxiliary")
+    view = recorded.view(client, round_number, known)
+    data, private = party.datasets[client], read_private(view, truth_file(recording, client, view.round))
+    truth = Truth(data.train, joined(data.val, data.test), *private)
+    case = Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {seed}".encode()).digest()))
+    with progress_bars(Console(stderr=True), [attack.name for attack in chosen]) as (advance, finish):
+        outcomes = [_outcome(attack, case, Effort(effort), advance, finish) for attack in chosen]
+    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(chosen, outcomes, strict=True))
+    subject = subject_of(case, recorded.gaps, {"effort": effort, "seed": seed}, f"fedcg.audit(run, {client!r})", None)
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return Audit(client, report_of(subject, findings, ()), findings, render(subject, findings, (), made))
+
+
+def _outcome(
+    attack: Attack,
+    case: Case,
+    effort: Effort,
+    advance: Callable[[str, int, int], None],
+    finish: Callable[[Outcome], None],
+) -> Outcome:
+    try:
+        outcome = attack.run(case, effort, partial(advance, attack.name))
+    except Exception as error:  # noqa: BLE001 - one attack's failure does not end the others; the report has it
+        outcome = Outcome.failure(attack.name, error)
+    finish(outcome)
+    return outcome
+
+
+def _images_if(form: InputForm) -> InputForm:
+    """Pixels of one or three channels as images, which more attacks work on; every other form as it is."""
+    if isinstance(form, ImageForm) or form.dtype != "uint8" or len(form.shape) != 3 or form.channels not in (1, 3):
+        return form
+    mean, std = form.mean or (0.0,) * form.channels, form.std or (1.0,) * form.channels
+    try:
+        return ImageForm(
+            mode="L" if form.channels == 1 else "RGB", height=form.shape[1], width=form.shape[2], mean=mean, std=std
+        )
+    except ValidationError:  # too small or too large for one
+        return form
