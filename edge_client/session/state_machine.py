@@ -13,25 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 from edge_client.session import signals
-from edge_client.session.state import (
-    BROADCAST_PATIENCE_S,
-    GRANT_PATIENCE_S,
-    HELLO_EVERY_S,
-    MANIFEST_FIRST_S,
-    MANIFEST_MAX_S,
-    REFUSED_HELLO_S,
-    REFUSED_PUBLISH_S,
-    REVOKED_RETRY_S,
-    SILENCE_S,
-    SUM_EVERY_S,
-    TRAINER_BACKOFF_MAX_S,
-    TRAINER_BACKOFF_S,
-    TRAINER_DEATHS,
-    Delivery,
-    SessionState,
-    TrainerState,
-)
+from edge_client.session.state import MANIFEST_FIRST_S, REVOKED_RETRY_S, SILENCE_S, Delivery, SessionState, TrainerState
 from fedcg.wire.messages import schemas
+
+HELLO_EVERY_S = 2.0
+REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
+REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
+MANIFEST_MAX_S = 30.0
+GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
+BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
+SUM_EVERY_S = 4.0  # until keys for a sealed sum are announced again that nobody has answered
+TRAINER_DEATHS = 5  # in one job, before it is given up
+TRAINER_BACKOFF_S = 0.5
+TRAINER_BACKOFF_MAX_S = 30.0
 
 Step = tuple[SessionState, tuple[signals.Command, ...]]
 
