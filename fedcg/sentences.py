@@ -156,6 +156,8 @@ class Texts(Settings):
         findings: what a device's own doctor found and the remedy, by check and state; an empty one: see the doctor.
         audit_figures: what each figure of a device's audit is.
         health: about a device that reports this of its health.
+        problems: the fact and the remedy of an open problem of the coordinator, by its kind.
+        ended: kind and remedy of a device whose update was rejected, or which was dropped.
         lost_sums: about a round without a sealed sum, by the phase in which that ended, or `other`.
         sum_obstacles: why a device takes no part in sums, and what to do, by `SumObstacle`.
         lost_files: what is lost with a damaged file of a device's store, and what to do, by its name.
@@ -169,6 +171,8 @@ class Texts(Settings):
     findings: dict[str, dict[str, tuple[str, str]]]
     audit_figures: dict[str, str]
     health: dict[str, str]
+    problems: dict[str, tuple[str, str]]
+    ended: dict[str, tuple[str, str]]
     lost_sums: dict[str, str]
     sum_obstacles: dict[str, tuple[str, str]]
     lost_files: dict[str, str]
