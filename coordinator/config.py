@@ -1,9 +1,9 @@
 """The coordinator's configuration file: its schema, reading it with all errors at once, writing a commented one."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Annotated, Literal
 
 from pydantic import Field, IPvAnyAddress, PlainSerializer, model_validator
@@ -19,27 +19,6 @@ from fedcg.worker_process import STALL_S
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines; TLS and a token are asked of each
 KEEP_ROUNDS = 10
-EXAMPLES: dict[tuple[str, str], object] = {
-    ("broker", "chunk_bytes"): 32_768,
-    ("broker", "window_chunks"): 16,
-    ("broker", "window_bytes"): 1_900_000,
-    ("api", "certificate"): "api.pem",
-    ("api", "key"): "api.key",
-    ("api", "proxy"): "10.0.0.2",
-    ("enrolment", "port"): 8444,
-    ("enrolment", "listen"): EVERY_ADDRESS,
-    ("enrolment", "host"): "coordinator.example",
-    ("carrier", "port"): 8445,
-    ("carrier", "listen"): EVERY_ADDRESS,
-    ("carrier", "host"): "coordinator.example",
-    ("aggregation", "public_data"): "public",
-    ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
-    ("storage", "database_password_file"): "/run/secrets/fedcg-database",
-    ("storage", "artifacts"): "s3://fedcg/artifacts",
-    ("tensorboard", "directory"): "tensorboard",
-    ("page", "webhook"): "https://chat.example/hooks/fedcg",
-}
-"""Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -326,16 +305,16 @@ def check_api_host(api: ApiSettings) -> None:
 
 
 def render_config(config: CoordinatorConfig) -> str:
-    """coordinator.toml with comments; a setting without a value is a comment that shows one."""
+    """coordinator.toml with comments; a setting without a value is a comment with the one that the template shows."""
     template = files("coordinator").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
-    lines = {
-        f"{section}_{name}": f"# {name} = {_toml(EXAMPLES[section, name])}"
-        if value is None
-        else f"{name} = {_toml(value)}"
-        for section, settings in config.model_dump(mode="json").items()
-        for name, value in settings.items()
-    }
-    return Template(template).substitute(lines)
+    values = config.model_dump(mode="json")
+
+    def line(setting: re.Match[str]) -> str:
+        section, name, example = setting.groups()
+        value = values[section][name]
+        return f"# {name} = {example}" if value is None else f"{name} = {_toml(value)}"
+
+    return re.sub(r"(?m)^\$([a-z]+)\.(\w+)(?: = (.*))?$", line, template)
 
 
 def _toml(value: object) -> str:
