@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.mqtt_config import connection_name
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -259,19 +260,6 @@ def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: Event
 
 
 def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will) -> Transport:
-    own = authority.credential_of(home.pki, COORDINATOR)
-    tls = TlsFiles(authority.credential_of(home.pki, authority.CA_NAME).certificate, own.certificate, own.key)
-    broker = config.broker
-    return MqttTransport(
-        MqttConfig(
-            broker.host,
-            broker.port,
-            COORDINATOR,
-            tls=tls,
-            protocol=broker.protocol,
-            max_packet=broker.limits.max_packet,
-            in_flight=broker.limits.in_flight,
-            connection=connection_name(federation, home.secret()),
-        ),
-        will,
-    )
+    own, limits = authority.credential_of(home.pki, COORDINATOR), config.broker.limits
+    mqtt = authority.broker_config(home, COORDINATOR, own, connection_name(federation, home.secret()))
+    return MqttTransport(replace(mqtt, max_packet=limits.max_packet, in_flight=limits.in_flight), will)
