@@ -106,12 +106,6 @@ class ListenerSettings(Settings):
         """The address that it listens on, when devices reach it under `host`."""
         return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
 
-    def url(self, host: str) -> str | None:
-        """The URL under which devices reach it, with `host`; None without a listener."""
-        if self.port is None:
-            return None
-        return f"https://{f'[{host}]' if ':' in host else host}:{self.port}"
-
 
 class CarrierSettings(ListenerSettings):
     """The HTTPS listener that carries artifacts of devices with `carrier = "https"`."""
@@ -257,25 +251,14 @@ class CoordinatorConfig(Settings):
     tensorboard: TensorboardSettings = TensorboardSettings()
     page: PageSettings = PageSettings()
 
-    @property
-    def enrolment_host(self) -> str:
-        """The name under which devices reach the enrolment listener."""
-        return self.enrolment.host or self.broker.host
+    def host_of(self, listener: ListenerSettings) -> str:
+        """The name under which devices reach a listener."""
+        return listener.host or self.broker.host
 
-    @property
-    def enrolment_url(self) -> str | None:
-        """The URL at which devices enrol and renew; None without a listener."""
-        return self.enrolment.url(self.enrolment_host)
-
-    @property
-    def carrier_host(self) -> str:
-        """The name under which devices reach the carrier's listener."""
-        return self.carrier.host or self.broker.host
-
-    @property
-    def carrier_url(self) -> str | None:
-        """The URL at which devices with `carrier = "https"` fetch and put artifacts; None without a listener."""
-        return self.carrier.url(self.carrier_host)
+    def url_of(self, listener: ListenerSettings) -> str | None:
+        """The URL under which devices reach a listener; None where it is off."""
+        host = self.host_of(listener)
+        return None if listener.port is None else f"https://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
 
 def load_config(path: Path) -> CoordinatorConfig:

@@ -84,8 +84,8 @@ def run_coordinator(
         explained(home),
         sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
-        listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
-        listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
+        listening("enrolment", config.enrolment, config.host_of(config.enrolment), connections) as enrolment,
+        listening("carrier", config.carrier, config.host_of(config.carrier), connections) as carrier,
         _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
         authority.renew_clients(home)
@@ -93,9 +93,9 @@ def run_coordinator(
         there = ", ".join(record.id for record in store.shown_federations()) or "no federation yet"
         print_line(f"coordinator of {there} on {config.api.url}")
         if enrolment is not None:
-            print_line(f"enrolment on {config.enrolment_url}")
+            print_line(f"enrolment on {config.url_of(config.enrolment)}")
         if carrier is not None:
-            print_line(f"HTTPS carrier on {config.carrier_url}")
+            print_line(f"HTTPS carrier on {config.url_of(config.carrier)}")
 
         @asynccontextmanager
         async def serve_devices(coordinator: Coordinator) -> AsyncIterator[None]:
@@ -118,7 +118,7 @@ def _enrolment(
     """The server for enrolment and renewal, not yet started."""
     admission = Admission(home, coordinator.store, config, coordinator.events)
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
-    own = authority.server_credential(home.pki, "enrolment", config.enrolment_host)
+    own = authority.server_credential(home.pki, "enrolment", config.host_of(config.enrolment))
     return serving(application, listener, authority.server_context(home.pki, own))
 
 
@@ -126,7 +126,7 @@ def _carrier(
     home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The HTTPS carrier's server, not yet started."""
-    own = authority.server_credential(home.pki, "carrier", config.carrier_host)
+    own = authority.server_credential(home.pki, "carrier", config.host_of(config.carrier))
     application = create_carrier_app(coordinator, time.monotonic)
     return serving(application, listener, authority.server_context(home.pki, own, ssl.CERT_REQUIRED))
 

@@ -180,7 +180,7 @@ class Admission:
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
             broker_preset=self.config.broker.preset,
-            carrier_url=self.config.carrier_url,
+            carrier_url=self.config.url_of(self.config.carrier),
         )
         return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
 
