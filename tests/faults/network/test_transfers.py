@@ -7,6 +7,7 @@ import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from tests.support.wire.transfer_parties import (
     SOME,
     MakeWorld,
     Parties,
-    Plan,
     chunks_of,
+    prepared,
     run_agent,
     run_coordinator,
     worlds,
@@ -126,10 +127,8 @@ def run_to_the_end(root: Path, mosquitto: StartMosquitto, **plan: Any) -> Partie
     broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")))
     root.mkdir()
     ports = {"a": broker.port, "b": broker.port}
-    parties = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, size=300_000, **plan))
-    parties.prepare()
     services: queue.SimpleQueue[Service] = queue.SimpleQueue()
-    with ThreadPoolExecutor(3) as threads:
+    with prepared(root, broker, ports, size=300_000, **plan) as parties, ThreadPoolExecutor(3) as threads:
         coordinator = threads.submit(lambda: asyncio.run(run_coordinator(root, services.put)))
         service = services.get(timeout=30)
         agents = [threads.submit(run_agent, root, device) for device in ports]
@@ -221,12 +220,9 @@ def broker(mosquitto: StartMosquitto) -> RunningMosquitto:
 def parties(tmp_path: Path, broker: RunningMosquitto) -> Iterator[Parties]:
     slow = Throttle(broker.port, Weather(bytes_per_s=20_000))  # so that it has not delivered when it dies
     ports = {"a": broker.port, "b": broker.port, GHOST: slow.port}
-    plan = Plan(str(broker.pki.directory), broker.port, ports, 400_000, rounds=3, min_clients=2, deadline_s=DEADLINE_S)
-    made = Parties(tmp_path, plan)
-    made.prepare()
-    yield made
-    made.stop()
-    slow.close()
+    plan = {"size": 400_000, "rounds": 3, "min_clients": 2, "deadline_s": DEADLINE_S}
+    with closing(slow), prepared(tmp_path, broker, ports, **plan) as made:
+        yield made
 
 
 @pytest.mark.slow
@@ -313,12 +309,8 @@ def test_a_round_completes_when_a_boxs_clock_is_ten_minutes_off(
     """The coordinator and its authority live in the right time, the agent `ahead` of it."""
     now = datetime.now(timezone.utc)
     broker = made_at(now - ahead, tmp_path, mosquitto)
-    plan = Plan(
-        str(broker.pki.directory), broker.port, {"a": broker.port}, 20_000, coordinator_ahead_s=-ahead.total_seconds()
-    )
-    parties = Parties(tmp_path, plan)
-    parties.prepare()
-    try:
+    ahead_s = -ahead.total_seconds()
+    with prepared(tmp_path, broker, {"a": broker.port}, size=20_000, coordinator_ahead_s=ahead_s) as parties:
         parties.start_all()
         parties.wait_finished()
         (receipt,) = parties.events("a", "receipt")
@@ -326,5 +318,3 @@ def test_a_round_completes_when_a_boxs_clock_is_ten_minutes_off(
         assert len(parties.events(COORDINATOR, "update_stored")) == 1
         assert diagnosed(broker, tmp_path, now)["clock"].state == "ok"
         assert diagnosed(broker, tmp_path, now)["broker"].state == "ok"
-    finally:
-        parties.stop()
