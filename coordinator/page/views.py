@@ -170,11 +170,6 @@ def _loaded(name: str) -> tuple[bytes, str]:
     return data, sha256(data).hexdigest()[:16]
 
 
-def _static_address(name: str) -> str:
-    """The address of a file, which changes with its content."""
-    return f"/static/{name}?{_loaded(name)[1]}"
-
-
 @static_files.get("/static/{name}")
 async def static_file(name: str, request: Request) -> Response:
     """A file that pages load; needs no login."""
@@ -198,7 +193,8 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     add_formats(made)
-    made.globals.update(version=version("fedcg-edge"), static=_static_address)
+    # the address of a file changes with its content
+    made.globals.update(version=version("fedcg-edge"), static=lambda name: f"/static/{name}?{_loaded(name)[1]}")
     return made
 
 
