@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from devices import files
 from devices.files import LIVE_ROOT
@@ -38,10 +38,8 @@ GB = 1_000_000_000
 _PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
 
 
-class Soc(BaseModel):
+class Soc(BaseModel, frozen=True, extra="forbid"):
     """A generation of Jetson, by its system on chip."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: str
     compute_capability: tuple[int, int]
@@ -50,10 +48,8 @@ class Soc(BaseModel):
     advice: str
 
 
-class Module(BaseModel):
+class Module(BaseModel, frozen=True, extra="forbid"):
     """A Jetson module, by its part number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     soc: str
@@ -65,19 +61,15 @@ class Module(BaseModel):
         return self.memory_gb * GB
 
 
-class Kind(BaseModel):
+class Kind(BaseModel, frozen=True, extra="forbid"):
     """A kind of box that is no Jetson, by how its entry in the device-tree's `compatible` begins."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     compatible: str
 
 
-class Catalogue(BaseModel):
+class Catalogue(BaseModel, frozen=True, extra="forbid"):
     """All known systems on chip, modules and other kinds of box."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     soc: dict[str, Soc]
     module: dict[str, Module]

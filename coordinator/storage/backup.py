@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from sqlalchemy import Connection, Engine, column, func, insert, inspect, select, table, text
 from sqlalchemy.exc import DBAPIError
 
@@ -39,10 +39,8 @@ ARTIFACT_ENTRY = re.compile(r"artifacts/([0-9a-f]{64})")
 MAX_SMALL_BYTES = 64 << 20  # of an entry that is read into memory: ROWS rows, or a file of the home
 
 
-class BackupFacts(BaseModel):
+class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
     """`backup.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: int
     made_at: float

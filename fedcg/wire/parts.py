@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from typing_extensions import Self
 
 
@@ -119,14 +119,12 @@ def is_absent(value: object) -> bool:
 _Bound = Annotated[Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None, Field(exclude_if=is_absent)]
 
 
-class TensorLayout(BaseModel):
+class TensorLayout(BaseModel, frozen=True, extra="forbid", strict=True):
     """Name, element type and shape of one tensor of a part.
 
     Attributes:
         low, high: bounds of every number, as it is decoded; None where there is none.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
     dtype: TensorDtype
@@ -146,10 +144,8 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]
 
 
-class ClassAccuracies(BaseModel):
+class ClassAccuracies(BaseModel, frozen=True, extra="forbid"):
     """Accuracy by class of the models that a report has an accuracy of: as many numbers as classes, None without test images of one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accuracy: PerClass | None = None
     shadow: PerClass | None = None
@@ -167,7 +163,7 @@ MAX_GAIN = 1e6
 Gain = Annotated[float, Field(ge=-MAX_GAIN, le=MAX_GAIN, allow_inf_nan=False)]
 
 
-class PrivacySpent(BaseModel):
+class PrivacySpent(BaseModel, frozen=True, extra="forbid"):
     """What a device's differentially private training has spent in this federation.
 
     Attributes:
@@ -175,14 +171,12 @@ class PrivacySpent(BaseModel):
         budget: of epsilon, at which the device takes part no more; None where it has none.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     epsilon: Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     budget: Annotated[float, Field(gt=0.0, le=MAX_NUMBER)] | None = None
 
 
-class RoundCost(BaseModel):
+class RoundCost(BaseModel, frozen=True, extra="forbid"):
     """What a local round cost the device until its update was made.
 
     Attributes:
@@ -190,13 +184,11 @@ class RoundCost(BaseModel):
         joules: None where the device has no sensor.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     seconds: Annotated[float, Field(ge=0.0, le=1e9)]
     joules: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True, extra="forbid"):
     """The report of a device about a local round; every field is optional, absent means not reported.
 
     Attributes:
@@ -207,8 +199,6 @@ class Report(BaseModel):
         epsilon: of the device's differentially private training.
         cost: of the round.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     examples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
