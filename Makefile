@@ -27,6 +27,7 @@ $(DEMO): pyproject.toml constraints.txt
 $(STAMP): $(DEMO)
 	@echo "Installing what the tests need beside (Ray, a browser's driver, tools) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps aeon  # for its files: it needs an older numpy
 	@touch $(STAMP)
 
 setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker
