@@ -1,14 +1,13 @@
 """The report of an audit: per attack a result and the figure that stands for it, gates, and ONE self-contained HTML page that loads nothing.
 
-A gate is compared with the end of the confidence interval that speaks against the device. Curves are inline SVG: no script, no fonts of their own; colours come from the page's style, so they follow light and dark.
+A gate is compared with the end of the confidence interval that speaks against the device. Curves are inline SVG, drawn in the page's template: no script, no fonts of their own; colours come from the page's style, so they follow light and dark.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -17,8 +16,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from scipy.stats import norm
 
 from audit.attacks.attack import Attack
@@ -254,64 +253,30 @@ def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
     }
 
 
-_WIDTH, _HEIGHT = 460, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 40
+_CORNER, _AXES = np.array([54, 220]), np.array([392, -208])
+"""Where a drawing's axes meet, and how far they reach, in a picture of 460 x 260."""
 _LEAST_LOG = 1e-3  # the least value of a logarithmic axis
-_TICKS = 5
+_TICKS = np.linspace(0, 1, 6)[:, None]
 
 
-def svg(curve: Curve) -> Markup:
-    """A drawing of a curve's lines, with axes, ticks and their numbers; a legend stands beside it in the page."""
-    xs = [_at(x, log=curve.log_x) for points in curve.lines.values() for x, _ in points]
-    ys = [y for points in curve.lines.values() for _, y in points]
-    if not xs:
-        return Markup("")
-    frame = _Frame(min(xs), max(xs), min(0.0, min(ys)), max(ys), curve.log_x)
-    pieces = [*_axes(frame, curve)]
-    for number, points in enumerate(curve.lines.values()):
-        line = " ".join(f"{frame.x(_at(x, log=curve.log_x)):.1f},{frame.y(y):.1f}" for x, y in points)
-        pieces.append(Markup('<polyline class="line l{}" points="{}"/>').format(number % 6, line))
-    title = Markup("<title>{}</title>").format(curve.title)
-    head = Markup('<svg viewBox="0 0 {} {}" role="img">').format(_WIDTH, _HEIGHT)
-    return head + title + Markup("").join(pieces) + Markup("</svg>")
+def drawn(curve: Curve) -> dict[str, Any]:
+    """The places of a curve's lines, [N, 2] each, and of the ticks on both axes, with their numbers, [6, 2]; nothing where it has no points.
 
-
-class _Frame:
-    """From values to places; an axis without extent gets one."""
-
-    def __init__(self, left: float, right: float, low: float, high: float, log_x: bool) -> None:
-        self.left, self.right = left, right if right > left else left + 1
-        self.low, self.high = low, high if high > low else low + 1
-        self.log_x = log_x
-
-    def x(self, value: float) -> float:
-        return _LEFT + (value - self.left) / (self.right - self.left) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - self.low) / (self.high - self.low) * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _at(x: float, *, log: bool) -> float:
-    return math.log10(max(x, _LEAST_LOG)) if log else x
-
-
-def _axes(frame: _Frame, curve: Curve) -> Iterator[Markup]:
-    for tick in range(_TICKS + 1):
-        share = tick / _TICKS
-        x, y = frame.left + share * (frame.right - frame.left), frame.low + share * (frame.high - frame.low)
-        yield Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-            _LEFT, _WIDTH - _RIGHT, frame.y(y), frame.y(y)
-        )
-        yield _text(_LEFT - 6, frame.y(y) + 4, f"{y:.3g}", "end")
-        yield _text(frame.x(x), _HEIGHT - _BOTTOM + 16, f"{10**x if frame.log_x else x:.3g}", "middle")
-    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, curve.x, "middle")
-    yield Markup('<text class="tick" transform="rotate(-90)" x="{}" y="12" text-anchor="middle">{}</text>').format(
-        -(_TOP + _HEIGHT - _BOTTOM) / 2, curve.y
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> Markup:
-    return Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+    The y axis begins at 0 at the latest; an axis without extent gets one.
+    """
+    lines = [np.array(points).reshape(-1, 2) for points in curve.lines.values()]
+    for line in lines if curve.log_x else ():
+        line[:, 0] = np.log10(line[:, 0].clip(_LEAST_LOG))
+    found = np.concatenate([np.empty((0, 2)), *lines])
+    if not len(found):
+        return {}
+    low, high = np.fmin(found.min(0), (np.nan, 0.0)), found.max(0)
+    extent = np.where(high > low, high - low, 1.0)
+    ticks = low + _TICKS * extent
+    if curve.log_x:
+        ticks[:, 0] = 10 ** ticks[:, 0]
+    places = [_CORNER + (line - low) / extent * _AXES for line in lines]
+    return {"lines": places, "ticks": list(zip(_CORNER + _TICKS * _AXES, ticks, strict=True))}
 
 
 _TEMPLATE = "report.html"
@@ -344,7 +309,7 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": svg, "interval": interval, "number": as_number, "gain": gain}
+    environment.filters |= {"drawn": drawn, "interval": interval, "number": as_number, "gain": gain}
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
         subject=subject, findings=findings, gates=gates, made=made, Result=Result, by_result=by_result

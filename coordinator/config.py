@@ -1,9 +1,9 @@
 """The coordinator's configuration file: its schema, reading it with all errors at once, writing a commented one."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Annotated, Literal
 
 from pydantic import Field, IPvAnyAddress, PlainSerializer, model_validator
@@ -20,27 +20,6 @@ from fedcg.worker_process import STALL_S
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines; TLS and a token are asked of each
 KEEP_ROUNDS = 10
-EXAMPLES: dict[tuple[str, str], object] = {
-    ("broker", "chunk_bytes"): 32_768,
-    ("broker", "window_chunks"): 16,
-    ("broker", "window_bytes"): 1_900_000,
-    ("api", "certificate"): "api.pem",
-    ("api", "key"): "api.key",
-    ("api", "proxy"): "10.0.0.2",
-    ("enrolment", "port"): 8444,
-    ("enrolment", "listen"): EVERY_ADDRESS,
-    ("enrolment", "host"): "coordinator.example",
-    ("carrier", "port"): 8445,
-    ("carrier", "listen"): EVERY_ADDRESS,
-    ("carrier", "host"): "coordinator.example",
-    ("aggregation", "public_data"): "public",
-    ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
-    ("storage", "database_password_file"): "/run/secrets/fedcg-database",
-    ("storage", "artifacts"): "s3://fedcg/artifacts",
-    ("", "track"): "mlflow:http://127.0.0.1:5000",
-    ("page", "webhook"): "https://chat.example/hooks/fedcg",
-}
-"""Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -127,12 +106,6 @@ class ListenerSettings(Settings):
     def address(self, host: str) -> str:
         """The address that it listens on, when devices reach it under `host`."""
         return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
-
-    def url(self, host: str) -> str | None:
-        """The URL under which devices reach it, with `host`; None without a listener."""
-        if self.port is None:
-            return None
-        return f"https://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 class CarrierSettings(ListenerSettings):
@@ -273,25 +246,14 @@ class CoordinatorConfig(Settings):
     rounds: RoundSettings = RoundSettings()
     page: PageSettings = PageSettings()
 
-    @property
-    def enrolment_host(self) -> str:
-        """The name under which devices reach the enrolment listener."""
-        return self.enrolment.host or self.broker.host
+    def host_of(self, listener: ListenerSettings) -> str:
+        """The name under which devices reach a listener."""
+        return listener.host or self.broker.host
 
-    @property
-    def enrolment_url(self) -> str | None:
-        """The URL at which devices enrol and renew; None without a listener."""
-        return self.enrolment.url(self.enrolment_host)
-
-    @property
-    def carrier_host(self) -> str:
-        """The name under which devices reach the carrier's listener."""
-        return self.carrier.host or self.broker.host
-
-    @property
-    def carrier_url(self) -> str | None:
-        """The URL at which devices with `carrier = "https"` fetch and put artifacts; None without a listener."""
-        return self.carrier.url(self.carrier_host)
+    def url_of(self, listener: ListenerSettings) -> str | None:
+        """The URL under which devices reach a listener; None where it is off."""
+        host = self.host_of(listener)
+        return None if listener.port is None else f"https://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
 
 def load_config(path: Path) -> CoordinatorConfig:
@@ -321,17 +283,16 @@ def check_api_host(api: ApiSettings) -> None:
 
 
 def render_config(config: CoordinatorConfig) -> str:
-    """coordinator.toml with comments; a setting without a value is a comment that shows one."""
+    """coordinator.toml with comments; a setting without a value is a comment with the one that the template shows."""
     template = files("coordinator").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
     values = config.model_dump(mode="json")
-    lines = {
-        f"{section}_{name}": f"# {name} = {_toml(EXAMPLES[section, name])}"
-        if value is None
-        else f"{name} = {_toml(value)}"
-        for section, settings in {"": {"track": values.pop("track")}, **values}.items()
-        for name, value in settings.items()
-    }
-    return Template(template).substitute(lines)
+
+    def line(setting: re.Match[str]) -> str:
+        section, name, example = setting.groups()
+        value = values[name] if section == "top" else values[section][name]
+        return f"# {name} = {example}" if value is None else f"{name} = {_toml(value)}"
+
+    return re.sub(r"(?m)^\$([a-z]+)\.(\w+)(?: = (.*))?$", line, template)
 
 
 def _toml(value: object) -> str:

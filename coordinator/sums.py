@@ -11,7 +11,7 @@ from enum import Enum
 from typing import get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from coordinator.aggregation.jobs import OpenedSum
 from coordinator.messaging.publisher import Publisher
@@ -52,7 +52,7 @@ _TIMED = (Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
 _ENDED = (Phase.OPENED, Phase.OFF)
 
 
-class SumRecord(BaseModel):
+class SumRecord(BaseModel, extra="forbid", ser_json_bytes="hex"):
     """All that the sum knows; bytes in hex.
 
     Attributes:
@@ -64,8 +64,6 @@ class SumRecord(BaseModel):
         refused: why devices take no part in it, by device.
         groups: the sums of groups that this one was split into.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_bytes="hex")
 
     phase: Phase = Phase.KEYS
     reason: str = ""

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from devices.detect import detect, load_catalogue, runtime_providers
+from devices.detect import detect, runtime_providers
 from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
 from devices.profile import GIB, DeviceProfile, Gpu, NotTrainableError, TrainingPlan, plan_training
@@ -23,17 +23,11 @@ def profile_command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; null means unavailable.")] = False,
     root: Annotated[Path, typer.Option("--root", help="Read a recorded file tree instead of this box.")] = LIVE_ROOT,
-    known: Annotated[
-        bool, typer.Option("--known", help="Show the table of known boxes instead: detected, infers, trains.")
-    ] = False,
 ) -> None:
     """Show this machine's hardware and the resources that training on it would use.
 
-    Example: fedcg profile --known
+    Example: fedcg profile --json
     """
-    if known:
-        _print_known(as_json=as_json)
-        return
     if not root.is_dir():
         raise BadInputError(f"{root}: there is no such folder", exit_code=NOT_FOUND)
     profile = detect(root)
@@ -48,17 +42,6 @@ def profile_command(
     providers = ", ".join((runtime_providers() if root == LIVE_ROOT else None) or ()) or UNAVAILABLE
     for name, value in [*_rows(profile, plan), ("ONNX Runtime", providers), ("now", _describe_now(live))]:
         table.add_row(name, value)
-    Console().print(table)
-
-
-def _print_known(*, as_json: bool) -> None:
-    rows = [row.model_dump() for row in load_catalogue().rows()]
-    if as_json:
-        print_data({"known": rows})
-        return
-    table = Table(*(name.replace("_", " ") for name in rows[0]))
-    for row in rows:
-        table.add_row(*row.values())
     Console().print(table)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from devices import files
 from devices.files import LIVE_ROOT
@@ -38,23 +38,18 @@ GB = 1_000_000_000
 _PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
 
 
-class Soc(BaseModel):
+class Soc(BaseModel, frozen=True, extra="forbid"):
     """A generation of Jetson, by its system on chip."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: str
     compute_capability: tuple[int, int]
     can_train: bool
-    infers: str
     first_l4t_major: Annotated[int, Field(ge=0)]
     advice: str
 
 
-class Module(BaseModel):
+class Module(BaseModel, frozen=True, extra="forbid"):
     """A Jetson module, by its part number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     soc: str
@@ -66,65 +61,25 @@ class Module(BaseModel):
         return self.memory_gb * GB
 
 
-class Kind(BaseModel):
-    """A kind of box, in words: a line of the table of known boxes.
-
-    Attributes:
-        compatible: how its entry in the device-tree's `compatible` begins; empty without a device-tree, and of a Jetson.
-        precisions: number formats that it computes fast, beside others that it emulates.
-        detected: what it is known by.
-        infers: execution providers of ONNX Runtime there, best first.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Kind(BaseModel, frozen=True, extra="forbid"):
+    """A kind of box that is no Jetson, by how its entry in the device-tree's `compatible` begins."""
 
     name: str
-    compatible: Annotated[str, Field(exclude=True)] = ""
-    compute_capability: str = "-"
-    precisions: str
-    detected: str
-    infers: str
-    trains: str
+    compatible: str
 
 
-class Catalogue(BaseModel):
+class Catalogue(BaseModel, frozen=True, extra="forbid"):
     """All known systems on chip, modules and other kinds of box."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     soc: dict[str, Soc]
     module: dict[str, Module]
     power: dict[str, tuple[str, ...]]
     builds: tuple[Builds, ...]
-    kind: dict[str, Kind]
-
-    def rows(self) -> tuple[Kind, ...]:
-        """The table of known boxes: what is detected of them, and whether they infer and train."""
-        return (*(self._row(key, soc) for key, soc in self.soc.items()), *self.kind.values())
-
-    def _row(self, key: str, soc: Soc) -> Kind:
-        modules = [module.name.removeprefix("Jetson ") for module in self.module.values() if module.soc == key]
-        first = (one.system for one in self.builds if one.soc == key and soc.first_l4t_major in one.jetson_linux)
-        trains = f"yes: GPU, or CPU; from {next(first)}" if soc.can_train else "no: Python is too old"
-        return Kind(
-            name=f"Jetson {soc.family}: {', '.join(modules)}",
-            compute_capability=".".join(map(str, soc.compute_capability)),
-            precisions=", ".join(gpu_precisions(soc.compute_capability)),
-            detected="device-tree",
-            infers=soc.infers,
-            trains=trains,
-        )
+    kind: tuple[Kind, ...]
 
     def kind_of(self, compatible: tuple[str, ...]) -> Kind | None:
         """The kind of box that a device-tree's `compatible` list names, where it is no Jetson."""
-        return next(
-            (
-                one
-                for one in self.kind.values()
-                if one.compatible and any(name.startswith(one.compatible) for name in compatible)
-            ),
-            None,
-        )
+        return next((one for one in self.kind if any(name.startswith(one.compatible) for name in compatible)), None)
 
     def identify(self, compatible: tuple[str, ...]) -> KnownJetson | None:
         """Find the Jetson that a device-tree's `compatible` list names.

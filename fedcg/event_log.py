@@ -84,10 +84,6 @@ def log_event(event: Mapping[str, Any]) -> None:
         _log.log(sentence.level, "%s", sentence.text, extra={FIELDS: dict(event)})
 
 
-def _allow_all(_event: str, _client: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True, eq=False)
 class EventLog:
     """Appends events; several processes may write one file, since each line is a single O_APPEND write.
@@ -102,7 +98,7 @@ class EventLog:
 
     path: Path
     clock: Callable[[], float]
-    allows: Callable[[str, str], bool] = _allow_all
+    allows: Callable[[str, str], bool] = lambda _event, _client: True
     common: Mapping[str, EventValue] = field(default_factory=dict)
     watch: Callable[[dict[str, EventValue]], None] = log_event
 

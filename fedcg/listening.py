@@ -208,10 +208,6 @@ class Listener(socket.socket):
         return connection, address
 
 
-def _no_certificate(_: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
-    return None, {}
-
-
 class GuardedProtocol(H11Protocol):
     """HTTP/1.1 whose headers, bodies and answers may not stand still; for the arguments see `http_config`.
 
@@ -301,7 +297,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def http_config(
-    application: Any, listener: Listener, identify: Identify = _no_certificate, **more: Any
+    application: Any, listener: Listener, identify: Identify = lambda _: (None, {}), **more: Any
 ) -> uvicorn.Config:
     """How uvicorn serves an application on a `Listener`.
 

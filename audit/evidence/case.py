@@ -71,9 +71,7 @@ class Knowledge(str, Enum):
     UPDATE = "the update"
     BATCH = "the gradient of one batch instead of an update"
     BEFORE = "the aggregate that the round started from"
-    AFTER = "the aggregate after the round"
     OTHERS = "the updates of the other clients"
-    REPORT = "the report fields that were sent"
     START = "the weights that the private networks started from, as the public seed gives them"
     AUXILIARY = "labelled images of the same kind"
     CANDIDATES = "a list of images one of which is the right one"
@@ -114,7 +112,7 @@ class View:
 
     Attributes:
         update: decoded, the parts that were sent.
-        before: the decoded aggregate that the round started from; `after` the one it ended with, None where it did not cross.
+        before: the decoded aggregate that the round started from.
         others: the other clients' updates of the same round, by client.
         report: the fields that were sent with the update.
         auxiliary: labelled images of the same kind that no client holds.
@@ -128,7 +126,6 @@ class View:
     round: int
     update: Mapping[Part, Weights]
     before: Aggregate
-    after: Aggregate | None = None
     others: Mapping[str, Mapping[Part, Weights]] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
     auxiliary: ImageSet | None = None

@@ -5,7 +5,7 @@ Nothing in such a folder is believed: names are checked against sha256, sizes ar
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -107,8 +107,6 @@ class RecordedUpdates:
     ) -> View:
         header = self.headers[there[client, number]]
         base = self._base(header)
-        # The one that was made of this update's base comes first: an attempt that was given up may have left another.
-        after = min(self._aggregates(number), key=lambda one: self.headers[one].base != base.id, default=None)
         others = {name: id_ for (name, at), id_ in there.items() if at == number and name != client}
         return View(
             self.spec,
@@ -116,15 +114,11 @@ class RecordedUpdates:
             number,
             self._update(there[client, number], base),
             self._aggregate(base.id, secret),
-            None if after is None else self._aggregate(after, secret),
             {name: self._update(id_, self._base(self.headers[id_])) for name, id_ in others.items()},
             header.report or Report(),
             auxiliary,
             artifact=there[client, number],
         )
-
-    def _aggregates(self, number: int) -> Iterator[str]:
-        return (id_ for id_, one in self.headers.items() if one.kind == "aggregate" and one.round == number)
 
     def _base(self, header: ArtifactHeader) -> Base:
         if header.base is None or header.base not in self.headers or self.headers[header.base].kind != "aggregate":

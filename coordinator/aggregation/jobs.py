@@ -117,23 +117,19 @@ class WorkerReady:
 
 
 @dataclass(frozen=True)
-class PhaseStarted:
+class PhaseStarted(OfAttempt):
     """A teacher pass or the distillation begins."""
 
     pid: int
-    round: int
-    attempt: int
     phase: str
     client: str
 
 
 @dataclass(frozen=True)
-class Progressed:
+class Progressed(OfAttempt):
     """How far a phase is; `loss`: the mean of its last steps that were looked at, of a distillation."""
 
     pid: int
-    round: int
-    attempt: int
     phase: str
     step: int
     steps: int

@@ -194,7 +194,7 @@ class JobRunner:
         from fedcg.learning.training.device_errors import is_of_this_machine
 
         job = self._job
-        self._send(jobs.PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", client))
+        self._send(jobs.PhaseStarted(job.round, job.attempt, os.getpid(), "teacher", client))
         try:
             update = self._update(client, artifact, weight)
             self._aggregator.add(update)
@@ -222,7 +222,7 @@ class JobRunner:
         for client, artifact, weight in request.updates:
             if client not in self._counted and not self._counts(client, artifact, weight):
                 return
-        self._send(jobs.PhaseStarted(os.getpid(), self._job.round, self._job.attempt, "distil", ""))
+        self._send(jobs.PhaseStarted(self._job.round, self._job.attempt, os.getpid(), "distil", ""))
         try:
             self._merge(request)
         except (DivergedError, CodecError) as error:
@@ -345,7 +345,7 @@ class Throttle:
         if step > 0:
             self._phase = "" if step == steps else phase
         self._sent_at = now
-        self._send(jobs.Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps, self._loss))
+        self._send(jobs.Progressed(self._job.round, self._job.attempt, os.getpid(), phase, step, steps, self._loss))
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:

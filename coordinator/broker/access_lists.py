@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Collection
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -19,14 +20,14 @@ from pydantic import ValidationError
 from coordinator.broker.broker_folder import Applied, Lists
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, issue, observers_of, write_revocations
+from coordinator.pki.authority import broker_config, issue, observers_of, write_revocations
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import replace_durably
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import LISTS, LISTS_APPLIED, LISTS_WRITER
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MAX_INBOUND, MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.mqtt_config import MAX_INBOUND, MqttConfig, connection_name
 from fedcg.wire.transport.transport import Delivery
 
 CERTIFICATE_LIFE = timedelta(days=1)
@@ -42,20 +43,10 @@ def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> Non
         BrokerError: they are not applied yet; with the reason and what to do.
         TransportError: the broker can't be reached.
     """
-    broker = home.config().broker
     with tempfile.TemporaryDirectory(prefix="lists-", dir=home.root) as folder:
         own = issue(home.pki, LISTS_WRITER, life=CERTIFICATE_LIFE, target=Path(folder))
-        tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
-        config = MqttConfig(
-            broker.host,
-            broker.port,
-            LISTS_WRITER,
-            tls=tls,
-            protocol=broker.protocol,
-            assumed_max_packet=MAX_INBOUND,
-            connection=connection_name(LISTS, home.secret()),
-        )
-        _exchange(config, lists.model_dump_json().encode(), timeout_s)
+        config = broker_config(home, LISTS_WRITER, own, connection_name(LISTS, home.secret()))
+        _exchange(replace(config, assumed_max_packet=MAX_INBOUND), lists.model_dump_json().encode(), timeout_s)
 
 
 def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from coordinator.config import LOOPBACK_HOSTS, Port
 from coordinator.errors import BrokerError
@@ -34,9 +34,7 @@ Name = Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class _Message(BaseModel, frozen=True, extra="forbid", strict=True):
     version: Literal[1] = 1
 
 
@@ -119,10 +117,8 @@ DATA_NAME = "data"
 CONFIG_NAME = "mosquitto.conf"
 
 
-class Address(BaseModel):
+class Address(BaseModel, frozen=True, extra="forbid", strict=True):
     """Where devices and the coordinator reach the broker; `broker.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: int = 1
     host: str

@@ -95,8 +95,6 @@ __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
 coordinator_app.add_typer(api_token_app, name="token")
 
-BROKERS = ("mosquitto", "amqtt")
-
 
 @broker_app.callback()
 def _broker() -> None:
@@ -289,7 +287,9 @@ def broker_run(
             "--dir", envvar=HOME_VARIABLE, help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`."
         ),
     ],
-    broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",
+    broker: Annotated[
+        Literal["mosquitto", "amqtt"], typer.Option(help="mosquitto; or amqtt, for demos on this machine.")
+    ] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
     """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C.
@@ -297,14 +297,11 @@ def broker_run(
     Example: fedcg broker run --dir /var/lib/fedcg
     """
     from coordinator.broker.broker_process import run_embedded, run_mosquitto
-    from coordinator.errors import BrokerError
     from coordinator.paths import Home
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    if broker not in BROKERS:
-        raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
     report = line_printer(as_json=as_json)
     code = (
         run_mosquitto(directory, report) if broker == "mosquitto" else run_embedded(Home(directory).require(), report)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.mqtt_config import connection_name
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -83,8 +84,8 @@ def run_coordinator(
         explained(home),
         sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
-        listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
-        listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
+        listening("enrolment", config.enrolment, config.host_of(config.enrolment), connections) as enrolment,
+        listening("carrier", config.carrier, config.host_of(config.carrier), connections) as carrier,
         _opened(home, config, accepts_loss=accepts_loss) as (store, events),
     ):
         authority.renew_clients(home)
@@ -92,9 +93,9 @@ def run_coordinator(
         there = ", ".join(record.id for record in store.shown_federations()) or "no federation yet"
         print_line(f"coordinator of {there} on {config.api.url}")
         if enrolment is not None:
-            print_line(f"enrolment on {config.enrolment_url}")
+            print_line(f"enrolment on {config.url_of(config.enrolment)}")
         if carrier is not None:
-            print_line(f"HTTPS carrier on {config.carrier_url}")
+            print_line(f"HTTPS carrier on {config.url_of(config.carrier)}")
 
         @asynccontextmanager
         async def serve_devices(coordinator: Coordinator) -> AsyncIterator[None]:
@@ -117,7 +118,7 @@ def _enrolment(
     """The server for enrolment and renewal, not yet started."""
     admission = Admission(home, coordinator.store, config, coordinator.events)
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
-    own = authority.server_credential(home.pki, "enrolment", config.enrolment_host)
+    own = authority.server_credential(home.pki, "enrolment", config.host_of(config.enrolment))
     return serving(application, listener, authority.server_context(home.pki, own))
 
 
@@ -125,7 +126,7 @@ def _carrier(
     home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The HTTPS carrier's server, not yet started."""
-    own = authority.server_credential(home.pki, "carrier", config.carrier_host)
+    own = authority.server_credential(home.pki, "carrier", config.host_of(config.carrier))
     application = create_carrier_app(coordinator, time.monotonic)
     return serving(application, listener, authority.server_context(home.pki, own, ssl.CERT_REQUIRED))
 
@@ -259,19 +260,6 @@ def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: Event
 
 
 def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will) -> Transport:
-    own = authority.credential_of(home.pki, COORDINATOR)
-    tls = TlsFiles(authority.credential_of(home.pki, authority.CA_NAME).certificate, own.certificate, own.key)
-    broker = config.broker
-    return MqttTransport(
-        MqttConfig(
-            broker.host,
-            broker.port,
-            COORDINATOR,
-            tls=tls,
-            protocol=broker.protocol,
-            max_packet=broker.limits.max_packet,
-            in_flight=broker.limits.in_flight,
-            connection=connection_name(federation, home.secret()),
-        ),
-        will,
-    )
+    own, limits = authority.credential_of(home.pki, COORDINATOR), config.broker.limits
+    mqtt = authority.broker_config(home, COORDINATOR, own, connection_name(federation, home.secret()))
+    return MqttTransport(replace(mqtt, max_packet=limits.max_packet, in_flight=limits.in_flight), will)

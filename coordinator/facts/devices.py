@@ -332,11 +332,7 @@ def _facts(
         health=report.get("health"),
         accuracy=report.get("accuracy"),
         last_round=None if last is None else last.round,
-        remarks=_remarks(known, device, left_out)
-        if is_member
-        else [device.ended_because]
-        if device.ended_because
-        else [],
+        remarks=_remarks(known, device, left_out) if is_member else [*filter(None, [device.ended_because])],
     )
 
 

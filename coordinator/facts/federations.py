@@ -19,18 +19,35 @@ from fedcg.wire.parts import Part, Report, ReportField
 
 
 @dataclass(frozen=True)
-class FederationFacts:
-    """A federation and where it stands; `round` and `attempt` are those that are open, or open next.
+class Position:
+    """Where a federation stands; `round` and `attempt` are those that are open, or open next.
 
     Attributes:
         status: what the operator wants of it, or finished; `phase` is what it does.
+        unapproved: participants that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
+            open attempt can't close without them.
+    """
+
+    federation: str
+    status: str
+    phase: str
+    round: int
+    attempt: int
+    rounds: int
+    reason: str
+    unapproved: list[str]
+
+
+@dataclass(frozen=True)
+class FederationFacts(Position):
+    """A federation and where it stands.
+
+    Attributes:
         online, participants: of the running service; empty where none runs.
-        unapproved: participants that take part as soon as their owners approve the spec.
         sealed: what leaves devices within the part `sealed` alone.
         forgotten: devices that take no further part, for good.
     """
 
-    federation: str
     method: str
     spec: str
     classes: tuple[str, ...]
@@ -39,13 +56,7 @@ class FederationFacts:
     report: tuple[ReportField, ...]
     codec: str
     aggregate_codec: str
-    status: str
-    phase: str
-    round: int
-    attempt: int
-    rounds: int
     policy: RoundPolicy
-    reason: str
     continued_from: str | None
     forgotten: list[str]
     created_at: float
@@ -55,7 +66,6 @@ class FederationFacts:
     worker_pid: int | None
     online: list[str]
     participants: list[str]
-    unapproved: list[str]
     left_out: dict[str, str]
     barred: dict[str, str]
     refused: dict[str, int]
@@ -106,24 +116,13 @@ class RoundFacts:
 def federation_facts(known: Known, record: records.FederationRecord) -> FederationFacts:
     """A federation, with the state of its service where one runs, else with the stored one."""
     service, state = known.services.get(record.id), known.state(record.id)
-    spec, policy, aggregates = known.spec(record), record.policy, known.store.aggregates(record.id)
+    spec, aggregates = known.spec(record), known.store.aggregates(record.id)
     return FederationFacts(
-        federation=record.id,
+        **asdict(_position(record, state)),
+        **{name: getattr(spec, name) for name in ("classes", "upload", "sealed", "report", "codec", "aggregate_codec")},
         method=record.method,
         spec=record.spec,
-        classes=spec.classes,
-        upload=spec.upload,
-        sealed=spec.sealed,
-        report=spec.report,
-        codec=spec.codec,
-        aggregate_codec=spec.aggregate_codec,
-        status=_status(record, state),
-        phase=state.label,
-        round=state.round,
-        attempt=state.attempt,
-        rounds=policy.rounds,
-        policy=policy,
-        reason=record.reason(state),
+        policy=record.policy,
         continued_from=record.continued_from,
         forgotten=record.forgotten.split(),
         created_at=record.created_at,
@@ -133,16 +132,17 @@ def federation_facts(known: Known, record: records.FederationRecord) -> Federati
         worker_pid=None if service is None else service.round_driver.worker_pid,
         online=sorted(state.online),
         participants=sorted(state.participants),
-        unapproved=sorted(state.unapproved),
         left_out=dict(state.left_out),
         barred=dict(state.barred),
         refused={} if service is None else service.refusals,
     )
 
 
-def _status(record: records.FederationRecord, state: RoundState) -> str:
+def _position(record: records.FederationRecord, state: RoundState) -> Position:
     is_finished = state.phase is Phase.FINISHED and not record.status.is_ended
-    return Phase.FINISHED.value if is_finished else record.status.value
+    status, reason = Phase.FINISHED.value if is_finished else record.status.value, record.reason(state)
+    at = state.round, state.attempt, state.policy.rounds
+    return Position(record.id, status, state.label, *at, reason, sorted(state.unapproved))
 
 
 def attempts_by_round(known: Known, federation: str) -> dict[int, list[records.AttemptRecord]]:
@@ -215,7 +215,7 @@ class ClientNow:
 
 
 @dataclass(frozen=True)
-class CurrentRound:
+class CurrentRound(Position):
     """A federation now; times are unix times.
 
     Attributes:
@@ -227,19 +227,10 @@ class CurrentRound:
             A round that is late ends now as far as `ends_at` is concerned, and the others follow.
         merge: the merge that runs, or the last one since the coordinator was started.
         enrolled: devices that may take part.
-        unapproved: clients that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
-            open attempt can't close without them.
         waits_for: what the next attempt waits for.
         odd: by client, what became of its last update where that was unlike the others.
     """
 
-    federation: str
-    status: str
-    phase: str
-    round: int
-    rounds: int
-    attempt: int
-    reason: str
     is_served: bool
     is_connected: bool
     quorum: int
@@ -254,7 +245,6 @@ class CurrentRound:
     enrolled: int
     clients: list[ClientNow] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    unapproved: list[str] = field(default_factory=list)
     merge: MergeProgress | None = None
     waits_for: str = ""
     odd: dict[str, str] = field(default_factory=dict)
@@ -282,13 +272,7 @@ def current_round(known: Known, federation: str) -> CurrentRound:
     is_still = is_over or service is None or state.label in stands
     goes_on = round_s is not None and not is_still and record.status is records.FederationStatus.RUNNING
     return CurrentRound(
-        federation=federation,
-        status=_status(record, state),
-        phase=state.label,
-        round=state.round,
-        rounds=state.policy.rounds,
-        attempt=state.attempt,
-        reason=record.reason(state),
+        **asdict(_position(record, state)),
         is_served=service is not None,
         is_connected=service is not None and service.is_connected,
         quorum=state.policy.quorum,
@@ -303,7 +287,6 @@ def current_round(known: Known, federation: str) -> CurrentRound:
         enrolled=enrolled,
         clients=sorted(clients, key=lambda each: (list(ClientPhase).index(each.phase), each.client)),
         counts={phase.value: sum(each.phase is phase for each in clients) for phase in ClientPhase},
-        unapproved=sorted(state.unapproved),
         merge=None if service is None else service.round_driver.merge,
         odd={}
         if service is None

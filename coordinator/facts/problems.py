@@ -5,9 +5,10 @@ by more than a certificate's life fails in the TLS handshake, before any report;
 """
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from coordinator.facts.known import Known
 from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState
@@ -44,18 +45,8 @@ def remedies() -> dict[str, tuple[str, str]]:
     return {one.value: (_kind(one), f"{declined[one][:1].upper()}{declined[one][1:]}.") for one in DeclineReason}
 
 
-REJECTED = "update rejected", "Look at the box and at its log. `fedcg device revoke` if it is not yours any more."
-DROPPED = "dropped", "Nothing is broken. A new box takes part next time; a silenced one in ten minutes: see its log."
-ODD_REMEDY = (
-    "Look at the device: its images, their labels, whether it is yours. If it is honestly different, raise the figure's bound under "
-    "[robustness] in coordinator.toml, or set its action to `warn`, and start the coordinator again. "
-    "The problem closes with the device's next update that is not odd, or that `warn` lets in."
-)
-OLD_KEY_REMEDY = (
-    "A backup from before `rotate-key` was restored. Copy each `signing-N.key` that this directory lacks from the old one into it, then run "
-    "`fedcg coordinator rotate-key` until the highest N is reached. Or restore a later backup. Where the files are lost, for each device: "
-    "`fedcg token create --replaces DEVICE`, `fedcg enrol` into a new folder, and set `store` in its agent.toml to the old private store."
-)
+SEVERE = frozenset({"disk", "link lost", "stalled", "waits for owners", "too few devices"})
+"""The kinds because of which rounds always stand still."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,22 @@ class Problem:
         return f"{self.kind}: {self.subject}"
 
 
+def _problem(
+    kind: str,
+    subject: str,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    *,
+    remedy: str = "",
+    is_severe: bool = False,
+    device: str | None = None,
+) -> Problem:
+    """A problem in the words of `sentences.toml`, with another remedy than there where one is given."""
+    what, usual = texts().problems[kind]
+    fields = {**fields, "subject": subject, "device": device}
+    severe = is_severe or kind in SEVERE
+    return Problem(kind, subject, what.format(**fields), remedy or usual.format(**fields), severe, device)
+
+
 def open_problems(known: Known) -> list[Problem]:
     """All open problems, severe ones first."""
     found = [*_of_coordinator(known), *_of_devices(known)]
@@ -104,74 +111,33 @@ def _of_devices(known: Known) -> Iterator[Problem]:
             yield from _of_certificate(device.id, life)
         signs = [service.conditions.doubled_at.get(device.id, 0.0) for service in known.services.values()]
         if known.now - max(signs, default=0.0) < DOUBLED_S:
-            yield Problem(
-                "two devices with one identity",
-                device.id,
-                "two agents report under this identity in turns: a copy of its folder runs on another machine",
-                f"Stop the copy: the problem closes {DOUBLED_S / 60:.0f} minutes after the last time that both reported. "
-                f"If you can't tell which one is right: `fedcg device revoke {device.id}`, and enrol one anew.",
-                device=device.id,
-            )
+            yield _problem("two devices with one identity", device.id, {"minutes": DOUBLED_S / 60}, device=device.id)
 
 
 def _of_certificate(device: str, life: float) -> Iterator[Problem]:
     """Of a device's certificate, with this share of its life left."""
     if life <= 0:
-        yield Problem(
-            "certificate ended",
-            device,
-            "its certificate has ended: it can't connect",
-            f"`fedcg token create --replaces {device}`, then `fedcg enrol` on the device into a new folder.",
-            device=device,
-        )
+        yield _problem("certificate ended", device, device=device)
     elif life < CERTIFICATE_SHARE:
-        yield Problem(
-            "certificate near its end",
-            device,
-            f"{life:.0%} of its certificate's life is left, and the device did not renew it",
-            "On the device: `fedcg agent renew` prints the reason; its way to the enrolment listener may be closed.",
-            device=device,
-        )
+        yield _problem("certificate near its end", device, {"life": life}, device=device)
 
 
 def _of_coordinator(known: Known) -> Iterator[Problem]:
     disk = shutil.disk_usage(known.home)
     if disk.free < FREE_BYTES and disk.free / disk.total < FREE_SHARE:
-        yield Problem(
-            "disk",
-            "coordinator",
-            f"{disk.free / 1024**2:.0f} MiB of {disk.total / 1024**3:.0f} GiB are free at {known.home}",
-            "Free some space, or lower keep_rounds under [storage] in coordinator.toml. Rounds wait; nothing is lost.",
-            is_severe=True,
-        )
+        sizes = {"free": disk.free / 1024**2, "total": disk.total / 1024**3}
+        yield _problem("disk", "coordinator", {**sizes, "home": known.home})
 
 
 def _of_federation(known: Known, record: FederationRecord) -> Iterator[Problem]:
     service, state = known.services.get(record.id), known.state(record.id)
     if service is not None and not service.is_connected:
-        yield Problem(
-            "link lost",
-            record.id,
-            "the coordinator has no link to the broker; deadlines do not count meanwhile",
-            "Start the broker (`fedcg broker run`, or your own); [broker] host and port in coordinator.toml must name it.",
-            is_severe=True,
-        )
+        yield _problem("link lost", record.id)
     if state.phase is Phase.STALLED:
-        yield Problem(
-            "stalled",
-            record.id,
-            state.reason,
-            f"Mend the cause that the reason names, then `fedcg federation resume {record.id}`.",
-            is_severe=True,
-        )
+        yield _problem("stalled", record.id, {"reason": state.reason})
     if state.label == WAITS_FOR_OWNERS:
-        yield Problem(
-            "waits for owners",
-            record.id,
-            f"round {state.round} waits for approvals on {', '.join(sorted(state.unapproved))}",
-            "`fedcg agent approve` on each of these devices; this costs no attempt, and the round goes on by itself.",
-            is_severe=True,
-        )
+        unapproved = ", ".join(sorted(state.unapproved))
+        yield _problem("waits for owners", record.id, {"round": state.round, "devices": unapproved})
     yield from _of_clients(known, record, state, service)
 
 
@@ -183,7 +149,8 @@ def _of_clients(
         rejected = {each.client for each in known.store.updates(record.id, last.at) if each.outcome is Outcome.REJECTED}
         for person in known.store.participants(record.id, last.at):
             if person.state is ParticipantState.DECLINED and not _goes_on(known, record.id, person):
-                kind, remedy = remedies().get(person.reason, REJECTED if person.client in rejected else DROPPED)
+                ended = texts().ended["update rejected" if person.client in rejected else "dropped"]
+                kind, remedy = remedies().get(person.reason, ended)
                 verb = "declined" if person.reason in remedies() else f"{kind} in"
                 what = f"{verb} round {last.round} of {record.id}: {person.reason.replace('_', ' ')}"
                 remedy = remedy.format(federation=record.id)
@@ -214,27 +181,21 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
     if state.phase is Phase.WAITING and missing > 0 and service.is_connected:
         bounds, there = ("min_clients", "min_cohort"), len(state.candidates)
         lower = " ".join(f"{name}=N" for name in bounds if getattr(state.policy, name) > there)
-        yield Problem(
-            "too few devices",
-            record.id,
-            f"{len(state.candidates)} of the {state.policy.quorum} devices that a round needs could take part",
-            f"Start the agents that are offline, enable devices, or `fedcg federation set {record.id} {lower}`.",
-            is_severe=True,
-        )
+        about = {"there": there, "quorum": state.policy.quorum, "lower": lower}
+        yield _problem("too few devices", record.id, about)
     for device, update in service.round_driver.odd.items():
-        what = f"its update to round {update.round} is {update.reason}"
         if not is_tolerated(update.reason):
-            yield Problem("odd update", f"{device} in {record.id}", what, ODD_REMEDY, device=device)
+            about = {"round": update.round, "reason": update.reason}
+            yield _problem("odd update", f"{device} in {record.id}", about, device=device)
     outsiders = service.cohorts.outsiders()
     if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
         for device, why in outsiders.items():
             yield Problem("cohort differs", f"{device} in {record.id}", why, f"{COHORT_ADVICE}.", device=device)
     if (failure := service.sums.failure) is not None:
-        what = f"round {failure.round} went on without the sum over its devices: {failure.reason}"
-        remedy = texts().lost_sums.get(failure.ended or "", texts().lost_sums["other"])
-        if set(service.sums.refused.values()) - {SumObstacle.SHOWN}:
-            remedy = "Devices refused it: the problem `in no sum` of each says why, and what to do."
-        yield Problem("no sealed sum", record.id, what, remedy)
+        lost = texts().lost_sums.get(failure.ended or "", texts().lost_sums["other"])
+        remedy = "" if set(service.sums.refused.values()) - {SumObstacle.SHOWN} else lost
+        about = {"round": failure.round, "reason": failure.reason}
+        yield _problem("no sealed sum", record.id, about, remedy=remedy)
     for device, why in sorted(service.sums.refused.items()):
         if why is not SumObstacle.SHOWN:  # that is of the list, and all who are on it refuse
             what, remedy = texts().sum_obstacles[why.value]
@@ -249,11 +210,8 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at
         if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
-            what = f"offline for {away / 3600:.0f} h: {change.reason or 'no reason known'}"
-            remedy = (
-                "At the device: is it switched on, is the agent running (`fedcg agent status`), is the network there?"
-            )
-            yield Problem("device away", f"{device} in {record.id}", what, remedy, device=device)
+            about = {"hours": away / 3600, "reason": change.reason or "no reason known"}
+            yield _problem("device away", f"{device} in {record.id}", about, device=device)
     for device, delivery in known.store.overview.last_deliveries(record.id).items():
         health = str(delivery.reported.get("health"))
         if (advice := texts().health.get(health)) and device in state.online:
@@ -267,9 +225,8 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
         item for item in dict(service.conditions.remembered).items() if item[0] in state.opening.expected
     )
     if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
-        what = f"these devices accept a later message key than this coordinator has, and refuse all that it sends: {_named(refusing)}"
         severe = 2 * len(refusing) >= len(state.opening.expected)  # fewer may also tell an untruth
-        yield Problem("older message key", record.id, what, OLD_KEY_REMEDY, is_severe=severe)
+        yield _problem("older message key", record.id, {"devices": _named(refusing)}, is_severe=severe)
     ahead = {
         device: (epoch, trained)
         for device, (epoch, trained, _) in remembered
@@ -279,18 +236,12 @@ def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Serv
     if not ahead:
         return
     epoch, trained = max(ahead.values())
-    once = "one start with `fedcg coordinator run --accept-loss`"
-    follow = f"they train the rounds again that this coordinator has not. If they decline as `not eligible`: {once}, and `fedcg federation resume {record.id}`"
-    if refuses := epoch > service.epoch:
-        follow = f"stop any other coordinator of these devices, and they follow after {once}"
-    what = (
-        f"{_named(list(ahead))} know{'s' if len(ahead) == 1 else ''} epoch {epoch} and round {trained}; "
-        f"this coordinator is at epoch {service.epoch} and round {state.round}: it has lost what came between"
-    )
-    remedy = (
-        f"Restore a later backup: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: {follow}."
-    )
-    yield Problem("devices are ahead", record.id, what, remedy, is_severe=refuses)
+    is_cut_off = epoch > service.epoch
+    know = f"{_named(list(ahead))} know{'s' if len(ahead) == 1 else ''}"
+    theirs, ours = {"epoch": epoch, "round": trained}, {"own_epoch": service.epoch, "own_round": state.round}
+    kind = "devices refuse an earlier epoch" if is_cut_off else "devices are ahead"
+    found = _problem(kind, record.id, {"know": know, **theirs, **ours})
+    yield replace(found, kind="devices are ahead", is_severe=is_cut_off)
 
 
 def _named(devices: list[str]) -> str:
@@ -301,15 +252,9 @@ def _of_reports(federation: str, state: RoundState, service: Service) -> Iterato
     """Of the devices' clocks, and of updates that the coordinator has no room for."""
     for device, ahead_s in dict(service.conditions.clock_ahead_s).items():
         if abs(ahead_s) > CLOCK_S and device in state.online:
-            what = (
-                f"its clock is {abs(ahead_s) / 60:.0f} min {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"
-            )
-            remedy = "On the device: set the clock (`timedatectl set-ntp true`); if several differ alike, set the coordinator's."
-            yield Problem("clock", device, what, remedy, device=device)
+            where = "ahead of" if ahead_s > 0 else "behind"
+            yield _problem("clock", device, {"minutes": abs(ahead_s) / 60, "where": where}, device=device)
     if waiting := dict(service.receiver.without_room):
-        what = f"{len(waiting)} update{'s' if len(waiting) > 1 else ''} can't be received yet: {next(iter(waiting.values()))}"
-        remedy = (
-            "Nothing is lost: devices announce their updates again, and each transfer that ends makes room. If it stays: "
-            f"fewer devices at once, `fedcg federation set {federation} max_clients=N`."
-        )
-        yield Problem("full partial store", federation, what, remedy)
+        updates = f"{len(waiting)} update{'s' if len(waiting) > 1 else ''}"
+        reason = next(iter(waiting.values()))
+        yield _problem("full partial store", federation, {"updates": updates, "reason": reason})

@@ -35,17 +35,8 @@ from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire import errors
 from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.schemas import ArtifactRef
+from fedcg.wire.transfer import chunks
 from fedcg.wire.transfer.chunk_sender import ChunkFile
-from fedcg.wire.transfer.chunks import (
-    ARTIFACTS_PATH,
-    HTTPS_STALL_S,
-    READY_PATH,
-    UPDATES_PATH,
-    Chunk,
-    Span,
-    parse_content_range,
-    parse_range,
-)
 
 HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
@@ -325,7 +316,7 @@ class _Carrier:
             source = await self._source(device, artifact)
             size, wanted = source.ref.size, request.headers.get("range")
             try:
-                span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
+                span = chunks.Span(0, size - 1, size) if wanted is None else chunks.parse_range(wanted, size)
             except errors.TooLargeError as error:
                 return refusal(416, str(error), {"Content-Range": f"bytes */{size}"})
             headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
@@ -344,7 +335,7 @@ class _Carrier:
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
 
-    async def _pieces(self, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
+    async def _pieces(self, request: Request, source: ChunkFile, span: chunks.Span) -> AsyncIterator[bytes]:
         file = await anyio.to_thread.run_sync(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads)
         try:
             for start in range(span.first, span.last + 1, PIECE_BYTES):
@@ -352,7 +343,7 @@ class _Carrier:
                     await self._device(request)
                 except RefusedError:
                     request.scope[HANG_UP]()
-                    await asyncio.sleep(HTTPS_STALL_S)  # ended by the disconnect
+                    await asyncio.sleep(chunks.HTTPS_STALL_S)  # ended by the disconnect
                 length = min(PIECE_BYTES, span.last + 1 - start)
                 yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
         finally:
@@ -362,7 +353,7 @@ class _Carrier:
         """Chunks of the update that the device has announced; each counts as soon as it is here."""
         device = await self._device(request)
         with self._occupied(device):
-            span = parse_content_range(request.headers.get("content-range", ""))
+            span = chunks.parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
                 raise RefusedError(f"Content-Length must be {span.length}, as in Content-Range", status=400)
             for service in self._coordinator.services.values():
@@ -373,18 +364,18 @@ class _Carrier:
         raise errors.OrderError(f"no update {artifact} of {device} is under way; announce it first")
 
     async def _take_chunks(
-        self, receiver: Receiver, device: str, request: Request, ref: ArtifactRef, span: Span
+        self, receiver: Receiver, device: str, request: Request, ref: ArtifactRef, span: chunks.Span
     ) -> None:
-        chunks, body = span.chunks(ref), bytearray()
-        index, length = next(chunks)
+        expected, body = span.chunks(ref), bytearray()
+        index, length = next(expected)
         async for piece in request.stream():
             body += piece
             while length and len(body) >= length:
                 await self._device(request)
-                chunk = Chunk(ref.id, index, bytes(body[:length]))
+                chunk = chunks.Chunk(ref.id, index, bytes(body[:length]))
                 del body[:length]
                 await asyncio.wrap_future(receiver.chunk(device, chunk))
-                index, length = next(chunks, (0, 0))
+                index, length = next(expected, (0, 0))
         if length:
             raise errors.MalformedError(f"the body ended in the middle of chunk {index}")
 
@@ -399,9 +390,9 @@ def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> 
     carrier = _Carrier(coordinator, clock)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
-    application.add_api_route(READY_PATH, carrier.ready, methods=["GET"])
-    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", carrier.fetch, methods=["GET"])
-    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", carrier.take, methods=["PUT"])
+    application.add_api_route(chunks.READY_PATH, carrier.ready, methods=["GET"])
+    application.add_api_route(f"{chunks.ARTIFACTS_PATH}/{{artifact}}", carrier.fetch, methods=["GET"])
+    application.add_api_route(f"{chunks.UPDATES_PATH}/{{artifact}}", carrier.take, methods=["PUT"])
     application.add_exception_handler(RefusedError, _explain)
     application.add_exception_handler(errors.WireError, _explain)
     application.add_exception_handler(ClientDisconnect, _explain)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import anyio.to_thread
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from coordinator.errors import NotFoundError
 from coordinator.facts.devices import DeviceFacts, Standing, device_facts, in_order, one_device
@@ -266,8 +266,8 @@ EXAMPLE_PLAN = {
 }
 
 
-class _Content(Settings):
-    model_config = ConfigDict(allow_inf_nan=False)
+class _Content(Settings, allow_inf_nan=False):
+    """The content of a request: JSON, which has no infinity."""
 
 
 class NewFederation(_Content):

@@ -176,11 +176,9 @@ def problem_of(error: Exception) -> ProblemError:
         return ProblemError(409, first, problems=more, kind=EXISTS_KIND)
     if isinstance(error, errors.StoppingError):
         return ProblemError(503, first)
-    if isinstance(error, errors.PlanError):
+    if isinstance(error, errors.PlanError) or (more and isinstance(error, errors.SteeringError)):
         return ProblemError(422, first, problems=more)
-    if isinstance(error, errors.SteeringError):
-        return ProblemError(422 if more else 409, first, problems=more)
-    if isinstance(error, (errors.EnrolmentError, errors.ConfigError, errors.HomeError)):
+    if isinstance(error, (errors.SteeringError, errors.EnrolmentError, errors.ConfigError, errors.HomeError)):
         return ProblemError(409, first, problems=more)
     if isinstance(error, RequestValidationError):
         found = [f"{'.'.join(str(step) for step in one['loc'])}: {wrong_value(one)}"[:300] for one in error.errors()]

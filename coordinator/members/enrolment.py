@@ -131,7 +131,7 @@ def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyK
     target.chmod(0o700)
     config = home.config()
     # Without an enrolment listener nothing can renew it
-    life = LEAF_LIFE if config.enrolment_url is None else timedelta(days=config.enrolment.certificate_days)
+    life = LEAF_LIFE if config.url_of(config.enrolment) is None else timedelta(days=config.enrolment.certificate_days)
     own = issue(home.pki, device, target=tls, life=life)
     own.certificate.rename(tls / "device.pem")
     own.key.rename(tls / "device.key")
@@ -147,8 +147,8 @@ def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyK
         host=config.broker.host,
         port=config.broker.port,
         preset=config.broker.preset,
-        enrolment_url=config.enrolment_url,
-        carrier_url=config.carrier_url,
+        enrolment_url=config.url_of(config.enrolment),
+        carrier_url=config.url_of(config.carrier),
     )
     (target / CONFIG_NAME).write_text(text, encoding="utf-8")
     return key.public
@@ -272,9 +272,9 @@ def _hash(secret: bytes) -> str:
 
 
 def _listener_url(config: CoordinatorConfig) -> str:
-    if config.enrolment_url is None:
+    if (url := config.url_of(config.enrolment)) is None:
         raise EnrolmentError(
             "this coordinator serves no enrolment: set `port` under [enrolment] in coordinator.toml and start it again, or "
             "make a bundle with `fedcg device add`"
         )
-    return config.enrolment_url
+    return url

@@ -22,7 +22,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
 from coordinator.members.enrolment import certificate_record, is_secret_of, problem_with_new
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, certify, credential_of, issue
+from coordinator.pki.authority import CA_NAME, broker_config, certify, credential_of, issue
 from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, DeviceRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.locks import changing_members
@@ -42,7 +42,7 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 from fedcg.wire.messages.envelopes import VerifyKey
 from fedcg.wire.transport.mqtt import probe
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
+from fedcg.wire.transport.mqtt_config import connection_name
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Admission:
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
             broker_preset=self.config.broker.preset,
-            carrier_url=self.config.carrier_url,
+            carrier_url=self.config.url_of(self.config.carrier),
         )
         return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
 
@@ -283,21 +283,12 @@ def evict(home: Home, device: str, public_key: str, federations: Collection[str]
     Returns:
         False when the broker could not be reached: then there is no session to end, or it ends with the broker.
     """
-    broker = home.config().broker
     with tempfile.TemporaryDirectory(prefix="evict-", dir=home.root) as folder:
         own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
-        tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
         try:
             for federation in federations:
-                config = MqttConfig(
-                    broker.host,
-                    broker.port,
-                    device,
-                    tls=tls,
-                    protocol=broker.protocol,
-                    connection=connection_name(federation, bytes.fromhex(public_key)),
-                )
-                probe(config, EVICTION_TIMEOUT_S)
+                connection = connection_name(federation, bytes.fromhex(public_key))
+                probe(broker_config(home, device, own, connection), EVICTION_TIMEOUT_S)
         except TransportError as error:
             log.warning("the session of the device that %s replaces was not ended: %s", device, error)
             return False

@@ -166,8 +166,11 @@ def confirm(action: str, name: str, view: Asked) -> Response:
 def enrolment_values(view: View) -> dict[str, Any]:
     """What the enrolment page shows besides a new token: the newest tokens first."""
     tokens = view.known.store.register.tokens()[::-1][:PER_PAGE]
-    listener = view.request.app.state.home.config().enrolment_url
-    return {"tokens": [token_facts(each, view.known.now) for each in tokens], "listener": listener}
+    config = view.request.app.state.home.config()
+    return {
+        "tokens": [token_facts(each, view.known.now) for each in tokens],
+        "listener": config.url_of(config.enrolment),
+    }
 
 
 def _recent_events(known: Known, federation: str) -> list[Event]:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2.filters import do_filesizeformat
 from markupsafe import Markup, escape
 
 from coordinator.facts.known import Known
@@ -32,65 +33,46 @@ UNAVAILABLE = Markup('<span class="none">unavailable</span>')
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
-def span(seconds: float | None) -> str | Markup:
+def span(seconds: float) -> str:
     """A span of time in its largest unit, e.g. "3 min"."""
-    if seconds is None:
-        return UNAVAILABLE
     for size, unit in _UNITS:
         if abs(seconds) >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def moment(at: float | None) -> str | Markup:
+def moment(at: float) -> Markup:
     """A time on the coordinator's clock; the page's script writes it in the reader's zone."""
-    if at is None:
-        return UNAVAILABLE
     stamp = datetime.fromtimestamp(at, timezone.utc).isoformat()
     return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", _clock(at))
 
 
-def ago(at: float | None) -> str | Markup:
+def ago(at: float) -> Markup:
     """How long ago a time was; the page's script keeps it current."""
-    if at is None:
-        return UNAVAILABLE
     text = f"{span(max(0.0, time.time() - at))} ago"
     return Markup('<time data-ago="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
 
 
-def until(at: float | None) -> str | Markup:
+def until(at: float) -> Markup:
     """A countdown to a time; the page's script runs it."""
-    if at is None:
-        return UNAVAILABLE
     left = at - time.time()
     text = f"in {span(left)}" if left >= 1 else "now"
     return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
 
 
-def share(value: float | None, digits: int = 1) -> str | Markup:
+def share(value: float, digits: int = 1) -> str:
     """A share of one in percent."""
-    return UNAVAILABLE if value is None else f"{100.0 * value:.{digits}f} %"
+    return f"{100.0 * value:.{digits}f} %"
 
 
-def points(value: float | None) -> str | Markup:
+def points(value: float) -> str:
     """A difference of two shares, in points, with its sign."""
-    return UNAVAILABLE if value is None else f"{100.0 * value:+.1f}".replace("-", "\N{MINUS SIGN}")
+    return f"{100.0 * value:+.1f}".replace("-", "\N{MINUS SIGN}")
 
 
-def size(value: float | None) -> str | Markup:
-    """A number of bytes."""
-    if value is None:
-        return UNAVAILABLE
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} GB"
-
-
-def count(value: float | None) -> str | Markup:
+def count(value: float) -> str:
     """A number with its thousands apart."""
-    return UNAVAILABLE if value is None else f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def words(value: object) -> str:
@@ -99,8 +81,8 @@ def words(value: object) -> str:
 
 
 def known(value: object) -> object:
-    """The value, or "unavailable"."""
-    return UNAVAILABLE if value is None or value == "" else value
+    """The value, or "unavailable" where it is empty."""
+    return UNAVAILABLE if value == "" else value
 
 
 def coded(value: str) -> Markup:
@@ -112,9 +94,14 @@ def coded(value: str) -> Markup:
 
 
 def add_formats(environment: Environment) -> None:
-    """Make all of these filters of the templates."""
-    for function in (span, moment, ago, until, share, points, size, count, words, known, coded):
-        environment.filters[function.__name__] = function
+    """Make all of these filters of the templates: for a value that is None each one has "unavailable"."""
+
+    def unless_none(function: Callable[..., object]) -> Callable[..., object]:
+        return lambda value, *more: UNAVAILABLE if value is None else function(value, *more)
+
+    for function in (span, moment, ago, until, share, points, count, words, known, coded):
+        environment.filters[function.__name__] = unless_none(function)
+    environment.filters["size"] = unless_none(do_filesizeformat)
 
 
 def _clock(at: float) -> str:
@@ -183,11 +170,6 @@ def _loaded(name: str) -> tuple[bytes, str]:
     return data, sha256(data).hexdigest()[:16]
 
 
-def _static_address(name: str) -> str:
-    """The address of a file, which changes with its content."""
-    return f"/static/{name}?{_loaded(name)[1]}"
-
-
 @static_files.get("/static/{name}")
 async def static_file(name: str, request: Request) -> Response:
     """A file that pages load; needs no login."""
@@ -211,7 +193,8 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     add_formats(made)
-    made.globals.update(version=version("fedcg-edge"), static=_static_address)
+    # the address of a file changes with its content
+    made.globals.update(version=version("fedcg-edge"), static=lambda name: f"/static/{name}?{_loaded(name)[1]}")
     return made
 
 

@@ -23,6 +23,7 @@ from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.tls import AUTHORITY_NAME, SET_CLOCK, ServerRole, clock_time
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
 CA_NAME = "ca"
 CA_LIFE = timedelta(days=3650)
@@ -255,6 +256,19 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
 def credential_of(directory: Path, name: str) -> Credential:
     """The paths under which `name`'s certificate and key lie in `directory`, whether or not they exist."""
     return Credential(directory / f"{name}.pem", directory / f"{name}.key")
+
+
+def broker_config(home: Home, identity: str, own: Credential, connection: str) -> MqttConfig:
+    """A connection to the broker of coordinator.toml under an identity of the authority.
+
+    Args:
+        home: whose coordinator.toml and authority.
+        identity: the common name of `own`.
+        own: certificate and key.
+        connection: sets the connections of one identity apart.
+    """
+    broker, tls = home.config().broker, TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+    return MqttConfig(broker.host, broker.port, identity, tls=tls, protocol=broker.protocol, connection=connection)
 
 
 def _builder(

@@ -262,23 +262,11 @@ def _came_online(state: RoundState, event: signals.CameOnline, now: float) -> St
     return _open_if_enough(state, now)
 
 
-def _went_offline(state: RoundState, event: signals.WentOffline, now: float) -> Step:
-    return replace(state, online=state.online - {event.client}), ()
-
-
 def _departed(state: RoundState, event: signals.Departed, now: float) -> Step:
     state = replace(state, online=state.online - {event.client})
     if state.phase is not Phase.COLLECTING or event.client not in state.outstanding:
         return state, ()
     return _judge(replace(state, declined=state.declined | {event.client}), now)
-
-
-def _expected(state: RoundState, event: signals.Expected, now: float) -> Step:
-    return _open_if_enough(replace(state, opening=replace(state.opening, expected=event.clients)), now)
-
-
-def _barred(state: RoundState, event: signals.Barred, now: float) -> Step:
-    return _open_if_enough(replace(state, barred=dict(event.clients)), now)
 
 
 def _policy_changed(state: RoundState, event: signals.PolicyChanged, now: float) -> Step:
@@ -360,10 +348,6 @@ def _update_refused(state: RoundState, event: signals.UpdateRefused, now: float)
     return _distil_again(state, f"the update of {event.client} was rejected ({event.reason})", now)
 
 
-def _tick(state: RoundState, event: signals.Tick, now: float) -> Step:
-    return _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
-
-
 def _restarted(state: RoundState, event: signals.Restarted, now: float) -> Step:
     state = replace(state, opening=replace(state.opening, down_since=now))
     if state.phase is Phase.COLLECTING:
@@ -394,10 +378,12 @@ def _aggregation_failed(state: RoundState, event: signals.AggregationFailed, now
 
 _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     signals.CameOnline: _came_online,
-    signals.WentOffline: _went_offline,
+    signals.WentOffline: lambda state, event, _now: (replace(state, online=state.online - {event.client}), ()),
     signals.Departed: _departed,
-    signals.Expected: _expected,
-    signals.Barred: _barred,
+    signals.Expected: lambda state, event, now: _open_if_enough(
+        replace(state, opening=replace(state.opening, expected=event.clients)), now
+    ),
+    signals.Barred: lambda state, event, now: _open_if_enough(replace(state, barred=dict(event.clients)), now),
     signals.PolicyChanged: _policy_changed,
     signals.Paused: _paused,
     signals.Resumed: _resumed,
@@ -407,7 +393,9 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     signals.Approval: _approval,
     signals.UpdateStored: _update_stored,
     signals.UpdateRefused: _update_refused,
-    signals.Tick: _tick,
+    signals.Tick: lambda state, _event, now: (
+        _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
+    ),
     signals.Restarted: _restarted,
     signals.AggregateStored: _aggregate_stored,
     signals.AggregationFailed: _aggregation_failed,

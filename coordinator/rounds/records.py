@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator
+from pydantic import Json
 from pydantic.dataclasses import dataclass
 
 from coordinator.rounds.engine import Opening, Phase, RoundState, stalled_reason, standing_reason
@@ -129,11 +129,6 @@ class TokenRecord:
         return TokenState.OPEN if now < self.expires_at else TokenState.EXPIRED
 
 
-def _policy_in(value: object) -> object:
-    """A policy, from the JSON of its column too."""
-    return RoundPolicy.model_validate_json(value) if isinstance(value, str) else value
-
-
 @dataclass(frozen=True)
 class FederationRecord:
     """A federation; `spec` is the artifact id of its spec, which is also the spec's digest.
@@ -149,7 +144,7 @@ class FederationRecord:
     id: str
     method: str
     spec: str
-    policy: Annotated[RoundPolicy, BeforeValidator(_policy_in)]
+    policy: RoundPolicy | Json[RoundPolicy]
     created_at: float
     first_attempt: int = 1
     status: FederationStatus = FederationStatus.RUNNING

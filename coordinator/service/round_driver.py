@@ -88,14 +88,14 @@ class RoundDriver:
         self._record = self.context.federation
         opening = Opening(self.context.rounds.gather_s, self.context.rounds.retry_s, self.context.worker.secret)
         self._state = RoundState(self.context.federation.policy, opening=opening)
-        self._do_what: dict[type[Any], Callable[[Any], None]] = {
+        self._do_what: dict[type[Any], Callable[[Any], object]] = {
             signals.OpenAttempt: self._open_attempt,
             signals.ResumeAttempt: self._resume_attempt,
             signals.MoveDeadline: self._move_deadline,
             signals.Invite: lambda command: self.invite(command.client),
             signals.Distil: self._distil,
             signals.FailAttempt: self._fail_attempt,
-            signals.Stall: self._stall,
+            signals.Stall: lambda command: self._events.write("stalled", reason=command.reason),
             signals.Finish: self._finish,
         }
 
@@ -341,9 +341,6 @@ class RoundDriver:
         self._write("attempt_failed", command.at, reason=command.reason)
         self._drop_rows(command)
         self._judge_devices(command.round)
-
-    def _stall(self, command: signals.Stall) -> None:
-        self._events.write("stalled", reason=command.reason)
 
     def _finish(self, command: signals.Finish) -> None:
         final = self._store.aggregates(self._id)[-1]

@@ -13,24 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from sqlalchemy import Connection, Engine, column, func, insert, inspect, select, table, text
 from sqlalchemy.exc import DBAPIError
 
 from coordinator.errors import StoreError
 from coordinator.paths import Home
-from coordinator.storage import schema
+from coordinator.storage import database, schema
 from coordinator.storage.artifacts import artifacts_of
-from coordinator.storage.database import (
-    HighWater,
-    database_of,
-    explained,
-    make_engine,
-    name_of,
-    open_database,
-    recovered_epoch,
-    unusable,
-)
 from coordinator.storage.migrations import SCHEMA_VERSION, upgrade
 from fedcg.errors import EXISTS
 from fedcg.files import PRIVATE, READABLE, file_sha256, replace_durably
@@ -49,10 +39,8 @@ ARTIFACT_ENTRY = re.compile(r"artifacts/([0-9a-f]{64})")
 MAX_SMALL_BYTES = 64 << 20  # of an entry that is read into memory: ROWS rows, or a file of the home
 
 
-class BackupFacts(BaseModel):
+class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
     """`backup.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: int
     made_at: float
@@ -72,10 +60,10 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
             could be read.
         OSError: the disk of the file is full.
     """
-    with explained(home), ExitStack() as opened:
-        engine = open_database(database_of(home))
+    with database.explained(home), ExitStack() as opened:
+        engine = database.open_database(database.database_of(home))
         opened.callback(engine.dispose)
-        HighWater(home, engine).check()
+        database.HighWater(home, engine).check()
         with sealed_archive(target, Seal(MAGIC, passphrase, StoreError)) as archive:
             return _write_all(archive, home, engine)
 
@@ -123,20 +111,20 @@ def _restore(source: Path, home: Home, seal: Seal, configure: Callable[[Home], N
             )
     configure(home)
     home.make_folders()
-    artifacts, database = artifacts_of(home), database_of(home)
-    engine = make_engine(database)
+    artifacts, place = artifacts_of(home), database.database_of(home)
+    engine = database.make_engine(place)
     try:
         with engine.begin() as connection:
-            epoch = _restore_rows(connection, source, seal, facts, name_of(database))
+            epoch = _restore_rows(connection, source, seal, facts, database.name_of(place))
             for entry, content in sealed_entries(source, seal):
                 if found := ARTIFACT_ENTRY.fullmatch(entry.name):
                     _take_artifact(artifacts, found.group(1), content)
     except DBAPIError as error:
-        raise unusable(database, error) from error
+        raise database.unusable(place, error) from error
     finally:
         engine.dispose()
-    engine = open_database(database)
-    HighWater(home, engine).lift()
+    engine = database.open_database(place)
+    database.HighWater(home, engine).lift()
     engine.dispose()
     return epoch
 
@@ -236,7 +224,9 @@ def _restore_rows(connection: Connection, source: Path, seal: Seal, facts: Backu
         ]
         filled = table(found.group(2), *(column(field) for field in rows[0]))
         connection.execute(insert(filled), rows)
-    epoch = recovered_epoch(int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one()))
+    epoch = database.recovered_epoch(
+        int(connection.execute(text("SELECT coalesce(max(epoch), 0) FROM leases")).scalar_one())
+    )
     connection.execute(text("DELETE FROM leases"))
     connection.execute(text("INSERT INTO leases (id, epoch) VALUES (1, :epoch)"), {"epoch": epoch})
     return epoch

@@ -24,20 +24,25 @@ ATTEMPT = ("federation", "round", "attempt")
 
 
 def _table(
-    name: str, record: type, key: Sequence[str], references: Mapping[str, sa.Table] = MappingProxyType({})
+    name: str,
+    record: type | Mapping[str, type],
+    key: Sequence[str],
+    references: Mapping[str, sa.Table] = MappingProxyType({}),
 ) -> sa.Table:
     """The table of a record: a column for each of its fields, with the field's type and default, and for what only its key has.
 
     Args:
         name: of the table.
-        record: a dataclass; anything but numbers and booleans is text in its column.
+        record: a dataclass, or its fields and their types; anything but numbers and booleans is text in its column.
         key: the columns of the primary key.
         references: by column, the table whose `id` it holds.
     """
     hints = {column: str if column == "federation" else int for column in ATTEMPT if column in key}
-    defaults = {each.name: each.default for each in fields(record) if each.default is not MISSING}
+    of_record = record if isinstance(record, Mapping) else get_type_hints(record)
+    declared = () if isinstance(record, Mapping) else fields(record)
+    defaults = {each.name: each.default for each in declared if each.default is not MISSING}
     columns = []
-    for column, hint in {**hints, **get_type_hints(record)}.items():
+    for column, hint in {**hints, **of_record}.items():
         kinds = set(get_args(hint)) or {hint}
         (kind,) = kinds - {NoneType}
         default = defaults.get(column)
@@ -47,6 +52,7 @@ def _table(
                 _TYPES.get(kind, sa.String),
                 *([sa.ForeignKey(references[column].c.id)] if column in references else []),
                 primary_key=column in key,
+                autoincrement=False,
                 nullable=NoneType in kinds,
                 default=default.value if isinstance(default, Enum) else default,
             )
@@ -54,59 +60,27 @@ def _table(
     return sa.Table(name, metadata, *columns)
 
 
-leases = sa.Table(
-    "leases", metadata, sa.Column("id", sa.Integer, primary_key=True), sa.Column("epoch", _Count, nullable=False)
-)
+leases = _table("leases", {"id": int, "epoch": int}, ("id",))
 devices = _table("devices", records.DeviceRecord, ("id",))
 certificates = _table("certificates", records.CertificateRecord, ("serial",), {"device": devices})
 tokens = _table("tokens", records.TokenRecord, ("id",))
 federations = _table("federations", records.FederationRecord, ("id",))
 _OF_FEDERATION = {"federation": federations}
 _OF_CLIENT, _OF_DEVICE = _OF_FEDERATION | {"client": devices}, _OF_FEDERATION | {"device": devices}
-key_links = sa.Table(
-    "key_links",
-    metadata,
-    sa.Column("federation", sa.ForeignKey("federations.id"), primary_key=True),
-    sa.Column("serial", _Count, primary_key=True),
-    sa.Column("epoch", _Count, nullable=False),
-    sa.Column("old", sa.String, nullable=False),
-    sa.Column("new", sa.String, nullable=False),
-    sa.Column("signature", sa.String, nullable=False),
-    sa.Column("made_at", sa.Float, nullable=False),
-)
+_LINK = {"serial": int, "epoch": int, "old": str, "new": str, "signature": str, "made_at": float}
+key_links = _table("key_links", _LINK, ("federation", "serial"), _OF_FEDERATION)
 attempts = _table("attempts", records.AttemptRecord, ATTEMPT, _OF_FEDERATION)
 participants = _table("participants", records.ParticipantRecord, (*ATTEMPT, "client"), _OF_CLIENT)
 updates = _table("updates", records.UpdateRecord, (*ATTEMPT, "client"), _OF_CLIENT)
 aggregates = _table("aggregates", records.AggregateRecord, ("federation", "round"), _OF_FEDERATION)
 presence = _table("presence", records.PresenceRecord, ("federation", "device", "at"), _OF_DEVICE)
 conditions = _table("conditions", records.ConditionRecord, ("federation", "device"), _OF_DEVICE)
-sealed_sums = sa.Table(
-    "sealed_sums",
-    metadata,
-    sa.Column("federation", sa.ForeignKey("federations.id"), primary_key=True),
-    sa.Column("round", _Count, nullable=False),
-    sa.Column("attempt", _Count, nullable=False),
-    sa.Column("content", sa.String, nullable=False),
-)
+_SUM = {"round": int, "attempt": int, "content": str}
+sealed_sums = _table("sealed_sums", _SUM, ("federation",), _OF_FEDERATION)
 api_tokens = _table("api_tokens", records.ApiTokenRecord, ("id",))
-events = sa.Table(
-    "events",
-    metadata,
-    sa.Column("id", _Count, primary_key=True, autoincrement=False),
-    sa.Column("event", sa.String, nullable=False),
-    sa.Column("client", sa.String, nullable=False),
-    sa.Column("federation", sa.String, nullable=False),
-    sa.Column("level", sa.Integer, nullable=False),
-    sa.Column("message", sa.String, nullable=False),
-    sa.Column("content", sa.String, nullable=False),
-)
-used_keys = sa.Table(
-    "used_keys",
-    metadata,
-    sa.Column("token", sa.String, primary_key=True),
-    sa.Column("key", sa.String, primary_key=True),
-    sa.Column("used_at", sa.Float, nullable=False),
-)
+_EVENT = {"id": int, "event": str, "client": str, "federation": str, "level": int, "message": str, "content": str}
+events = _table("events", _EVENT, ("id",))
+used_keys = _table("used_keys", {"token": str, "key": str, "used_at": float}, ("token", "key"))
 
 
 _ENDING = (certificates, tokens, api_tokens)

@@ -92,7 +92,7 @@ class PublishedArtifacts:
 
 @dataclass(eq=False)
 class ArtifactRequests:
-    """Serves what devices ask for; an artifact that is not open is read once for all that wait for it. One request of each device waits, the newest: a device asks again for what it misses.
+    """Serves what devices ask for; an artifact that is not open is read once, and stays open for all that wait for it. One request of each device waits, the newest: a device asks again for what it misses.
 
     Args:
         published: the artifacts that devices may fetch.
@@ -103,13 +103,8 @@ class ArtifactRequests:
     published: PublishedArtifacts
     send: Callable[[str, ChunkFile, Ranges], None]
     run: Callable[[Callable[[], object]], None]
-    _waiting: dict[str, Need] = field(default_factory=dict, init=False)  # by device
-    _queued: set[str] = field(
-        default_factory=set, init=False
-    )  # artifacts whose read was handed to `run` and has not begun
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+    _waiting: dict[str, Need] = field(default_factory=dict, init=False)  # by device, for each of which a read is queued
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def serve(self, device: str, need: Need) -> None:
         """Send what a device asks for, at once when the artifact is open; else when it has been read."""
@@ -120,24 +115,17 @@ class ArtifactRequests:
             self.send(device, source, need.ranges)
             return
         with self._lock:
+            is_queued = device in self._waiting
             self._waiting[device] = need
-            if need.artifact in self._queued:
-                return
-            self._queued.add(need.artifact)
-        self.run(partial(self._read, need.artifact))
+        if not is_queued:
+            self.run(partial(self._read, device))
 
-    def _read(self, artifact: str) -> None:
+    def _read(self, device: str) -> None:
         with self._lock:
-            self._queued.discard(artifact)
-            waiting = {device: need for device, need in self._waiting.items() if need.artifact == artifact}
-            for device in waiting:
-                del self._waiting[device]
-        if not waiting:  # the devices have asked for another artifact since
-            return
+            need = self._waiting.pop(device)
         try:
-            source = self.published.source(artifact)
+            source = self.published.source(need.artifact)
         except (IntegrityError, OSError):
-            log.exception("%s asked for artifact %s, which can't be read", ", ".join(sorted(waiting)), artifact)
+            log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
             return
-        for device, need in waiting.items():
-            self.send(device, source, need.ranges)
+        self.send(device, source, need.ranges)

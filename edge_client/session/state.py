@@ -7,20 +7,10 @@ from typing import Any
 from edge_client.session.signals import Wanted
 from fedcg.wire.messages import schemas
 
-HELLO_EVERY_S = 2.0
-REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
-REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
 # between two tries of a revoked device: its coordinator may be restored from an earlier backup
 REVOKED_RETRY_S = 3600.0
 MANIFEST_FIRST_S = 1.0
-MANIFEST_MAX_S = 30.0
-GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
 SILENCE_S = 6.0  # an unanswered manifest or download of this age means that the coordinator lost the session
-BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
-SUM_EVERY_S = 4.0  # until keys for a sealed sum are announced again that nobody has answered
-TRAINER_DEATHS = 5  # in one job, before it is given up
-TRAINER_BACKOFF_S = 0.5
-TRAINER_BACKOFF_MAX_S = 30.0
 
 
 class TrainerState(str, Enum):

@@ -1,6 +1,6 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `_ADVANCES` give the
+No clock, no randomness, no I/O. An event first changes the state (`_CHANGES`, `_HANDLERS`), then `_ADVANCES` give the
 commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
@@ -13,25 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 from edge_client.session import signals
-from edge_client.session.state import (
-    BROADCAST_PATIENCE_S,
-    GRANT_PATIENCE_S,
-    HELLO_EVERY_S,
-    MANIFEST_FIRST_S,
-    MANIFEST_MAX_S,
-    REFUSED_HELLO_S,
-    REFUSED_PUBLISH_S,
-    REVOKED_RETRY_S,
-    SILENCE_S,
-    SUM_EVERY_S,
-    TRAINER_BACKOFF_MAX_S,
-    TRAINER_BACKOFF_S,
-    TRAINER_DEATHS,
-    Delivery,
-    SessionState,
-    TrainerState,
-)
+from edge_client.session.state import MANIFEST_FIRST_S, REVOKED_RETRY_S, SILENCE_S, Delivery, SessionState, TrainerState
 from fedcg.wire.messages import schemas
+
+HELLO_EVERY_S = 2.0
+REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
+REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
+MANIFEST_MAX_S = 30.0
+GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
+BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
+SUM_EVERY_S = 4.0  # until keys for a sealed sum are announced again that nobody has answered
+TRAINER_DEATHS = 5  # in one job, before it is given up
+TRAINER_BACKOFF_S = 0.5
+TRAINER_BACKOFF_MAX_S = 30.0
 
 Step = tuple[SessionState, tuple[signals.Command, ...]]
 
@@ -180,7 +174,11 @@ def step(state: SessionState, event: signals.Input, now: float) -> Step:
     Returns:
         The new state, and the commands to carry out in their order.
     """
-    state, commands = _HANDLERS[type(event)](state, event, now)
+    commands: tuple[signals.Command, ...] = ()
+    if change := _CHANGES.get(type(event)):
+        state = change(state, event, now)
+    else:
+        state, commands = _HANDLERS[type(event)](state, event, now)
     for advance in _ADVANCES:
         state, more = advance(state, now)
         commands += more
@@ -190,20 +188,12 @@ def step(state: SessionState, event: signals.Input, now: float) -> Step:
 # ------------------------------------------------------------------ events change the state
 
 
-def _unchanged(state: SessionState, event: signals.Tick | signals.Left, now: float) -> Step:
-    return state, ()
-
-
 def _sending(state: SessionState, event: signals.Sending, now: float) -> Step:
     delivery = state.delivery
     if delivery is None or not state.welcomed:
         return state, ()
     quiet_until = max(delivery.manifest_at, now + GRANT_PATIENCE_S)
     return replace(state, delivery=replace(delivery, manifest_at=quiet_until, silent_since=None)), ()
-
-
-def _link_changed(state: SessionState, event: signals.LinkChanged, now: float) -> Step:
-    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False), ()
 
 
 def _coordinator_seen(state: SessionState, event: signals.CoordinatorSeen, now: float) -> Step:
@@ -222,14 +212,6 @@ def _welcomed(state: SessionState, event: signals.Welcomed, now: float) -> Step:
         delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)
     epoch = max(state.epoch, event.epoch)
     return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
-
-
-def _hello_refused(state: SessionState, event: signals.HelloRefused, now: float) -> Step:
-    return replace(state, hello_at=now + REFUSED_HELLO_S), ()
-
-
-def _revoked(state: SessionState, event: signals.Revoked, now: float) -> Step:
-    return replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S), ()
 
 
 def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
@@ -277,33 +259,13 @@ def _receipted(state: SessionState, receipt: schemas.Receipt, now: float) -> Ste
     return replace(state, delivery=None), (record,)
 
 
-def _artifact_stored(state: SessionState, event: signals.ArtifactStored, now: float) -> Step:
-    return replace(state, stored=state.stored | {event.artifact}), ()
-
-
-def _artifact_lost(state: SessionState, event: signals.ArtifactLost, now: float) -> Step:
-    return replace(_idle(state), stored=state.stored - {event.artifact}), ()
-
-
 def _session_lost(state: SessionState, event: signals.SessionLost, now: float) -> Step:
     hello_at = now + (REFUSED_PUBLISH_S if event.refused else 0.0)
     return replace(state, welcomed=False, hello_at=hello_at) if state.welcomed else state, ()
 
 
-def _spec_checked(state: SessionState, event: signals.SpecChecked, now: float) -> Step:
-    return replace(state, verdict=(event.digest, event.refusal), is_sealed=event.is_sealed), ()
-
-
-def _weighed(state: SessionState, event: signals.Weighed, now: float) -> Step:
-    return replace(_idle(state), weighed=(event.round_attempt, event.images, event.vote)), ()
-
-
 def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
     return state, (signals.AnswerSum(event.round_attempt, event.step, event.exchange),)
-
-
-def _sum_ready(state: SessionState, event: signals.SumReady, now: float) -> Step:
-    return replace(state, sum_ready=event.round_attempt), ()
 
 
 def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float) -> Step:
@@ -328,14 +290,6 @@ def _promised(state: SessionState) -> schemas.RoundAttempt | None:
     """The open round attempt that this device has accepted, and has not trained yet."""
     offered = state.offered
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
-
-
-def _obstacle_changed(state: SessionState, event: signals.ObstacleChanged, now: float) -> Step:
-    return replace(state, obstacle=event.reason), ()
-
-
-def _training_abandoned(state: SessionState, event: signals.TrainingAbandoned, now: float) -> Step:
-    return replace(state, trainer=TrainerState.GONE, trainer_at=now, job=None, deaths=0), ()
 
 
 def _consent_changed(state: SessionState, event: signals.ConsentChanged, now: float) -> Step:
@@ -367,45 +321,50 @@ def _outbox_found(state: SessionState, event: signals.OutboxFound, now: float) -
     return replace(state, delivery=Delivery(event.round_attempt, event.update, manifest_at=now)), ()
 
 
-def _round_failed(state: SessionState, event: signals.RoundFailed, now: float) -> Step:
-    return decline(_idle(state), event.round_attempt, event.reason)
-
-
-def _finalised(state: SessionState, event: signals.Chosen, now: float) -> Step:
-    return replace(_idle(state), finalised=event.aggregate, succeeded=event.succeeded), ()
-
-
+_CHANGES: dict[type[Any], Callable[[SessionState, Any, float], SessionState]] = {
+    signals.Tick: lambda state, _event, _now: state,
+    signals.Left: lambda state, _event, _now: state,
+    signals.LinkChanged: lambda state, event, now: replace(
+        state, up=event.up, welcomed=False, hello_at=now, live=False
+    ),
+    signals.HelloRefused: lambda state, _event, now: replace(state, hello_at=now + REFUSED_HELLO_S),
+    signals.ObstacleChanged: lambda state, event, _now: replace(state, obstacle=event.reason),
+    signals.TrainingAbandoned: lambda state, _event, now: replace(
+        state, trainer=TrainerState.GONE, trainer_at=now, job=None, deaths=0
+    ),
+    signals.Revoked: lambda state, _event, now: replace(state, welcomed=False, hello_at=now + REVOKED_RETRY_S),
+    signals.ArtifactStored: lambda state, event, _now: replace(state, stored=state.stored | {event.artifact}),
+    signals.ArtifactLost: lambda state, event, _now: replace(_idle(state), stored=state.stored - {event.artifact}),
+    signals.SpecChecked: lambda state, event, _now: replace(
+        state, verdict=(event.digest, event.refusal), is_sealed=event.is_sealed
+    ),
+    signals.Weighed: lambda state, event, _now: replace(
+        _idle(state), weighed=(event.round_attempt, event.images, event.vote)
+    ),
+    signals.SumReady: lambda state, event, _now: replace(state, sum_ready=event.round_attempt),
+    signals.Chosen: lambda state, event, _now: replace(
+        _idle(state), finalised=event.aggregate, succeeded=event.succeeded
+    ),
+}
+"""Events that have no commands of their own: the state after them."""
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
-    signals.Tick: _unchanged,
     signals.Sending: _sending,
-    signals.LinkChanged: _link_changed,
     signals.CoordinatorSeen: _coordinator_seen,
     signals.Welcomed: _welcomed,
-    signals.HelloRefused: _hello_refused,
-    signals.ObstacleChanged: _obstacle_changed,
-    signals.TrainingAbandoned: _training_abandoned,
     signals.ConsentChanged: _consent_changed,
     signals.Stopping: _stopping,
-    signals.Left: _unchanged,
-    signals.Revoked: _revoked,
     signals.Offered: _offered,
     schemas.Finished: _ended,
     signals.Invited: _invited,
     schemas.Need: _granted,
     schemas.Receipt: _receipted,
-    signals.ArtifactStored: _artifact_stored,
-    signals.ArtifactLost: _artifact_lost,
     signals.SessionLost: _session_lost,
-    signals.SpecChecked: _spec_checked,
-    signals.Weighed: _weighed,
     signals.SumStepped: _sum_stepped,
-    signals.SumReady: _sum_ready,
     signals.TrainerReady: _trainer_ready,
     signals.TrainerDied: _trainer_died,
     signals.RoundCommitted: _round_committed,
     signals.OutboxFound: _outbox_found,
-    signals.RoundFailed: _round_failed,
-    signals.Chosen: _finalised,
+    signals.RoundFailed: lambda state, event, _now: decline(_idle(state), event.round_attempt, event.reason),
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import BackupError
@@ -29,10 +29,8 @@ MAX_SMALL_BYTES = 1 << 20
 _LEFT_OUT = {"lock", "trainer.lock", f"{CONTROL_FOLDER}/lock", CHECKPOINT_FILE}
 
 
-class BackupFacts(BaseModel):
+class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
     """`backup.json`; `round` is the one that was trained last, 0 before the first."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     federation: Identifier
     device: Identifier

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from edge_client.config import PolicySection
 from edge_client.firewall import widened
@@ -24,8 +24,7 @@ MOST_WAITING = 32
 _Seconds = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class _File(BaseModel, frozen=True, extra="forbid", strict=True):
     format: Literal[1] = 1
 
 

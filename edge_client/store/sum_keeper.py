@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import StoreError
 from edge_client.store.private_store import PrivateStore
@@ -49,7 +49,7 @@ _CONSENT = (
 )
 
 
-class Numbered(BaseModel):
+class Numbered(BaseModel, frozen=True, extra="ignore"):
     """What the training process tells of this device's numbers of an attempt; `store` keeps it apart from the rest.
 
     Attributes:
@@ -58,8 +58,6 @@ class Numbered(BaseModel):
         to_mean: distance of the numbers to the mean that the round started from, or to the cohort's start before the first mean.
         digest: of the numbers: behind the masks of one attempt there are never others.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     round: int
     attempt: int
@@ -81,10 +79,8 @@ class Numbered(BaseModel):
         return Numbered(round=at.round, attempt=at.attempt, parts=parts, sketch=told, to_mean=distance, digest=digest)
 
 
-class _List(BaseModel):
+class _List(BaseModel, frozen=True, extra="forbid"):
     """A list that this device signed, its own numbers in that sum, and what they counted for: `weight` images, `share` of all."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
@@ -93,7 +89,7 @@ class _List(BaseModel):
     share: float
 
 
-class _Kept(BaseModel):
+class _Kept(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
     """The record on disk, bytes in hex.
 
     Attributes:
@@ -106,8 +102,6 @@ class _Kept(BaseModel):
         masked_until: the highest round before this one in whose sum this device's numbers may be.
         lists: those that it signed in earlier rounds, each once, with its numbers of the last time, the newest last.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex")
 
     federation: str
     round: int

@@ -81,29 +81,6 @@ def train_command(
 
 
 @prints
-def infer_command(
-    networks: Annotated[
-        list[str] | None, typer.Option("--network", help="Split to measure; again for more.  [default: lenet5]")
-    ] = None,
-    image_size: Annotated[int, typer.Option(min=16, max=1024, help="Pixels of a side.")] = 32,
-    callers: Annotated[int, typer.Option(min=1, max=1000, help="Callers at the same time.")] = 32,
-    requests: Annotated[int, typer.Option(min=100, help="Requests of all callers together, per run.")] = 3000,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
-) -> Result:
-    """One image, one thread: onnxruntime over eager torch; then a real serving process: seconds to ready, memory, latency.
-
-    Example: fedcg bench infer --quick
-    """
-    from experiments.bench.serving_latency import Load, measure
-
-    load = Load(image_size, 10, callers, 100, 1) if quick else Load(image_size, 200, callers, requests, repeats)
-    found = {name: measure(name, load, _announce) for name in networks or ["lenet5"]}
-    lines = [f"{name}.{figure:<20} {value:g}" for name, figures in found.items() for figure, value in figures.items()]
-    return {**bench_record("bench infer"), "setting": asdict(load), **found}, "\n".join(lines)
-
-
-@prints
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,

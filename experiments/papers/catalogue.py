@@ -1,5 +1,7 @@
 """Reads the papers' tables from the TOML files beside this module into presets. Knows nothing of runs.
 
+What a paper leaves open, and how it is read here, stands in comments of its file.
+
 A preset is one column of a table (`fedcg:table1:cifar10-4`): the published setting and one row per method or variant.
 """
 
@@ -37,7 +39,6 @@ class _RowEntry(_Strict):
 class _ScenarioEntry(_Strict):
     label: str
     setting: _SettingValues
-    reads: tuple[str, ...] = ()
     needs: str | None = None
     stand_in: str | None = None
     rows: dict[str, _SettingValues] = {}
@@ -45,12 +46,10 @@ class _ScenarioEntry(_Strict):
 
 class _TableEntry(_Strict):
     title: str
-    reads: tuple[str, ...] = ()
     figures: dict[str, dict[str, tuple[_Pair, ...]]]
 
 
 class _ReducedEntry(_Strict):
-    title: str
     scenarios: tuple[str, ...] = ()
     setting: _SettingValues = {}
     method: dict[str, dict[str, ParameterValue]] = {}
@@ -68,11 +67,9 @@ class _ClaimEntry(_Strict):
 
 class _PaperFile(_Strict):
     id: str
-    title: str
     seeds: tuple[int, ...]
     measures: tuple[str, ...]
     reference: str | None = None
-    reads: tuple[str, ...]
     setting: _SettingValues
     params: dict[str, ParameterValue]
     search: dict[str, tuple[ParameterValue, ...]] = {}
@@ -145,7 +142,6 @@ class Preset:
         measures: names of the figures, the one that the paper argues with first.
         needs: data that the user has to bring; None where it can be found by name.
         stand_in: why this preset has no published figures; None for a published one.
-        reads: what the paper leaves open, and how it is read here.
         reference: the row that relative measures compare with; None where there is no such measure.
     """
 
@@ -155,7 +151,6 @@ class Preset:
     rows: Mapping[str, Row]
     seeds: tuple[int, ...]
     measures: tuple[str, ...]
-    reads: tuple[str, ...]
     needs: str | None = None
     stand_in: str | None = None
     reference: str | None = None
@@ -223,7 +218,6 @@ def _preset(paper: _PaperFile, table: str, scenario: str) -> Preset:
         rows=rows,
         seeds=paper.seeds,
         measures=paper.measures,
-        reads=(*paper.reads, *entry.reads, *place.reads),
         needs=place.needs,
         stand_in=place.stand_in,
         reference=paper.reference,

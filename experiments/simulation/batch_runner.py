@@ -26,7 +26,7 @@ from experiments.demo.report import percent
 from experiments.errors import OptionError
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun, RunSetting, has_record
 from experiments.simulation.curves import draw_curves, figures_of, write_tables
-from experiments.simulation.simulation_record import FIGURES, label_of
+from experiments.simulation.simulation_record import label_of
 from experiments.simulation.single_run import FailedRun, Given, Runs, Simulator, write_failures
 from fedcg.errors import told
 from fedcg.files import file_sha256, replace_durably
@@ -211,7 +211,10 @@ class BatchRunner:
             self._tracked[setting.name] = [Tracking(track, tracked) for track in self._tracks if tracked]
             record = self._runs.run(planned)
             files = [{"file": file.name, "sha256": file_sha256(file)} for file in self._runs.files(planned)]
-            clients = [{"client": one["id"], **{name: one[name] for name in FIGURES}} for one in record["clients"]]
+            clients = [
+                {"client": one["id"], **{name: one[name] for name in record["mean"] if name in one}}
+                for one in record["clients"]
+            ]
             for tracking in self._tracked[setting.name]:
                 tracking.finish({"clients": clients, "files": files})
         except Exception as error:  # noqa: BLE001 - one run's failure does not end the batch; it is recorded and printed

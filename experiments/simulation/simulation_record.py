@@ -28,19 +28,6 @@ from fedcg.wire.parts import Part, UpdateCodec
 
 RECORD_FORMAT = 2
 KIND = "simulation"
-FIGURES = (
-    "accuracy_personal",
-    "accuracy_local",
-    "accuracy_after",
-    "accuracy_last",
-    "accuracy_common_personal",
-    "accuracy_common_local",
-    "accuracy_common_after",
-    "accuracy_deployed",
-    "accuracy_common_deployed",
-    "consistency",
-    "generator_spread",
-)
 # Columns of a client's curve, and the fields of `RoundRecord` that they show.
 COLUMNS = {
     "round": "round",
@@ -105,7 +92,10 @@ def record_of(
             "up_artifact": _whole(mean([size for size in result.update_bytes if size])),
         },
         "mean": {
-            **{name: _rounded(mean([client[name] for client in clients])) for name in FIGURES},
+            **{
+                name: _rounded(mean([client[name] for client in clients]))
+                for name in figures_of(result, clients[0]["id"])
+            },
             "global_accuracy_last": _rounded(accuracies[-1] if accuracies else None),
             "global_accuracy_best": _rounded(max(accuracies, default=None)),
         },
@@ -139,8 +129,8 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
     """One client's figures, and the curves behind them."""
     data = party.datasets[name]
     curve = result.curves[name]
-    best, last = result.best(name), curve[-1]
-    local, deployed = _local(result, name, best), deployed_of(result, name)
+    best = result.best(name)
+    local = _local(result, name, best)
     below = None
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
@@ -149,7 +139,31 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         {} if best.accuracy_ema is None else {"accuracy_ema": best.accuracy_ema, "accuracy_common_ema": best.common_ema}
     )
     epsilon = {} if settings is None else {"epsilon": (spent or Spent()).epsilon(settings.delta)}
-    figures = {
+    return {
+        "id": name,
+        "train_images": len(data.train),
+        "val_images": len(data.val),
+        "test_images": len(data.test),
+        "common_images": None if party.common is None else len(party.common),
+        "label_counts": list(data.train.label_counts()),
+        **{key: _rounded(value) for key, value in {**figures_of(result, name), **averaged, **epsilon}.items()},
+        "best_round": best.round,
+        "deployed": deployed_of(result, name).name,
+        "below_local": below,
+        "failures": _failures(result.failures.get(name, ())),
+        "shadow_failures": _failures(result.shadow_failures.get(name, ())),
+        "warnings": _failures(result.warnings.get(name, ())),
+        "curve": {
+            column: [_rounded(getattr(record, of_record)) for record in curve] for column, of_record in COLUMNS.items()
+        },
+    }
+
+
+def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
+    """What a client's models came to, of which a record has the means over clients too."""
+    best, last, deployed = result.best(name), result.curves[name][-1], deployed_of(result, name)
+    local = _local(result, name, best)
+    return {
         "accuracy_personal": best.accuracy,
         "accuracy_local": local.local_accuracy,
         "accuracy_after": best.accuracy_after,
@@ -161,24 +175,6 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         "accuracy_common_deployed": deployed.common,
         "consistency": last.consistency,
         "generator_spread": last.spread,
-    }
-    return {
-        "id": name,
-        "train_images": len(data.train),
-        "val_images": len(data.val),
-        "test_images": len(data.test),
-        "common_images": None if party.common is None else len(party.common),
-        "label_counts": list(data.train.label_counts()),
-        **{key: _rounded(value) for key, value in {**figures, **averaged, **epsilon}.items()},
-        "best_round": best.round,
-        "deployed": deployed.name,
-        "below_local": below,
-        "failures": _failures(result.failures.get(name, ())),
-        "shadow_failures": _failures(result.shadow_failures.get(name, ())),
-        "warnings": _failures(result.warnings.get(name, ())),
-        "curve": {
-            column: [_rounded(getattr(record, of_record)) for record in curve] for column, of_record in COLUMNS.items()
-        },
     }
 
 

@@ -9,78 +9,63 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
+from typing_extensions import Self
 
 
-class Part(str, Enum):
+class _Explained(str, Enum):
+    """Names with what each one is, for the owner of a device."""
+
+    _value_: str
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str = "") -> Self:
+        """A member is its name."""
+        member = str.__new__(cls, name)
+        member._value_, member.meaning = name, meaning
+        return member
+
+
+class Part(_Explained):
     """A named part of what a client has (design, "Words")."""
 
-    EXTRACTOR = "extractor"
-    CLASSIFIER = "classifier"
-    GENERATOR = "generator"
-    DISCRIMINATOR = "discriminator"
-    STATISTICS = "statistics"
-    """Numbers that a method computes of the images or their features; their layout is the method's."""
-    IMAGE_GENERATOR = "image_generator"
-    SEALED = "sealed"
+    EXTRACTOR = "extractor", "the network that sees the images; with it far more can be reconstructed from updates"
+    CLASSIFIER = "classifier", "the network from features to classes; it never sees an image"
+    GENERATOR = (
+        "generator",
+        "makes features like those of the images, of a class that is asked for; it never sees an image",
+    )
+    DISCRIMINATOR = "discriminator", "tells the generator's features from those of the images"
+    STATISTICS = "statistics", "numbers computed of the images, such as the mean features of each class"
+    """Their layout is the method's."""
+    IMAGE_GENERATOR = (
+        "image_generator",
+        "a network that takes images and gives scrambled ones; it was trained on the images themselves",
+    )
+    SEALED = (
+        "sealed",
+        "parts behind masks: the coordinator can't read them, and devices of the cohort read only their mean over 4 devices or more",
+    )
     """Other parts as whole numbers that the cohort alone can read, and of them only the sum over its devices."""
 
-    @property
-    def meaning(self) -> str:
-        """What it is, for the owner of a device."""
-        return _MEANINGS[self]
 
-
-_MEANINGS: Mapping[Part, str] = {
-    Part.EXTRACTOR: "the network that sees the images; with it far more can be reconstructed from updates",
-    Part.CLASSIFIER: "the network from features to classes; it never sees an image",
-    Part.GENERATOR: "makes features like those of the images, of a class that is asked for; it never sees an image",
-    Part.DISCRIMINATOR: "tells the generator's features from those of the images",
-    Part.STATISTICS: "numbers computed of the images, such as the mean features of each class",
-    Part.IMAGE_GENERATOR: "a network that takes images and gives scrambled ones; it was trained on the images themselves",
-    Part.SEALED: "parts behind masks: the coordinator can't read them, and devices of the cohort read only their mean over 4 devices or more",
-}
-
-
-class ReportField(str, Enum):
+class ReportField(_Explained):
     """A field that a device may report beside the tensors of an update."""
 
-    EXAMPLES = "examples"
-    ACCURACY = "accuracy"
-    LOSS = "loss"
-    HEALTH = "health"
-    LABEL_COUNTS = "label_counts"
-    SHADOW = "shadow"
-    DOWNLOADED = "downloaded"
-    PER_CLASS = "per_class"
-    AUDIT = "audit"
-    EPSILON = "epsilon"
-    COST = "cost"
+    EXAMPLES = "examples", "the number of training images"
+    ACCURACY = "accuracy", "accuracy of the personal model on this device's test images"
+    LOSS = "loss", "mean loss of the local round"
+    HEALTH = "health", "condition of the device: ok, hot, low power, low disk; its doctor's findings; its clock"
+    LABEL_COUNTS = "label_counts", "the number of training images of each class"
+    SHADOW = "shadow", "accuracy of a model that was trained on this device alone"
+    DOWNLOADED = "downloaded", "accuracy of the model as it was downloaded"
+    PER_CLASS = "per_class", "these accuracies by class"
+    AUDIT = "audit", "what this device's own audit of the update found"
+    EPSILON = "epsilon", "what differentially private training has spent"
+    COST = "cost", "seconds and energy that the local round took"
     # Of a device's report of itself, not of an update's.
-    MODEL = "model"
-    TELEMETRY = "telemetry"
-
-    @property
-    def meaning(self) -> str:
-        """What it is, for the owner of a device."""
-        return _REPORT_MEANINGS[self]
-
-
-_REPORT_MEANINGS: Mapping[ReportField, str] = {
-    ReportField.EXAMPLES: "the number of training images",
-    ReportField.ACCURACY: "accuracy of the personal model on this device's test images",
-    ReportField.LOSS: "mean loss of the local round",
-    ReportField.HEALTH: "condition of the device: ok, hot, low power, low disk; its doctor's findings; its clock",
-    ReportField.LABEL_COUNTS: "the number of training images of each class",
-    ReportField.SHADOW: "accuracy of a model that was trained on this device alone",
-    ReportField.DOWNLOADED: "accuracy of the model as it was downloaded",
-    ReportField.PER_CLASS: "these accuracies by class",
-    ReportField.AUDIT: "what this device's own audit of the update found",
-    ReportField.EPSILON: "what differentially private training has spent",
-    ReportField.COST: "seconds and energy that the local round took",
-    ReportField.MODEL: "the exported model in use: size, latency, accuracy",
-    ReportField.TELEMETRY: "temperature, power, battery, what slows it down, free memory and disk, every five minutes",
-}
+    MODEL = "model", "the exported model in use: size, latency, accuracy"
+    TELEMETRY = "telemetry", "temperature, power, battery, what slows it down, free memory and disk, every five minutes"
 
 
 class Health(str, Enum):
@@ -134,14 +119,12 @@ def is_absent(value: object) -> bool:
 _Bound = Annotated[Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None, Field(exclude_if=is_absent)]
 
 
-class TensorLayout(BaseModel):
+class TensorLayout(BaseModel, frozen=True, extra="forbid", strict=True):
     """Name, element type and shape of one tensor of a part.
 
     Attributes:
         low, high: bounds of every number, as it is decoded; None where there is none.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
     dtype: TensorDtype
@@ -161,10 +144,8 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]
 
 
-class ClassAccuracies(BaseModel):
+class ClassAccuracies(BaseModel, frozen=True, extra="forbid"):
     """Accuracy by class of the models that a report has an accuracy of: as many numbers as classes, None without test images of one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accuracy: PerClass | None = None
     shadow: PerClass | None = None
@@ -182,7 +163,7 @@ MAX_GAIN = 1e6
 Gain = Annotated[float, Field(ge=-MAX_GAIN, le=MAX_GAIN, allow_inf_nan=False)]
 
 
-class PrivacySpent(BaseModel):
+class PrivacySpent(BaseModel, frozen=True, extra="forbid"):
     """What a device's differentially private training has spent in this federation.
 
     Attributes:
@@ -190,14 +171,12 @@ class PrivacySpent(BaseModel):
         budget: of epsilon, at which the device takes part no more; None where it has none.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     epsilon: Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     budget: Annotated[float, Field(gt=0.0, le=MAX_NUMBER)] | None = None
 
 
-class RoundCost(BaseModel):
+class RoundCost(BaseModel, frozen=True, extra="forbid"):
     """What a local round cost the device until its update was made.
 
     Attributes:
@@ -205,13 +184,11 @@ class RoundCost(BaseModel):
         joules: None where the device has no sensor.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     seconds: Annotated[float, Field(ge=0.0, le=1e9)]
     joules: Annotated[float, Field(ge=0.0, le=1e12)] | None = None
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True, extra="forbid"):
     """The report of a device about a local round; every field is optional, absent means not reported.
 
     Attributes:
@@ -222,8 +199,6 @@ class Report(BaseModel):
         epsilon: of the device's differentially private training.
         cost: of the round.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     examples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None

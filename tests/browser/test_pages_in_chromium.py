@@ -48,7 +48,7 @@ def crowd(tmp_path: Path) -> Iterator[ServedPage]:
 
     with tiny_page(tmp_path, rounds=9, clients=("a", "b", "c"), prepare=prepare) as running:
         for step, loss in ((10, 1.5), (20, 0.75), (30, 0.5)):
-            running.made.world.workers[0].notify(Progressed(4, 1, 1, "distil", step, 40, loss))
+            running.made.world.workers[0].notify(Progressed(1, 1, 4, "distil", step, 40, loss))
         yield running
 
 

@@ -1,9 +1,6 @@
 """Every preset through a Mosquitto that is limited the same way: real agents, the real coordinator, full queues."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +9,10 @@ from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from fedcg.wire.transfer.windows import PRESETS, limits_for
 from tests.conftest import StartMosquitto
-from tests.support.broker.brokers import QueueLimits, RunningMosquitto, acl_for
+from tests.support.broker.brokers import QueueLimits, acl_for
 from tests.support.broker.throttle import Throttle, Weather
 from tests.support.waiting import wait_until
-from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.wire.transfer_parties import FEDERATION, prepared
 
 LIKE: dict[PresetName, QueueLimits] = {
     "mosquitto": QueueLimits(),
@@ -23,17 +20,6 @@ LIKE: dict[PresetName, QueueLimits] = {
     "azure-event-grid": QueueLimits(packet_bytes=512 * 1024, in_flight=16, messages=100, bytes=1_000_000),
     "emqx": QueueLimits(packet_bytes=1024 * 1024, in_flight=32, messages=1000),
 }
-
-
-@contextmanager
-def parties(root: Path, broker: RunningMosquitto, ports: dict[str, int], **plan: Any) -> Iterator[Parties]:
-    made = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, **plan))
-    made.prepare()
-    try:
-        made.start_all()
-        yield made
-    finally:
-        made.stop()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -63,7 +49,8 @@ def test_a_round_goes_through_a_broker_limited_like_the_presets(
 ) -> None:
     broker = mosquitto(acl_for(FEDERATION), limits=LIKE[preset])
     ports = dict.fromkeys(("a", "b"), broker.port)
-    with parties(tmp_path, broker, ports, size=1_500_000, preset=preset, chunk_bytes=None) as federation:
+    with prepared(tmp_path, broker, ports, size=1_500_000, preset=preset, chunk_bytes=None) as federation:
+        federation.start_all()
         federation.wait_finished()
         stored = federation.events(COORDINATOR, "update_stored")
         assert sorted(event["client"] for event in stored) == ["a", "b"]
@@ -81,7 +68,8 @@ def test_a_device_whose_queue_was_full_asks_for_what_was_dropped(tmp_path: Path,
     log = broker.folder / "mosquitto.log"
     link = Throttle(broker.port, Weather(bytes_per_s=300_000))
     # More than the kernel's buffers take: the broadcast is far faster than the link, and the queue runs over.
-    with parties(tmp_path, broker, {"a": link.port}, size=12_000_000, keepalive_s=30, chunk_bytes=None) as federation:
+    with prepared(tmp_path, broker, {"a": link.port}, size=12_000_000, keepalive_s=30, chunk_bytes=None) as federation:
+        federation.start_all()
         wait_until(
             lambda: "Outgoing messages are being dropped for client a" in log.read_text(errors="replace"),
             f"messages are dropped {federation.tail(COORDINATOR)}",

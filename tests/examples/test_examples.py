@@ -59,6 +59,9 @@ def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(nam
     stack = ProgramStack(tmp_path / "stack", project=project, method=method, params=params)
     stack.rounds = 1 if method == "analytic" else 3
     stack.allow_upload = {one: ALLOWED[method] for one in stack.devices if method in ALLOWED}
+    stack.prepare()
+    if method == "analytic":
+        stack.share_cards()
     with stack.up(agents=True):
         stack.wait_finished()
     end = next(event for event in stack.events("site-1") if event["event"] == "finalised")

@@ -24,7 +24,7 @@ from tests.support.edge.training_site import Site, real_spec
 from tests.support.learning.export_models import encoded, make_parts, make_spec, picture, write_images
 from tests.support.serving import PNG, install_versions, serving
 from tests.support.waiting import wait_until
-from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.wire.transfer_parties import FEDERATION, Parties, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SIZE = 400_000
@@ -34,10 +34,8 @@ TOO_SMALL = 300_000
 @pytest.fixture
 def parties(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[Parties]:
     broker = mosquitto(acl_for(FEDERATION))
-    made = Parties(tmp_path, Plan(str(broker.pki.directory), broker.port, {"a": broker.port}, SIZE))
-    made.prepare()
-    yield made
-    made.stop()
+    with prepared(tmp_path, broker, {"a": broker.port}, size=SIZE) as made:
+        yield made
 
 
 def finish(parties: Parties) -> None:

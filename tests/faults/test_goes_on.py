@@ -11,8 +11,8 @@ import pytest
 from coordinator.rounds.engine import Phase
 from edge_client.agent.loop import INBOX_BYTES, Agent
 from edge_client.session import signals
-from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, TrainerState, next_deadline
-from edge_client.session.state_machine import step
+from edge_client.session.state import Delivery, SessionState, TrainerState, next_deadline
+from edge_client.session.state_machine import MANIFEST_MAX_S, step
 from fedcg.wire.messages.schemas import Accept, ArtifactRef, Decline, DeclineReason, Manifest, RoundAttempt
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport

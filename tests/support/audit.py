@@ -62,7 +62,6 @@ def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bo
         run.rounds,
         sent[client],
         before.aggregate,
-        after.aggregate,
         {name: parts for name, parts in sent.items() if name != client},
         Report(examples=len(data.train)),
         party.common.rows(torch.arange(min(auxiliary, len(party.common)))),
@@ -91,9 +90,8 @@ def outcome_of(attack: str, **setting: Any) -> Outcome:
 
 
 def write_recording(case: Case, folder: Path) -> dict[str, str]:
-    """Spec, both aggregates and all updates of the case's round below `folder/artifacts`; their ids by name."""
+    """Spec, aggregate and all updates of the case's round below `folder/artifacts`; their ids by name."""
     spec, view = case.view.spec, case.view
-    assert view.after is not None
     (folder / "artifacts").mkdir(parents=True)
 
     def keep(data: bytes) -> str:
@@ -112,8 +110,6 @@ def write_recording(case: Case, folder: Path) -> dict[str, str]:
         made = {"kind": "update", "round": view.round, "client": client, "base": ids["before"], "report": report}
         head = first.model_copy(update=made)
         ids[client] = keep(pack(head, to_arrays(parts), spec.codec, base if spec.with_base else None))
-    head = first.model_copy(update={"round": view.round, "base": ids["before"]})
-    ids["after"] = keep(pack(head, to_arrays(view.after.parts), spec.aggregate_codec))
     return ids
 
 

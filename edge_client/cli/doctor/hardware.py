@@ -58,6 +58,7 @@ def examine_hardware(
         return Finding(check, "warning" if warning else "ok", detail, warning)
 
     memory = f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available"
+    slowed = "training goes on, at lower clocks" if read.causes.software else ""
     application = "busy" if DeclineReason.RESERVED in found else "does not keep training away"
     modes = _no_effect("power_modes", settings, read)
     return (
@@ -67,7 +68,7 @@ def examine_hardware(
         *(Finding("power", "ok", f"{rail.name} {rail.watts:.2f} W") for rail in read.rails),
         Finding("power in all", "ok", f"{read.drawn.watts:.2f} W ({read.drawn.name})" if read.drawn else UNAVAILABLE),
         judged("power mode", read.power_mode or UNAVAILABLE, DeclineReason.POWER_MODE, modes),
-        judged("throttling", _throttling(read), DeclineReason.THROTTLED, _slowed(read)),
+        judged("throttling", _throttling(read), DeclineReason.THROTTLED, slowed),
         judged("supply", _supply(read), DeclineReason.ON_BATTERY, _no_effect("on_mains", settings, read)),
         judged("memory", memory, DeclineReason.LOW_MEMORY),
         judged("disk", f"{gib(read.free_disk_bytes)} free at {store}", DeclineReason.LOW_DISK),
@@ -128,10 +129,6 @@ def _throttling(read: Telemetry) -> str:
     ]
     clock = [] if read.cpu_mhz is None else [f"CPU at {read.cpu_mhz[0]} of {read.cpu_mhz[1]} MHz"]
     return "; ".join([*(causes or ["none reported"]), *clock, *rates])
-
-
-def _slowed(read: Telemetry) -> str:
-    return "training goes on, at lower clocks" if read.causes.software else ""
 
 
 def _supply(read: Telemetry) -> str:

@@ -5,9 +5,9 @@ after the average: `averaging_method` builds the method from that. FedAvg (McMah
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -26,6 +26,7 @@ Params = TypeVar("Params", bound=fl.TrainingParams)
 PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, fl.RoundContext], Penalty | None]
 """(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
 MakeAggregator = Callable[[fl.ServerState, fl.RoundContext, fl.Spill], fl.Aggregator]
+LocalRound = Callable[[fl.ClientState, ImageSet, fl.Aggregate | None, fl.RoundContext], fl.LocalResult]
 
 
 class MomentumParams(fl.TrainingParams):
@@ -66,7 +67,6 @@ def averaging_method(
         aggregator: the server half; averages the shared parts when None.
         needs_public: the server half needs public images.
     """
-    half = LocalHalf(params_type, shared, penalty_of, label_counts)
     return fl.Method(
         name=name,
         title=title,
@@ -75,7 +75,7 @@ def averaging_method(
             shared, shared | downloads, PERSONAL - shared, sealable=frozenset() if aggregator else shared
         ),
         needs=fl.Needs(label_counts, needs_public),
-        local_round=half.round_of,
+        local_round=averaged_round(params_type, shared, penalty_of, label_counts),
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
         takes_trainer=aggregator is None and not downloads,
@@ -125,34 +125,26 @@ def with_statistics(result: fl.LocalResult, told: fl.Weights) -> fl.LocalResult:
     )
 
 
-@dataclass(frozen=True)
-class LocalHalf(Generic[Params]):
-    """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
+def averaged_round(
+    params_type: type[Params], shared: frozenset[Part], penalty_of: PenaltyOf[Params], label_counts: fl.LabelCounts
+) -> LocalRound:
+    """A local half: load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
 
-    params_type: type[Params]
-    shared: frozenset[Part]
-    penalty_of: PenaltyOf[Params]
-    label_counts: fl.LabelCounts
-
-    def round_of(
-        self, state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
+    def local_round(
+        state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
     ) -> fl.LocalResult:
-        """One client's local round."""
-        params = self.params_type.model_validate(ctx.spec.params)
+        params = params_type.model_validate(ctx.spec.params)
         if (task := task_of(ctx.spec)) is not None:
-            return task_round(task, self.shared, params, state, aggregate, ctx)
+            return task_round(task, shared, params, state, aggregate, ctx)
         weights = {**state.parts, **(aggregate.parts if aggregate else {})}
         nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
         data = data.to(ctx.device)
-        penalty = self.penalty_of(nets, params, ctx)
+        penalty = penalty_of(nets, params, ctx)
         if aggregate is not None and Part.CLASSIFIER in aggregate.parts:
-            penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], _aux(params), ctx)
+            aux: float = getattr(params, "aux", 0.0)
+            penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], aux, ctx)
         average = moving_average(nets, params)
         loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty, average)
-        return local_result(nets, self.shared, data, loss, self.label_counts, average)
+        return local_result(nets, shared, data, loss, label_counts, average)
 
-
-def _aux(params: fl.TrainingParams) -> float:
-    """Weight of the cross-entropy through the downloaded classifier, of methods that have it."""
-    weight: float = getattr(params, "aux", 0.0)
-    return weight
+    return local_round

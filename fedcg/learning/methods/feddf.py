@@ -11,16 +11,15 @@ A device takes part only when its `allow_upload` lists the extractor.
 """
 
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import Merged, Updates
+from fedcg.learning.aggregation.averaging import Merged
 from fedcg.learning.aggregation.distillation import Distillation, DistilledParams, TaughtAverage, distillation
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.method import Aggregate, Aux, Average, RoundContext, ServerState, Spill, Taught, Update, Weights
+from fedcg.learning.method import Aux, Average, RoundContext, ServerState, Spill, Taught, Update, Weights
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -62,69 +61,49 @@ def public_of(ctx: RoundContext) -> torch.Tensor:
     return ctx.public
 
 
-class PublicEnsembleAggregator:
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAverage:
     """The server half: average, then distil the ensemble of the present clients into it.
 
-    Weights and logits are summed as updates arrive; after the last one only the student's loop is left.
+    Weights and logits [D, C] over the public images in use are summed as updates arrive; after the last one only the student's loop is left.
 
     Raises:
         DataError: there are no public images.
     """
+    params = FeddfParams.model_validate(ctx.spec.params)
+    settings, public = Distillation.of(params), public_of(ctx)
+    # The distinct public images in use, [D], and the position among them of every row of the loop, [rows].
+    used, position = torch.unique(public_order(len(public), settings.rows, ctx.streams), return_inverse=True)
 
-    def __init__(self, state: ServerState, ctx: RoundContext, spill: Spill) -> None:
-        params = FeddfParams.model_validate(ctx.spec.params)
-        self._settings = Distillation.of(params)
-        self._ctx = ctx
-        self._public = public_of(ctx)
-        self._taught = TaughtAverage(
-            PERSONAL, self._teacher_logits, self._student, spill, params.average, params.ensemble
-        )
+    def load(parts: Mapping[Part, Weights]) -> dict[str, nn.Module]:
+        halves = (Part.EXTRACTOR, Part.CLASSIFIER)
+        return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in halves}
 
-    @cached_property
-    def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(distinct public images in use, [D]; position among them of every row of the loop, [rows])."""
-        order = public_order(len(self._public), self._settings.rows, self._ctx.streams)
-        used, position = torch.unique(order, return_inverse=True)
-        return used, position
+    @torch.no_grad()
+    def teach(update: Update) -> torch.Tensor:
+        extractor, classifier = (net.eval() for net in load(update.parts).values())
+        logits: list[torch.Tensor] = []
+        for some in used.split(ctx.machine.most_rows or _TEACHER_ROWS):
+            images = normalise(public[some].to(ctx.device), ctx.spec.input)
+            logits.append(classifier(extractor(images)).cpu())
+            ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
+        return torch.cat(logits)
 
-    def add(self, update: Update) -> None:
-        """Teacher pass of one update over the public images in use; its logits [D, C] are spilled and counted."""
-        self._taught.add(update)
-
-    def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """Minimise KL(ensemble ‖ student) over the public batches, in order, from the average of exactly these updates."""
-        return self._taught.finish(updates)
-
-    def _student(self, merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
-        student, target = self._load(merged.parts), logits.to(self._ctx.device)
-        used, position = (rows.to(self._ctx.device) for rows in self._batches)
-        images = self._public[used.cpu()].to(self._ctx.device)
+    def learn(merged: Merged, logits: torch.Tensor) -> dict[Part, Weights]:
+        student, target, rows_of = load(merged.parts), logits.to(ctx.device), position.to(ctx.device)
+        images = public[used].to(ctx.device)
 
         def tensors_of(rows: slice) -> Tensors:
-            chosen = position[rows]
-            return normalise(images[chosen], self._ctx.spec.input), target[chosen]
+            return normalise(images[rows_of[rows]], ctx.spec.input), target[rows_of[rows]]
 
         def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
             shown, taught = batch
             return kl_teacher_student(taught, nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)))
 
-        at_once = images_at_once(self._ctx.spec.input)
-        run_stage(distillation(student, loss_of, tensors_of, self._settings, self._ctx, at_once=at_once), self._ctx)
+        at_once = images_at_once(ctx.spec.input)
+        run_stage(distillation(student, loss_of, tensors_of, settings, ctx, at_once=at_once), ctx)
         return {part: weights_of(student[part]) for part in sorted(PERSONAL)}
 
-    @torch.no_grad()
-    def _teacher_logits(self, update: Update) -> torch.Tensor:
-        extractor, classifier = (net.eval() for net in self._load(update.parts).values())
-        used, logits = self._batches[0], []
-        for some in used.split(self._ctx.machine.most_rows or _TEACHER_ROWS):
-            images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.input)
-            logits.append(classifier(extractor(images)).cpu())
-            self._ctx.callbacks.progress("teacher", sum(map(len, logits)), len(used))
-        return torch.cat(logits)
-
-    def _load(self, parts: Mapping[Part, Weights]) -> dict[str, nn.Module]:
-        halves = (Part.EXTRACTOR, Part.CLASSIFIER)
-        return {part: load_part(self._ctx.spec, part, parts[part], self._ctx.device) for part in halves}
+    return TaughtAverage(PERSONAL, teach, learn, spill, params.average, params.ensemble)
 
 
 METHOD = averaging_method(
@@ -132,6 +111,6 @@ METHOD = averaging_method(
     "FedDF: FedAvg, distilled on unlabelled public images",
     FeddfParams,
     PERSONAL,
-    aggregator=PublicEnsembleAggregator,
+    aggregator=aggregator,
     needs_public=True,
 )

@@ -31,14 +31,8 @@ from pydantic import Field
 from torch import nn
 
 from fedcg.learning import method as fl
+from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
-from fedcg.learning.aggregation.distillation import (
-    Distillation,
-    DistilledParams,
-    distillation,
-    draw_bank,
-    label_probabilities,
-)
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.batches import generate
@@ -50,7 +44,7 @@ from fedcg.wire.parts import Part
 SHARED = frozenset({Part.CLASSIFIER})
 
 
-class FedgenParams(DistilledParams):
+class FedgenParams(distillation.DistilledParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
     average: fl.Average = "mean"
@@ -116,17 +110,17 @@ def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: 
         DivergedError: the loss is not finite or exploded.
     """
     params = FedgenParams.model_validate(ctx.spec.params)
-    settings = Distillation.of(params)
+    settings = distillation.Distillation.of(params)
     total, judges = sum(merged.examples.values()), {}
     for client in merged.examples:
         weights = updates[client]().parts[Part.CLASSIFIER]
         judges[f"judge {client}"] = load_part(ctx.spec, Part.CLASSIFIER, weights, ctx.device)
     shares = [examples / total for examples in merged.examples.values()]
     generator = load_part(ctx.spec, Part.GENERATOR, start, ctx.device)
-    asked_for = label_probabilities(
+    asked_for = distillation.label_probabilities(
         [merged.label_counts.get(client) for client in merged.examples], ctx.spec.class_count
     )
-    bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, asked_for)
+    bank = distillation.draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, asked_for)
     noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
 
     def loss_of(nets: Nets, batch: Tensors) -> torch.Tensor:
@@ -137,7 +131,9 @@ def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: 
     def tensors_of(rows: slice) -> Tensors:
         return noise[rows], labels[rows]
 
-    run_stage(distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, ctx, frozen=judges), ctx)
+    run_stage(
+        distillation.distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, ctx, frozen=judges), ctx
+    )
     return weights_of(generator)
 
 

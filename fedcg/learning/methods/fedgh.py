@@ -11,14 +11,8 @@ import torch
 from pydantic import Field
 
 from fedcg.learning import method as fl
+from fedcg.learning.aggregation import prototypes
 from fedcg.learning.aggregation.distillation import Distillation, distillation
-from fedcg.learning.aggregation.prototypes import (
-    HELD,
-    PROTOTYPES,
-    FinishOnlyAggregator,
-    prototype_layout,
-    prototypes_of,
-)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.methods._averaging import PERSONAL, local_result, with_statistics
 from fedcg.learning.networks import feature_shape, load_part, weights_of
@@ -45,7 +39,7 @@ def local_round(
     average = moving_average(nets, params)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, after=average)
     result = local_result(nets, frozenset(), data, loss, fl.LabelCounts.NEVER, average)
-    return with_statistics(result, prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec))
+    return with_statistics(result, prototypes.prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec))
 
 
 def trained_head(
@@ -54,8 +48,8 @@ def trained_head(
     """The head after its training on all prototypes, in client-id order."""
     params = FedGhParams.model_validate(ctx.spec.params)
     found = [updates[client]().parts[Part.STATISTICS] for client in sorted(updates)]
-    rows = torch.cat([ours[PROTOTYPES][ours[HELD].bool()] for ours in found]).to(ctx.device)
-    labels = torch.cat([ours[HELD].nonzero().flatten() for ours in found]).to(ctx.device)
+    rows = torch.cat([ours[prototypes.PROTOTYPES][ours[prototypes.HELD].bool()] for ours in found]).to(ctx.device)
+    labels = torch.cat([ours[prototypes.HELD].nonzero().flatten() for ours in found]).to(ctx.device)
     head = load_part(ctx.spec, Part.CLASSIFIER, state.aggregate.parts[Part.CLASSIFIER], ctx.device)
     features = rows.view(-1, *feature_shape(ctx.spec))
 
@@ -71,7 +65,7 @@ def trained_head(
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
     """The server half of a round."""
-    return FinishOnlyAggregator(spill, partial(trained_head, state, ctx))
+    return prototypes.FinishOnlyAggregator(spill, partial(trained_head, state, ctx))
 
 
 METHOD = fl.Method(
@@ -82,7 +76,7 @@ METHOD = fl.Method(
         up=frozenset({Part.STATISTICS}),
         down=frozenset({Part.CLASSIFIER}),
         private=frozenset({Part.EXTRACTOR}),
-        statistics=prototype_layout,
+        statistics=prototypes.prototype_layout,
     ),
     local_round=local_round,
     aggregator=aggregator,

@@ -27,7 +27,7 @@ from fedcg.learning.heads.classifiers import calibrated
 from fedcg.learning.heads.moments import CLIP, Clip, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts
-from fedcg.learning.methods._averaging import PERSONAL, LocalHalf, MomentumParams, average_of, unpenalised
+from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, average_of, averaged_round, unpenalised
 from fedcg.learning.networks import load_part
 from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.wire.parts import Part, Report
@@ -63,7 +63,7 @@ class FedsealParams(fl.TrainingParams):
     )
 
 
-HALF = LocalHalf(FedsealParams, PERSONAL, unpenalised, fl.LabelCounts.NEVER)
+_train = averaged_round(FedsealParams, PERSONAL, unpenalised, fl.LabelCounts.NEVER)
 Parts = Mapping[Part, fl.Weights]
 
 
@@ -178,7 +178,7 @@ def local_round(
     if (before := _trained_from(state)) and _share(ctx.cohort.votes, UNUSABLE) > 0.5:
         ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
         start = before
-    result = HALF.round_of(fl.ClientState(start), data, None if aggregate is None else fl.Aggregate(start), ctx)
+    result = _train(fl.ClientState(start), data, None if aggregate is None else fl.Aggregate(start), ctx)
     # Where `align` kept the own extractor, and it was not taken back, there is no mean to take back.
     is_own = ctx.round > 1 and Part.EXTRACTOR in down and start[Part.EXTRACTOR] is state.parts[Part.EXTRACTOR]
     kept = {

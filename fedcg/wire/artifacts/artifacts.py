@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from fedcg.wire.artifacts.payload import (
     Array,
@@ -107,7 +107,7 @@ _Line = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
 _Lines = Annotated[dict[_Word, _Line], Field(max_length=32)]
 
 
-class ArtifactHeader(BaseModel):
+class ArtifactHeader(BaseModel, frozen=True, extra="forbid", strict=True):
     """The header of an artifact, such as an update; its tensors come after it.
 
     Attributes:
@@ -118,8 +118,6 @@ class ArtifactHeader(BaseModel):
         codecs: how each tensor ("part/name") is coded; `pack` fills it in.
         versions, determinism: the facts that a repetition with the same bits needs; given by the caller.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal[1] = 1
     kind: Literal["update", "aggregate"]

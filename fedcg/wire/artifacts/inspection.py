@@ -6,20 +6,13 @@ tensors by the codecs in the header, and leaves those that do not fit their code
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcg.wire.artifacts.artifacts import decompress_payload, header_fields, split_artifact
-from fedcg.wire.artifacts.payload import (
-    ELEMENT_TYPES,
-    STORED_AS,
-    RawTensor,
-    decode_tensor,
-    read_payload,
-    stored_tensors,
-)
+from fedcg.wire.artifacts.payload import ELEMENT_TYPES, RawTensor, decode_tensor, read_payload, stored_tensors
 from fedcg.wire.errors import IntegrityError, MalformedError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import TensorCodec, is_delta
@@ -52,7 +45,7 @@ class Inspection:
     def codecs(self) -> Mapping[str, TensorCodec]:
         """The codecs that the header names, by key, as far as they are known ones."""
         named = self.header.get("codecs")
-        known: Mapping[str, TensorCodec] = {name: name for name in STORED_AS}
+        known: Mapping[str, TensorCodec] = {name: name for name in get_args(TensorCodec)}
         found = named.items() if isinstance(named, dict) else ()
         return {str(key): known[codec] for key, codec in found if isinstance(codec, str) and codec in known}
 

@@ -72,16 +72,6 @@ ELEMENT_TYPES: Mapping[str, np.dtype[Any]] = {
     "U32": np.dtype("<u4"),
 }
 
-STORED_AS: Mapping[TensorCodec, str] = {
-    "f32": "F32",
-    "i64": "I64",
-    "u32": "U32",
-    "f16": "F16",
-    "i8": "I8",
-    "f16-delta": "F16",
-    "i8-delta": "I8",
-}
-"""The element type of a codec's payload."""
 _EXACT = frozenset({"f32", "i64", "u32"})
 _OF_INTEGERS: Mapping[TensorDtype, TensorCodec] = {"int64": "i64", "uint32": "u32"}
 _BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": "i8"}
@@ -116,7 +106,7 @@ def fits(layout: TensorLayout, codec: TensorCodec) -> bool:
 
 def stored_tensors(shape: tuple[int, ...], codec: TensorCodec) -> dict[str, Stored]:
     """The pieces of a tensor of this shape in a payload, by the suffix of its key."""
-    stored = {"": Stored(STORED_AS[codec], shape)}
+    stored = {"": Stored(codec.partition("-")[0].upper(), shape)}
     return stored | {SCALE_SUFFIX: Stored("F32", shape[:1])} if codec.startswith("i8") else stored
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError, problem_in
 from fedcg.wire.messages.schemas import Identifier, Nonce, Sha256, Signature
@@ -59,11 +59,11 @@ Host = Annotated[str, AfterValidator(_host)]
 """A DNS name, or an IP address in its shortest form."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class _Strict(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What has no unknown field, and nothing of another type."""
 
 
-class Token(_Strict):
+class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes="hex"):
     """A one-time permission to enrol.
 
     Attributes:
@@ -74,8 +74,6 @@ class Token(_Strict):
         url: where to enrol, when the operator put it in.
         device: the only id that it enrols, when it is bound to one.
     """
-
-    model_config = ConfigDict(populate_by_name=True, ser_json_bytes="hex", val_json_bytes="hex")
 
     id: TokenId
     secret: Annotated[bytes, Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES, repr=False)]

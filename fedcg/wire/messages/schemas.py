@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
 from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, Part, Share, is_absent
@@ -76,8 +76,8 @@ _PASSING = frozenset(
 )
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex")
+class _Strict(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
+    """What has no unknown field; bytes are hex in JSON."""
 
 
 class DoctorFinding(_Strict):
@@ -494,7 +494,7 @@ class DeviceStatus(_Message):
     online: bool
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True, extra="allow"):
     """A device opens a session.
 
     Fields of a later version are ignored when its `versions` name one.
@@ -507,8 +507,6 @@ class Hello(_Message):
         check: it only wants to know whether it is answered; it takes part in nothing and does not count as online.
         key: the coordinator's message key that the device accepts, in hex.
     """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce

@@ -17,16 +17,8 @@ from paho.mqtt.client import MQTTMessage
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedcg.wire.errors import TransportError, WireError
-from fedcg.wire.transport.mqtt_config import (
-    MIN_PACKET_BYTES,
-    PROTOCOL_MAX_PACKET,
-    MqttConfig,
-    TlsFiles,
-    explain_break,
-    explain_refusal,
-    explain_small_packets,
-    explain_subscription,
-)
+from fedcg.wire.transport import mqtt_config
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_link import MqttLink, Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
@@ -238,7 +230,7 @@ class MqttTransport:
         except TransportError as error:
             self.last_error = str(error)
         except OSError as error:
-            self.last_error = explain_break(self._config, error, reached=reached, accepted=self._accepted)
+            self.last_error = mqtt_config.explain_break(self._config, error, reached=reached, accepted=self._accepted)
         except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
             if not isinstance(error, WireError):
                 _LOG.exception("the MQTT client failed; connecting again")
@@ -329,12 +321,12 @@ class MqttTransport:
 
     def _connected(self, link: Any, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:
         if reason.is_failure:
-            raise TransportError(explain_refusal(self._config, str(reason)))
+            raise TransportError(mqtt_config.explain_refusal(self._config, str(reason)))
         self._accepted = link.is_accepted = True
-        unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
+        unstated = mqtt_config.PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
         largest = min(getattr(properties, "MaximumPacketSize", unstated), self._config.max_packet)
-        if largest < MIN_PACKET_BYTES:
-            raise TransportError(explain_small_packets(self._config, largest))
+        if largest < mqtt_config.MIN_PACKET_BYTES:
+            raise TransportError(mqtt_config.explain_small_packets(self._config, largest))
         self._max_payload = largest - HEADER_BYTES
         self._in_flight = min(self._config.in_flight, getattr(properties, "ReceiveMaximum", self._config.in_flight))
         link.accept_keepalive(getattr(properties, "ServerKeepAlive", None))
@@ -351,7 +343,9 @@ class MqttTransport:
             return
         answers = [str(reason) if reason.is_failure else "" for reason in reasons]
         if any(answers) or len(answers) != len(filters):
-            raise TransportError(explain_subscription(self._config, [topic for topic, _ in filters], answers))
+            raise TransportError(
+                mqtt_config.explain_subscription(self._config, [topic for topic, _ in filters], answers)
+            )
         if not self._up and not self._unanswered:
             self._link_up()
 

@@ -124,7 +124,7 @@ def die_over_b(connection: Connection, _settings: jobs.WorkerSettings) -> None:
     connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     for request in requests_of(connection):
         if isinstance(request, jobs.AddUpdate):
-            connection.send(jobs.PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
+            connection.send(jobs.PhaseStarted(1, 1, os.getpid(), "teacher", request.client))
             if request.client == "b":
                 os.kill(os.getpid(), signal.SIGKILL)
             connection.send(jobs.UpdateAdded(1, 1, request.client))

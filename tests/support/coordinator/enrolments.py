@@ -53,7 +53,7 @@ class Desk:
 
     @property
     def url(self) -> str:
-        url = self.home.config().enrolment_url
+        url = self.home.config().url_of(self.home.config().enrolment)
         assert url is not None
         return url
 
@@ -86,14 +86,14 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS) -> Iterator[Des
     desk = Desk(home, store)
     admission = Admission(home, store, config, EventLog(home.events_file, time.time), desk.clock)
     limits, device_limits = (FailureLimits(time.monotonic, per_address, ALL) for _ in range(2))
-    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
+    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.host_of(config.enrolment)))
     ready, loops = threading.Event(), []
 
     async def serve() -> None:
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))
         table = Connections(Caps(64, 32))
-        with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
+        with listening("enrolment", config.enrolment, config.host_of(config.enrolment), table) as listener:
             assert listener is not None
             async with serving(create_enrolment_app(admission, limits, device_limits), listener, context):
                 ready.set()

@@ -292,6 +292,17 @@ class Parties:
         return seen
 
 
+@contextmanager
+def prepared(root: Path, broker: RunningMosquitto, ports: dict[str, int], **plan: Any) -> Iterator[Parties]:
+    """Parties that may be started, and are stopped at the end."""
+    made = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, **plan))
+    made.prepare()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
 def _recorded(folder: Path, size: int) -> int:
     counts = [(path.stat().st_size - size - HEAD_BYTES) // RECORD_BYTES for path in folder.rglob("*.part")]
     return max([0, *counts])

@@ -41,7 +41,6 @@ def test_a_recording_gives_the_update_as_the_server_decodes_it(recorded: tuple[P
     view = read_updates(recorded[0]).view("client-1", 2)
     assert view.update.keys() == {Part.CLASSIFIER, Part.GENERATOR}
     assert sorted(view.others) == ["client-2", "client-3"]
-    assert view.after is not None
     for name, tensor in view.update[Part.CLASSIFIER].items():
         change = (case.view.update[Part.CLASSIFIER][name] - case.view.before.parts[Part.CLASSIFIER][name]).abs().max()
         assert (tensor - case.view.update[Part.CLASSIFIER][name]).abs().max() <= 0.02 * change + 1e-3  # int8 and f16

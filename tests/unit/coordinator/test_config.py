@@ -107,7 +107,7 @@ def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path
 
 
 def test_enrolment_is_off_without_a_port_and_the_listener_is_where_devices_reach_the_broker() -> None:
-    assert CoordinatorConfig().enrolment_url is None
+    assert CoordinatorConfig().url_of(EnrolmentSettings()) is None
     for host, settings, address, url in (
         ("127.0.0.1", EnrolmentSettings(port=1), "127.0.0.1", "https://127.0.0.1:1"),
         ("10.1.2.3", EnrolmentSettings(port=18444), EVERY_ADDRESS, "https://10.1.2.3:18444"),
@@ -115,4 +115,7 @@ def test_enrolment_is_off_without_a_port_and_the_listener_is_where_devices_reach
         ("broker.example", EnrolmentSettings(port=8, listen="10.0.0.1"), "10.0.0.1", "https://broker.example:8"),
     ):
         config = CoordinatorConfig(broker=BrokerSettings(host=host), enrolment=settings)
-        assert (config.enrolment.address(config.enrolment_host), config.enrolment_url) == (address, url)
+        assert (config.enrolment.address(config.host_of(config.enrolment)), config.url_of(config.enrolment)) == (
+            address,
+            url,
+        )

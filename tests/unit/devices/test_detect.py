@@ -12,7 +12,6 @@ from devices import detect as detection
 from devices.detect import detect, load_catalogue, runtime_obstacle
 from devices.nvidia import nvml_gpu
 from devices.profile import GIB, DeviceKind, Gpu, cpu_precisions, gpu_precisions
-from tests.support.commands import data_of, run_fedcg
 from tests.support.present import present
 from tests.support.raising import raising
 
@@ -67,7 +66,6 @@ def test_a_board_is_found_in_the_table_with_its_precisions_and_why_it_can_train_
     profile = detect(TREES / tree)
     assert (profile.known_as, profile.precisions, profile.trainable.possible) == (known_as, precisions, trains)
     assert why in profile.trainable.reason
-    assert known_as is None or any(row.name.split(":")[0] == known_as for row in load_catalogue().rows())
 
 
 def test_a_cuda_box_without_nvml_is_known_by_the_drivers_files_and_the_rest_is_unavailable() -> None:
@@ -197,15 +195,19 @@ def test_a_gpu_beside_an_onnxruntime_for_the_cpu_is_told_with_the_build_to_insta
     assert runtime_obstacle(detect(TREES / tree)) == ""
 
 
-def test_documentation_and_command_have_the_table_of_the_catalogue() -> None:
+def test_the_documentation_has_every_jetson_of_the_catalogue_with_its_precisions_and_every_other_kind() -> None:
     lines = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8").splitlines()
-    begin = lines.index("| name | compute capability | precisions | detected | infers | trains |") + 2
-    table = lines[begin : lines.index("", begin)]
-    assert table == [f"| {' | '.join(row.model_dump().values())} |" for row in load_catalogue().rows()]
-    known = data_of(run_fedcg("profile", "--known", "--json").stdout)["known"]
-    assert known == [row.model_dump() for row in load_catalogue().rows()]
-    shown = run_fedcg("profile", "--known", environment={"COLUMNS": "900"}).stdout
-    assert all(row["name"] in shown for row in known)
+    catalogue = load_catalogue()
+    for key, soc in catalogue.soc.items():
+        modules = [one.name.removeprefix("Jetson ") for one in catalogue.module.values() if one.soc == key]
+        capability = (
+            f"{'.'.join(map(str, soc.compute_capability))} | {', '.join(gpu_precisions(soc.compute_capability))}"
+        )
+        row = next(
+            line for line in lines if line.startswith(f"| Jetson {soc.family}: {', '.join(modules)} | {capability} |")
+        )
+        assert row.endswith("| no: Python is too old |") != soc.can_train
+    assert all(any(line.startswith(f"| {kind.name} |") for line in lines) for kind in catalogue.kind)
 
 
 def test_the_documentation_has_the_builds_for_each_board_and_jetpack_of_the_catalogue() -> None:

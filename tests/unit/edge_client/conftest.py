@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.coordinator.enrolments import desk as desk
 from tests.support.coordinator.enrolments import home as home
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import World as ServiceWorld
 from tests.support.edge.world import MakeWorld, World
 
@@ -22,8 +22,7 @@ def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
 @pytest.fixture
 def service_world(tmp_path: Path) -> Iterator[ServiceWorld]:
     """Device `b` is silent."""
-    spec, home = tiny_spec(1), tmp_path / "home"
-    world = ServiceWorld(home, spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+    world = ServiceWorld(tmp_path / "home", tiny_spec(1))
     world.devices["b"].silent = True
     yield world
     world.close()

@@ -10,14 +10,6 @@ from torch import nn
 from audit.attacks import class_inference, label_distribution
 from audit.attacks.attack import Effort
 from audit.attacks.class_inference import recognised, trained_judges
-from audit.attacks.label_distribution import (
-    counts_of,
-    headline_control,
-    labels_by_bias,
-    labels_by_weight,
-    single_class_control,
-    update_figures,
-)
 from audit.evidence.case import Case, Knowledge
 from audit.evidence.networks import of_simulated_client, trained_alone
 from audit.measures import Figure, Outcome, unit_pixels
@@ -178,8 +170,8 @@ def relabelled(case: Case, shift: int) -> Case:
 
 def test_counts_have_the_largest_remainders_and_sum_to_the_batch() -> None:
     # shares 0.5, 0.3, 0.2, and a negative one that counts as 0, of 4 rows: 2.0, 1.2, 0.8, 0 -> 2, 1, 0, 0 and one left for 0.8
-    assert counts_of(torch.tensor([0.5, 0.3, 0.2, -0.1]), 4).tolist() == [2, 1, 1, 0]
-    assert counts_of(torch.tensor([-1.0, -1.0]), 4).tolist() == [2, 2]
+    assert label_distribution.counts_of(torch.tensor([0.5, 0.3, 0.2, -0.1]), 4).tolist() == [2, 1, 1, 0]
+    assert label_distribution.counts_of(torch.tensor([-1.0, -1.0]), 4).tolist() == [2, 2]
 
 
 def test_the_last_biases_gradient_is_prediction_minus_share() -> None:
@@ -188,7 +180,7 @@ def test_the_last_biases_gradient_is_prediction_minus_share() -> None:
     torch.nn.functional.cross_entropy(logits, torch.tensor([0, 0])).backward()
     bias = present(logits.grad).sum(0)
     assert bias.tolist() == [-0.5, 0.5]
-    assert labels_by_bias(bias, torch.tensor([0.5, 0.5])).tolist() == [1, 0]
+    assert label_distribution.labels_by_bias(bias, torch.tensor([0.5, 0.5])).tolist() == [1, 0]
 
 
 def test_ppidsg_eq_3_divides_the_row_sums_of_the_weight_gradient_by_the_sum_of_the_inputs() -> None:
@@ -198,7 +190,7 @@ def test_ppidsg_eq_3_divides_the_row_sums_of_the_weight_gradient_by_the_sum_of_t
     torch.nn.functional.cross_entropy(inputs @ weight.T, labels).backward()
     gradient = present(weight.grad)
     assert gradient.tolist() == [[-0.5, -1.5], [0.5, 1.5]]
-    assert labels_by_weight(gradient, torch.tensor([0.5, 0.5]), inputs.mean(0)).tolist() == [1, 0]
+    assert label_distribution.labels_by_weight(gradient, torch.tensor([0.5, 0.5]), inputs.mean(0)).tolist() == [1, 0]
 
 
 def test_the_conditional_logit_finds_the_weights_that_made_the_shares() -> None:
@@ -229,7 +221,7 @@ def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     streams = case.streams.at("labels")
     guesses = inferred(case.view, streams, 4, 1000, lambda: None)
     trivial = label_distribution.trivial_guesses(case.view, streams)
-    gains = [next(update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
+    gains = [next(label_distribution.update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)
     assert min(gain.value for gain in gains) < 0
 
@@ -240,8 +232,8 @@ def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> N
     count = case.view.spec.class_count
     uniform, other = torch.full((count,), 1 / count), true * 0.9 + 0.1 / count
     guesses = {HEADLINE: true.unsqueeze(0)}
-    (alone,) = update_figures(case, guesses, {"every class alike": uniform})
-    (both,) = update_figures(case, guesses, {"every class alike": uniform, "mean": other})
+    (alone,) = label_distribution.update_figures(case, guesses, {"every class alike": uniform})
+    (both,) = label_distribution.update_figures(case, guesses, {"every class alike": uniform, "mean": other})
     assert alone.floor_is == "every class alike"
     assert alone.floor == pytest.approx(float((true - uniform).abs().sum()), abs=1e-5)
     assert both.floor_is == "mean"
@@ -250,17 +242,17 @@ def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> N
 
 def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     case = skewed("fedsplit")
-    assert single_class_control(case).passed
+    assert label_distribution.single_class_control(case).passed
     monkeypatch.setattr(label_distribution, "labels_by_bias", lambda bias, predicted: predicted)
-    assert not single_class_control(case).passed
+    assert not label_distribution.single_class_control(case).passed
 
 
 @pytest.mark.parametrize("method", [pytest.param("fedcg", marks=pytest.mark.slow), "fedsplit"])
 def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = skewed(method)
-    assert headline_control(case, Effort.QUICK, lambda: None).passed
+    assert label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
     monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
-    assert not headline_control(case, Effort.QUICK, lambda: None).passed
+    assert not label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
 
 
 def test_a_control_whose_client_diverges_proves_nothing_and_ends_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ MANY = 3000
 def _talk_before_reading(connection: Connection, _settings: jobs.WorkerSettings) -> None:
     connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     for number in range(MANY):
-        connection.send(jobs.Progressed(os.getpid(), 1, 1, "teacher", number, MANY))
+        connection.send(jobs.Progressed(1, 1, os.getpid(), "teacher", number, MANY))
     requests = [connection.recv() for _ in range(MANY + 2)]
     added = sum(isinstance(request, jobs.AddUpdate) for request in requests)
     connection.send(jobs.JobDone(1, 1, "4" * 64, added, "5" * 64))

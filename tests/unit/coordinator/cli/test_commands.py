@@ -242,7 +242,8 @@ def test_a_token_names_the_authority_the_place_and_its_end_and_is_shown_once(hom
     token = Token.parse(made["token"])
     authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     assert token.authority == certificate_key_digest(authority)
-    assert (token.url, token.device, token.id) == (home.config().enrolment_url, "line-4", made["id"])
+    url = home.config().url_of(home.config().enrolment)
+    assert (token.url, token.device, token.id) == (url, "line-4", made["id"])
     assert 23.9 * 3600 < made["expires_at"] - time.time() <= 24 * 3600
     shown = run_fedcg("token", "create", "--dir", home.root).output
     other = Token.parse(shown.split()[0])

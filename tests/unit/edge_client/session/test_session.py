@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.session import signals
-from edge_client.session.state import SUM_EVERY_S, TRAINER_DEATHS, SessionState, next_deadline
-from edge_client.session.state_machine import step
+from edge_client.session.state import SessionState, next_deadline
+from edge_client.session.state_machine import SUM_EVERY_S, TRAINER_DEATHS, step
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, Outcome, Receipt, RoundAttempt
 

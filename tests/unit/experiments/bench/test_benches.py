@@ -1,4 +1,4 @@
-"""`fedcg bench train`, `infer` and `coordinator`: what their figures are made of, and that they run.
+"""`fedcg bench train` and `coordinator`: what their figures are made of, and that they run.
 
 No timing is asserted.
 """
@@ -28,24 +28,12 @@ def test_a_box_is_told_in_one_line_with_the_steps_of_its_round() -> None:
     assert line.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_server_is_measured_beside_eager_torch() -> None:
-    found = data_of(run_fedcg("bench", "infer", "--quick", "--callers", "4", "--json").stdout)["lenet5"]
-    assert found["speedup_vs_eager"] == pytest.approx(found["eager_ms"] / found["onnxruntime_ms"], rel=0.01)
-    # A request is more than its inference, and four callers at once wait for each other.
-    assert found["onnxruntime_ms"] < found["one_caller_p50_ms"] <= found["one_caller_p99_ms"]
-    assert found["one_caller_p50_ms"] < found["callers_p50_ms"] <= found["callers_p99_ms"]
-    assert found["ready_s"] > 0.1
-    assert 40 < found["rss_mb"] < 400
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         ("train --quick --device cuda:9", "this torch has cpu"),
         ("train --quick --device cpu --split nothing", "no split"),
         ("train --quick --device cpu --method no", "no m"),
-        ("infer --quick --network nothing", "no split"),
     ],
 )
 def test_what_can_not_be_measured_is_bad_input(words: str, reason: str) -> None:
@@ -65,7 +53,7 @@ def test_the_cost_of_sealed_sums_is_told_for_every_number_of_devices() -> None:
     assert forty["coordinator_ms"] > four["coordinator_ms"] > 0
 
 
-@pytest.mark.parametrize("command", ["coordinator", "infer", "train"])
+@pytest.mark.parametrize("command", ["coordinator", "train"])
 def test_the_help_and_the_processes_of_devices_start_without_torch(command: str) -> None:
     code = (
         "import sys, experiments.bench.coordinator_rounds, experiments.bench.sessions\nfrom fedcg.cli import app\n"

@@ -230,7 +230,7 @@ def test_feddf_settles_where_the_divergence_from_the_weighted_ensemble_to_the_st
     ctx = replace(cases.context(spec), public=cases.bright_images(4, 0).images)
     empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
     updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
-    merge = feddf.PublicEnsembleAggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
+    merge = feddf.aggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
     merge.finish(cases.loaders(updates))
     settled = nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist()
     assert settled == pytest.approx(answer, abs=0.02)
@@ -316,7 +316,7 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
         banks.append(draw_bank(streams, rows, noise_dim, probabilities))
         return banks[-1]
 
-    monkeypatch.setattr(fedgen, "draw_bank", noted)
+    monkeypatch.setattr("fedcg.learning.aggregation.distillation.draw_bank", noted)
     spec = cases.quick_spec("fedgen", server_iterations=20)
     start = initial_parts(spec, b"cohort")
     updates = {

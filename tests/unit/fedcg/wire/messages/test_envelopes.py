@@ -98,11 +98,6 @@ def test_a_refused_envelope_is_described_without_a_name_or_a_value_of_its_conten
     assert str(refused.value).isprintable()
 
 
-def test_an_envelope_over_the_bound_is_refused_unread() -> None:
-    with pytest.raises(TooLargeError):
-        open_envelope(MAGIC + bytes(64) + b" " * schemas.MAX_MESSAGE_BYTES + b"{", resolve)
-
-
 def test_a_message_at_the_bound_is_not_refused_for_its_signature() -> None:
     payload = encode(MESSAGE) + b" " * (schemas.MAX_MESSAGE_BYTES - len(encode(MESSAGE)))
     assert open_envelope(MAGIC + KEY.sign(DOMAIN + payload) + payload, resolve) == MESSAGE

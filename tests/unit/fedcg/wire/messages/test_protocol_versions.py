@@ -10,7 +10,7 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey, seal
 from fedcg.wire.messages.schemas import COORDINATOR, Hello, Invite, Refusal, Welcome
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import DEVICE
 from tests.support.edge.world import World as EdgeWorld
@@ -19,8 +19,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(1)
-    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+    made = World(tmp_path / "home", tiny_spec(1))
     yield made
     made.close()
 

@@ -95,23 +95,6 @@ def world_of(count: int, at: sums.SumRound = AT) -> World:
     return World(keys, secrets, members, {name: sums.share_out(secrets[name], members) for name in names}, numbers)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_the_sum_of_those_who_sent_is_exact_whoever_is_lost_at_whichever_step(data: st.DataObject) -> None:
-    world = world_of(data.draw(st.integers(4, 7), "devices"))
-    needed = max(sums.threshold_of(len(world.names)), 4)
-
-    def some_of(names: list[str], least: int, what: str) -> list[str]:
-        return sorted(data.draw(st.lists(st.sampled_from(names), min_size=least, unique=True), what))
-
-    peers = some_of(world.names, needed, "whose shares came")
-    survivors = some_of(peers, needed, "whose numbers came")
-    answered = some_of(survivors, sums.threshold_of(len(world.names)), "who answered last")
-    signed = world.signed(peers, survivors)
-    assert not np.array_equal(world.total(peers, survivors), world.plain(survivors))
-    assert np.array_equal(world.opened(signed, world.revealed(signed, answered)), world.plain(survivors))
-
-
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans(), st.integers(5, 6))
 def test_heads_of_sealed_moments_are_those_of_pooled_images_however_dealt_and_whoever_comes_leaves_or_adds_some(

@@ -53,11 +53,6 @@ def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
         parse_chunk(b"FCGC" + data)
 
 
-def test_an_oversize_frame_is_refused_unread() -> None:
-    with pytest.raises(TooLargeError):
-        parse_chunk(b"FCGC" + bytes(MAX_CHUNK_BYTES + chunks.FRAME_OVERHEAD_BYTES))
-
-
 def test_grants_stay_within_the_window_and_wait_until_half_of_it_is_free() -> None:
     receiver = Receiver(REF, Window(chunks=4))
     assert receiver.next_need(0.0) == ((0, 4),)

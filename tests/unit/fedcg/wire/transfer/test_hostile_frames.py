@@ -29,7 +29,7 @@ from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.transport import Delivery
 from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import DEVICE as AGENT
 from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
@@ -127,7 +127,7 @@ class CoordinatorsDoor:
     def __init__(self, root: Path) -> None:
         sessions = Sessions()
         sessions.greet(DEVICE, NONCE)
-        world = World(root / "home", tiny_spec(), aggregate_bytes(tiny_spec(), 0, 0, seed=1), clients=(DEVICE, "b"))
+        world = World(root / "home", clients=(DEVICE, "b"))
         world.store.open_attempt(
             "tiny", schemas.RoundAttempt(1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0
         )
@@ -268,8 +268,7 @@ def odd_ranges(rng: random.Random) -> tuple[tuple[int, int], ...]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(rounds=1)
-    made = World(tmp_path, spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b", "evil"), min_clients=2)
+    made = World(tmp_path, tiny_spec(rounds=1), clients=("a", "b", "evil"))
     yield made
     made.close()
 
