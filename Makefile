@@ -30,6 +30,7 @@ $(DEMO): pyproject.toml constraints.txt
 $(STAMP): $(DEMO)
 	@echo "Installing what the tests need beside (Ray, a browser's driver, tools) ..."
 	@$(FAST) --editable '.[dev]' || $(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --no-deps aeon  # for its files: what it depends on is an older numpy
 	@touch $(STAMP)
 
 setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker
