@@ -18,7 +18,6 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
-
 # Shares of the images that a source does not split itself, by the splits that it has.
 _SHARES = {
     frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
