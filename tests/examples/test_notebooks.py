@@ -18,7 +18,10 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_last_cell_and_shows_a_result(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_to_its_last_cell_and_shows_a_result(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests run beside
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=500, kernel_name="python3", resources=where).execute()
