@@ -165,10 +165,7 @@ class Client:
             NetworkError: the network can't run on them, or makes something else than logits of its classes.
         """
         if (task := self._task(self.name)) is not None:
-            stored = {part: layout_of(weights) for part, weights in task.parts().items()}
-            return NetworkChoice(
-                split=TRAINER, extractor=stored[Part.EXTRACTOR], head=stored[Part.CLASSIFIER], **chosen
-            ).bound(task.split(), task)
+            return NetworkChoice(**self._stated(task), **chosen).bound(task.split(), task)
         halves, form = self.model, self.form(data.train.images)
         assert isinstance(halves, Halves)
         samples = normalise(data.train.images[:_TRACED], form)
@@ -180,10 +177,7 @@ class Client:
         wide, _ = _traced(halves, torch.randn(samples.shape, generator=torch.Generator().manual_seed(0)) * _WIDE)
         reach = FeatureRange.around(torch.cat([features, wide]))
         made = Features(shape=tuple(features.shape[1:]), range=reach.value)
-        layers = _as_data(halves, features)
-        own = {"classifier": layers, "extractor": _stored(halves.extractor)}
-        own |= {} if layers else {"head": _stored(halves.classifier)}
-        choice = NetworkChoice(split=PROGRAM, features=made, **own, **chosen)
+        choice = NetworkChoice(features=made, **self._stated(None, features), **chosen)
         return choice.bound(self._split(choice))
 
     def bound(self, choice: NetworkChoice, form: InputForm, name: str) -> NetworkChoice:
@@ -192,33 +186,27 @@ class Client:
         Raises:
             NetworkError: names what differs.
         """
-        if (choice.split == TRAINER) != (self.trainer is not None):
-            raise NetworkError(
-                f"the federation has network.split = {choice.split}, and this program is of the other kind"
-            )
-        task = self._task(name)
-        if task is not None:
-            own = {part: layout_of(weights) for part, weights in task.parts().items()}
-            pairs: Sequence[tuple[tuple[TensorLayout, ...] | None, ...]]
-            pairs = ((choice.extractor, own[Part.EXTRACTOR]), (choice.head, own[Part.CLASSIFIER]))
-        else:
-            assert isinstance(self.model, Halves)
-            head = choice.head and _stored(self.model.classifier)
-            pairs = ((choice.extractor, _stored(self.model.extractor)), (choice.head, head))
-        for theirs, ours in pairs:
-            if theirs != ours:
+        task, features = self._task(name), torch.zeros(0)
+        if isinstance(self.model, Halves):
+            features, _ = _traced(self.model, torch.zeros(1, *form.tensor_shape))
+        for stated, ours in self._stated(task, features).items():
+            if (theirs := getattr(choice, stated)) != ours:
                 raise NetworkError(
-                    f"the federation's network is not that of this program: {_first_other(theirs, ours)}"
+                    f"the federation's network is not that of this program: network.{stated} has {_first_other(theirs, ours)}"
                 )
+        return choice.bound(self._split(choice)) if task is None else choice.bound(task.split(), task)
+
+    def _stated(self, task: Task | None, features: torch.Tensor | None = None) -> dict[str, Any]:
+        """What a spec says of the network beside its features, which the classifier is tried on."""
         if task is not None:
-            return choice.bound(task.split(), task)
+            stored = {part: layout_of(weights) for part, weights in task.parts().items()}
+            return {"split": TRAINER, "extractor": stored[Part.EXTRACTOR], "head": stored[Part.CLASSIFIER]}
         halves = self.model
         assert isinstance(halves, Halves)
-        if choice.classifier is not None:
-            features, _ = _traced(halves, torch.zeros(1, *form.tensor_shape))
-            if _as_data(halves, features) != choice.classifier:
-                raise NetworkError("the federation's classifier has other layers than this program's")
-        return choice.bound(self._split(choice))
+        assert features is not None
+        layers = _as_data(halves, features)
+        head = None if layers else _stored(halves.classifier)
+        return {"split": PROGRAM, "extractor": _stored(halves.extractor), "classifier": layers, "head": head}
 
     def _split(self, choice: NetworkChoice) -> Split:
         assert choice.features is not None
@@ -247,10 +235,15 @@ def _stored(extractor: nn.Module) -> tuple[TensorLayout, ...] | None:
     return layout_of(tensors) or None
 
 
-def _first_other(theirs: tuple[TensorLayout, ...] | None, ours: tuple[TensorLayout, ...] | None) -> str:
-    pairs = itertools.zip_longest(theirs or (), ours or ())
-    texts = ([("none" if one is None else f"{one.name} {list(one.shape)}") for one in pair] for pair in pairs)
-    return next((f"{one}, and here {other}" for one, other in texts if one != other), "its features")
+def _first_other(theirs: Any, ours: Any) -> str:
+    """Where two names, or two lists of tensors or layers, differ first."""
+    sides = [(one,) if isinstance(one, str) else one or () for one in (theirs, ours)]
+    pairs = ([_told(one) for one in pair] for pair in itertools.zip_longest(*sides))
+    return next(f"{one}, and here {other}" for one, other in pairs if one != other)
+
+
+def _told(one: object) -> str:
+    return f"{one.name} {list(one.shape)}" if isinstance(one, TensorLayout) else "none" if one is None else str(one)
 
 
 def _copied(module: nn.Module, *_: object) -> nn.Module:
