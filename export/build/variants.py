@@ -270,22 +270,16 @@ _SAME_FILE = frozenset({"fp32", "trt_fp16"})
 
 
 def verify_variants(
-    directory: Path,
-    files: Sequence[Path | runtime.Sample],
-    labels: Sequence[int],
-    *,
-    budget: float = BUDGET,
-    threads: int = 0,
+    directory: Path, files: Sequence[Path | runtime.Sample], labels: Sequence[int], *, threads: int = 0
 ) -> Manifest:
     """Compare each form that was kept with the model as exported, from the encoded files on, and record it in the manifest.
 
-    One that loses more than the budget on these files is not kept after all.
+    One that loses more than `BUDGET` on these files is not kept after all.
 
     Args:
         directory: a model, its variants and its manifest, not in use yet.
         files: held-out image files, or tensors; without any nothing is compared.
         labels: index of the right class per file.
-        budget: accuracy that a variant may lose, as a share of the files.
         threads: threads of one prediction; 0 lets onnxruntime choose.
 
     Returns:
@@ -304,7 +298,7 @@ def verify_variants(
     checks = {
         one.name: _compared(one, _logits(directory, manifest, one, pictures, threads), plain, right) for one in tried
     }
-    variants = tuple(_after_check(one, checks.get(one.name), budget) for one in manifest.variants)
+    variants = tuple(_after_check(one, checks.get(one.name)) for one in manifest.variants)
     verification = manifest.verification.model_copy(update={"variants": tuple(checks.values())})
     verified = manifest.model_copy(
         update={"variants": variants, "serves": best(variants).name, "verification": verification}
@@ -333,11 +327,11 @@ def _compared(form: Variant, logits: runtime.Floats, plain: runtime.Floats, righ
     )
 
 
-def _after_check(form: Variant, check: VariantCheck | None, budget: float) -> Variant:
-    if check is None or check.accuracy_fp32 - check.accuracy <= budget:
+def _after_check(form: Variant, check: VariantCheck | None) -> Variant:
+    if check is None or check.accuracy_fp32 - check.accuracy <= BUDGET:
         return form
     reason = (
         f"loses {check.accuracy_fp32 - check.accuracy:.1%} of accuracy on {check.images} held-out files that had no part "
-        f"in choosing it, more than the {budget:.1%} that it may"
+        f"in choosing it, more than the {BUDGET:.1%} that it may"
     )
     return form.model_copy(update={"file": None, "reason": reason})

@@ -56,7 +56,6 @@ WIRE: dict[str, Any] = {
         {"id": "a" * 64, "kind": "update", "sender": "client-1", "parts": PARTS, "report": ["examples"]},
         {"id": "c" * 64, "kind": "aggregate", "sender": "coordinator", "parts": ["classifier"], "report": []},
     ],
-    "messages": {"hello": {"count": 2}},
 }
 
 
