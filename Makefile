@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo-installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# uv installs faster where it is there; torch's build for this machine only pip finds.
+FAST    := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python --constraint constraints.txt,$(INSTALL))
 SOURCES := fedcg edge_client coordinator export devices audit experiments tests
 
 .PHONY: help setup setup-broker demo test test-all check check-deploy format clean
@@ -20,13 +23,14 @@ $(DEMO): pyproject.toml constraints.txt
 	  { echo "Python's venv module is missing. On Debian or Ubuntu: apt-get install python3-venv"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]'
+	@$(INSTALL) torch
+	@$(FAST) --editable '.[demo]' || $(INSTALL) --editable '.[demo]'
 	@touch $(DEMO)
 
 $(STAMP): $(DEMO)
 	@echo "Installing what the tests need beside (Ray, a browser's driver, tools) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(FAST) --editable '.[dev]' || $(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --no-deps aeon  # for its files: what it depends on is an older numpy
 	@touch $(STAMP)
 
 setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker

@@ -1,6 +1,8 @@
-"""Four clinics federate a regression, disease progression from ten measurements, with a training loop of their own.
+"""Four clinics federate a regression, the course of diabetes from ten measurements, with a training loop of their own.
 
-The input layer stays at its clinic; the rest is averaged. scikit-learn's diabetes data, dealt out. About ten seconds on two CPUs.
+The data is scikit-learn's: 80 patients to a clinic, 60 to train on and 20 to choose a model by. The other 122 measure
+all models. It shows a `fedcg.Trainer` with FedProx, whose term is `context.penalty`. The table has 100 times R², and 0
+for less. 10 seconds on two CPUs.
 """
 
 import numpy as np
@@ -10,22 +12,20 @@ from torch import nn
 
 import fedcg
 
-SITES = ["north", "east", "south", "west"]
+SITES = ["site-1", "site-2", "site-3", "site-4"]
 
 
 class Regression(fedcg.Trainer):
-    private = ["0.*"]
-    metric = "r2"
+    metric, examples = "r2", 60
 
     def __init__(self, site: str) -> None:
-        x, y = load_diabetes(return_X_y=True)
-        order = np.random.default_rng(0).permutation(len(x))
-        own = np.array_split(order, 4)[SITES.index(site) if site in SITES else int(site[-1]) % 4]
-        self.x, self.y = torch.tensor(x[own] * 20, dtype=torch.float32), torch.tensor(y[own] / 100, dtype=torch.float32)
-        self.examples = 60
+        x, y = map(torch.tensor, load_diabetes(return_X_y=True))
+        order, number = np.random.default_rng(0).permutation(len(x)), SITES.index(site)
+        own = np.concatenate([order[80 * number : 80 * (number + 1)], order[320:]])
+        self.x, self.y = x[own].float() * 20, y[own].float() / 100
 
     def train(self, model: nn.Module, context: fedcg.TrainerContext) -> None:
-        optimiser = torch.optim.Adam(model.parameters(), lr=context.lr, weight_decay=1e-3)
+        optimiser = torch.optim.Adam(model.parameters(), lr=context.lr, weight_decay=3e-2)
         for epoch in range(context.epochs):
             for rows in torch.randperm(60).split(context.batch_size):
                 optimiser.zero_grad()
@@ -42,10 +42,7 @@ class Regression(fedcg.Trainer):
 
     def measured(self, model: nn.Module, rows: slice) -> dict[str, float]:
         error = (model(self.x[rows]).squeeze(1) - self.y[rows]).square().mean()
-        return {
-            "r2": float(1 - error / self.y[rows].var()),
-            "mae": float((model(self.x[rows]).squeeze(1) - self.y[rows]).abs().mean()),
-        }
+        return {"r2": float(1 - error / self.y[rows].var(correction=0))}
 
 
 def client(site: str) -> fedcg.Client:
@@ -55,5 +52,6 @@ def client(site: str) -> fedcg.Client:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    run = fedcg.simulate({site: client(site) for site in SITES}, method="fedsplit", rounds=10, local_epochs=5, lr=3e-3)
+    clients = {site: client(site) for site in SITES}
+    run = fedcg.simulate(clients, method="fedprox", rounds=15, local_epochs=5, lr=1e-3)
     print(run.table().round(1).to_string())

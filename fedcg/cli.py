@@ -156,7 +156,7 @@ class _Fedcg(LazyGroup):
                 raise shown from error
             if as_json:
                 print_failure(shown)
-            if (trace := users_trace(error)) and not as_json:
+            if (trace := users_trace(error.__cause__)) and not as_json:
                 Console(stderr=True, highlight=False).print(trace, markup=False, soft_wrap=True)
             text = "\n".join(log_text(line, len(line)) for line in in_words(shown).split("\n"))
             Console(stderr=True, highlight=False).print(f"Error: {text}", markup=False, soft_wrap=True)

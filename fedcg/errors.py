@@ -60,7 +60,7 @@ def users_trace(error: BaseException | None) -> str:
     found = ""
     while error is not None:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
-        if frames:
+        if frames and not isinstance(error, FedcgError | OSError):
             found = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
         error = error.__cause__
     return found

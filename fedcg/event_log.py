@@ -20,7 +20,7 @@ Agent:
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count}   cohort {others: alone | same | different}
   agent_paused {until, reason}   agent_resumed {reason}    trainer_released {reason}
-  approval_needed {spec, reason, detail}   approved / approval_revoked {spec}
+  approval_needed {spec, reason, detail}   approved / approval_revoked {spec}   program_allowed {program, sha256}
   audited {round, attempt, passed, detail, report, seconds}   defended {defence, count, detail, samples, seconds}
   revoked {detail}   defence_warning {detail}   method_warning {round, attempt, detail}   sum_keys {round, attempt, weight}   sum_off {round, attempt, reason}
 

@@ -336,7 +336,9 @@ class Predictor:
                 raise ValueError(
                     f"{self._form.kind} {position} is {one.dtype} {one.shape}; the model takes {self.dtype} {self.shape}"
                 )
-        found: list[list[Floats]] = []
+        found: list[list[Floats]] = (
+            [] if len(inputs) else [[np.empty((0, self.class_count), np.float32)] * len(self._outputs)]
+        )
         for start in range(0, len(inputs), BATCH):
             rows = slice(start, start + BATCH)
             batch = np.stack(list(inputs[rows]))

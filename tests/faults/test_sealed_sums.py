@@ -45,12 +45,7 @@ def made(root: Path, devices: tuple[str, ...] = DEVICES, *, without_roster: str 
     wishes = {"method": "fedavg", "params": {"epochs": 12}, "sealed": ("extractor",), **wishes}
     stack = Stack(root=root, devices=devices, allow_upload=dict.fromkeys(devices, SHARED), **wishes)
     stack.prepare()
-    cards = [stack.command("cohort", "card", "--config", str(stack.config(device))) for device in devices]
-    roster = root / "roster.txt"
-    roster.write_text("".join(cards))
-    for device in devices:
-        if device != without_roster:
-            stack.command("cohort", "roster", str(roster), "--config", str(stack.config(device)))
+    stack.share_cards(but=without_roster)
     return stack
 
 

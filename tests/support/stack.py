@@ -135,6 +135,15 @@ class Stack:
                 (secrets / name).write_bytes(checked_secret(content))
                 (secrets / name).chmod(0o600)
 
+    def share_cards(self, but: str = "") -> None:
+        """Give every device the cohort's roster, the keys for sealed sums, except `but`."""
+        cards = [self.command("cohort", "card", "--config", str(self.config(device))) for device in self.devices]
+        roster = self.root / "roster.txt"
+        roster.write_text("".join(cards))
+        for device in self.devices:
+            if device != but:
+                self.command("cohort", "roster", str(roster), "--config", str(self.config(device)))
+
     def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
         """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
         made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))

@@ -1,0 +1,84 @@
+"""The examples: each file's simulation, and the same file as the program of four agents over Mosquitto, up to its ONNX model's answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedcg
+from export.model.runtime import Model
+from tests.support.program_stack import ProgramStack
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "cameras": ("analytic", {}),
+    "wearables": ("fedcg", {"epochs": 10, "lr": 3e-3, "server_iterations": 20}),
+    "tables": ("fedavg", {"epochs": 10, "lr": 3e-3}),
+    "regression": ("fedprox", {"epochs": 15, "lr": 3e-3}),
+    "segmentation": ("fedsplit", {"epochs": 2, "lr": 5e-3}),
+}
+ALLOWED = {"analytic": ("sealed",), "fedavg": ("classifier", "extractor"), "fedprox": ("classifier", "extractor")}
+
+
+def example(name: str) -> ModuleType:
+    if name == "wearables" and importlib.util.find_spec("aeon") is None:
+        why = "no data: pip install --no-deps aeon==1.6.0"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sites_of_an_example_are_federated(name: str) -> None:
+    module, (method, params) = example(name), CASES[name]
+    settings: dict[str, Any] = {"params": {"server_iterations": 2}} if "server_iterations" in params else {}
+    clients = {site: module.client(site) for site in module.SITES}
+    run = fedcg.simulate(clients, method, rounds=1, local_epochs=1, **settings)
+    assert list(run.table().index) == list(module.SITES) == list(ProgramStack.devices)
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(name: str, tmp_path: Path) -> None:
+    module, (method, params) = example(name), CASES[name]
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(EXAMPLES / f"{name}.py", project / "client.py")
+    stack = ProgramStack(tmp_path / "stack", project=project, method=method, params=params)
+    stack.rounds = 1 if method == "analytic" else 3
+    stack.allow_upload = {one: ALLOWED[method] for one in stack.devices if method in ALLOWED}
+    stack.prepare()
+    if method == "analytic":
+        stack.share_cards()
+    with stack.up(agents=True):
+        stack.wait_finished()
+    end = next(event for event in stack.events("site-1") if event["event"] == "finalised")
+    model, client = Model.load(Path(end["model_dir"])), module.client("site-1")
+    if client.trainer is None:
+        inputs, labels = client.test
+        answers = model.predict(np.asarray(inputs, model.manifest.input.dtype))
+        assert answers.shape == (len(labels), len(client.classes))
+        assert (answers.argmax(1) == labels).mean() > 0.15 + 1 / len(client.classes)
+    else:
+        answers = model.predict(client.trainer.x[60:].numpy())
+        assert answers.shape == (len(client.trainer.y[60:]), *{"regression": (1,), "segmentation": (3, 32, 32)}[name])
+    assert np.isfinite(answers).all()
+
+
+def test_the_short_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (EXAMPLES.parent / "docs" / "comparison-code.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})  # noqa: S102 - our own page
+    assert (tmp_path / "model.onnx").stat().st_size > 1000
