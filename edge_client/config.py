@@ -96,7 +96,7 @@ class EnrolmentSection(Settings):
 
 
 class DataSection(Settings):
-    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
+    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, or an `.npz`.
 
     docs/data.md has every form. `common_test` is for demos.
 

@@ -31,7 +31,7 @@ def enrol_command(
         str | None, typer.Option("--device", help="This box's id, where the token is for any: a-z, 0-9, dashes.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder with this box's images (docs/data.md), or dataset:NAME.")
+        str | None, typer.Option("--data", help="Folder or file with this box's images (docs/data.md).")
     ] = None,
 ) -> Result:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
@@ -63,7 +63,7 @@ def enrol_command(
 def join_command(
     federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder, for agent.toml and the private store.")],
-    data: Annotated[str, typer.Option("--data", help="This box's images for it (docs/data.md), or dataset:NAME.")],
+    data: Annotated[str, typer.Option("--data", help="Folder or file with this box's images for it (docs/data.md).")],
     config: ConfigOption = Path("agent.toml"),
 ) -> Result:
     """Take part in a second federation with this device's identity; each federation has an agent of its own.
@@ -153,8 +153,6 @@ def _next_steps(config: Path) -> str:
 
 def _place(data: str, advice: str = "") -> str:
     """The images that --data names, from everywhere."""
-    if data.startswith("dataset:"):
-        return data
     if not Path(data).exists():
         raise BadInputError(f"--data {data}: there is no such file or folder{advice}", exit_code=NOT_FOUND)
     return str(Path(data).absolute())

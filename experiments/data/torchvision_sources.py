@@ -12,7 +12,7 @@ from experiments.data.source import TORCHVISION, Source, array_source
 from experiments.errors import SourceError
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.errors import LearningError
-from fedcg.learning.networks.torchvision_backbones import vision
+from fedcg.learning.networks.torchvision_import import vision
 
 
 @dataclass(frozen=True)

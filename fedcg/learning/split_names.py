@@ -6,7 +6,6 @@ A split's name reaches a device in the spec, from the coordinator. A name is the
 because a spec names it: only what the owner of this machine installed or allowed counts.
 
   * `lenet5`, `lenet5_relu`, `lenet5_wide`, `cnn_bn`, `image_small`, `image_paper`: part of this program;
-  * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
   * a backbone of timm's with a private projection (see below);
   * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
   * a `module:function` that the environment variable FEDCG_ALLOW_SPLITS lists (commas between several): for experiments
@@ -35,7 +34,7 @@ from fedcg.learning.errors import NetworkError
 
 WEIGHTS_VARIABLE = "FEDCG_WEIGHTS"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its channels
-INSTALL_TIMM = "install timm: pip install 'fedcg-edge[vision]'"
+INSTALL_VISION = "run pip install 'fedcg-edge[vision]'"
 DEFAULT_WIDTH = 256
 RANDOM = "random"  # in place of a path: no weights
 MAX_WEIGHT_BYTES = 400_000_000  # ResNet-152 has 241 MB
@@ -157,7 +156,7 @@ def check_projected(name: str) -> None:
     parse_projected(name)
     for library in ("timm", "torchvision"):
         if importlib.util.find_spec(library) is None:
-            raise NetworkError(f"{name} comes from timm, and {library} is not installed here; {INSTALL_TIMM}")
+            raise NetworkError(f"{name} comes from timm, and {library} is not installed here; {INSTALL_VISION}")
 
 
 def use_weights(path: Path) -> None:
@@ -270,64 +269,7 @@ BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "im
 PROGRAM, TRAINER = "program", "trainer"  # the devices' own code
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
-INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Where a backbone can be cut.
-
-    Attributes:
-        default: the layer after which the bare name cuts.
-        strides: per layer that can be the extractor's last, how many pixels of an image one position of its output stands for.
-    """
-
-    default: str
-    strides: Mapping[str, int]
-
-    def smallest_side(self, layer: str) -> int:
-        """The least side of an image such that no layer up to the cut halves a map of one position (all but padding)."""
-        return self.strides[layer] // 2 + 1
-
-
-def _resnet_strides() -> dict[str, int]:
-    stages = {f"layer{stage}{block}": 2 ** (stage + 1) for stage in (1, 2, 3, 4) for block in (".0", "")}
-    return {"relu": 2, "maxpool": 4, **stages, "avgpool": 32}
-
-
-CUTS: Mapping[str, Cuts] = {
-    "resnet18": Cuts("layer2", _resnet_strides()),
-    "mobilenet_v3_small": Cuts(
-        "features.8",
-        {
-            **{f"features.{layer}": 2 ** min(layer + 1, 3) for layer in range(4)},
-            **{f"features.{layer}": 16 for layer in range(4, 9)},
-            **{f"features.{layer}": 32 for layer in range(9, 13)},
-            "avgpool": 32,
-        },
-    ),
-}
-
-
-def is_backbone(name: str) -> bool:
-    """Whether a name asks for one of torchvision's networks, with or without a layer."""
-    return name.partition("@")[0] in CUTS and not is_projected(name)
-
-
-def backbone_cut(name: str) -> tuple[str, str]:
-    """Backbone and layer of a name such as `resnet18@layer3`; a bare name means the default layer.
-
-    Raises:
-        NetworkError: a layer that the backbone can't be cut after; lists those it can.
-    """
-    backbone, at, layer = name.partition("@")
-    cuts = CUTS[backbone]
-    if not at:
-        return backbone, cuts.default
-    if layer not in cuts.strides:
-        raise NetworkError(f"{backbone} can't be cut after {layer!r}; it can after {', '.join(cuts.strides)}")
-    return backbone, layer
 
 
 def registered() -> Mapping[str, str]:
@@ -336,7 +278,7 @@ def registered() -> Mapping[str, str]:
     Raises:
         ExtensionError: two installed packages give one name to different functions, or one has the name of a built-in split.
     """
-    return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, *CUTS, PROGRAM, TRAINER}))
+    return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, PROGRAM, TRAINER}))
 
 
 def own_target(name: str) -> str:
@@ -356,10 +298,10 @@ def own_target(name: str) -> str:
             f"the split {name} may not be imported on this machine: install a package that registers it as an entry point "
             f"in {ENTRY_POINT_GROUP}, or, for an experiment, list it in the environment variable {ALLOW_VARIABLE}"
         )
-    known = ", ".join([*BUILT_IN, *CUTS, *sorted(installed)])
+    known = ", ".join([*BUILT_IN, *sorted(installed)])
     raise NetworkError(
-        f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), one with a projection "
-        "(efficientnet_lite0+project:256), and module:function",
+        f"no split named {name!r}; there are {known}, a backbone with a projection (efficientnet_lite0+project:256), and "
+        "module:function",
         exit_code=NOT_FOUND,
     )
 
@@ -378,7 +320,7 @@ def check_name(name: str) -> None:
     """Check, without importing any network, that a split of this name can be built here.
 
     Raises:
-        NetworkError: an unknown name or layer, code that may not be imported here, or torchvision is missing.
+        NetworkError: an unknown name, code that may not be imported here, or timm is missing.
         ExtensionError: see `registered`.
     """
     registered()
@@ -386,10 +328,5 @@ def check_name(name: str) -> None:
         return
     if is_projected(name):
         check_projected(name)
-        return
-    if not is_backbone(name):
+    else:
         own_target(name)
-        return
-    backbone, _ = backbone_cut(name)
-    if importlib.util.find_spec("torchvision") is None:
-        raise NetworkError(f"{backbone} comes from torchvision, which is not installed here; {INSTALL_VISION}")

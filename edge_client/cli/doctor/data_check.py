@@ -25,12 +25,6 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
     """The images of this device can be read."""
     root = config.data.root
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
-    if (name := sources.dataset_name(root)) is not None:
-        try:
-            sources.installed_dataset(name)
-        except DataError as error:
-            return "failed", str(error), "correct `root` under [data], or install the package that has the data set"
-        return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
     if (program := Program.of_source(root)) is not None:
         try:
             return "ok", f"{root.name}, sha256 {program.digest()}: called when a round begins", ""

@@ -21,7 +21,7 @@ from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
 from fedcg.files import SECRET_BYTES, replace_durably
 from fedcg.learning.data.image_folder import read_images
-from fedcg.learning.data.sources import dataset_name, find_images, is_array_source, list_files
+from fedcg.learning.data.sources import find_images, is_array_source, list_files
 from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError
@@ -120,7 +120,7 @@ def _classes(root: Path) -> tuple[str, ...]:
 
 
 def _few_images(root: Path, classes: Sequence[str], form: ImageForm) -> ImageSet:
-    if root.is_dir() and dataset_name(root) is None and not is_array_source(root):
+    if root.is_dir() and not is_array_source(root):
         listed, chosen = list_files(root, classes), []
         for label in sorted({label for _, label in listed})[:SHOWN]:
             chosen += [path for path, other in listed if other == label][:_PER_CLASS]

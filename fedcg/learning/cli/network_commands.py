@@ -25,7 +25,7 @@ _RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
 @network_app.command("list")
 @prints
 def list_networks() -> Result:
-    """Names of all splits with their cuts, generators and discriminators.
+    """Names of all splits, generators and discriminators.
 
     Example: fedcg network list
     """
@@ -34,16 +34,13 @@ def list_networks() -> Result:
         generator_names,
     )
 
-    layers = {name: list(cuts.strides) for name, cuts in split_names.CUTS.items()}
     weights = {name: _weights_here(name) for name in split_names.BACKBONES}
     names = {
-        "splits": [*split_names.BUILT_IN, *split_names.CUTS, *sorted(split_names.registered())],
-        "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
+        "splits": [*split_names.BUILT_IN, *sorted(split_names.registered())],
         "generators": list(generator_names()),
         "discriminators": sorted(DISCRIMINATORS),
     }
     lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
-    lines += [f"{name}@LAYER, with LAYER one of {', '.join(found)}" for name, found in layers.items()]
     lines.append(f"BACKBONE[@STAGE]+project:D, with BACKBONE one of {', '.join(weights)}, or timm:NAME; weights:")
     lines += [
         f"  {name}: {found['file']}, sha256 {found['sha256']}"

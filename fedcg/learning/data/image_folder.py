@@ -1,6 +1,6 @@
-"""Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation out.
+"""Image data as one uint8 tensor: folders and array files in, batched normalisation out.
 
-Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). A data set of one's own (`dataset:NAME`) is an entry point of the group `fedcg.datasets` that gives a torch Dataset. The device's own configuration names it; nothing that comes over the wire can. Knows nothing of rounds, methods or devices of a federation.
+Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). Knows nothing of rounds, methods or devices of a federation.
 """
 
 import functools
@@ -8,97 +8,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 
-from fedcg.imaging import ImageError, in_8_bits
 from fedcg.learning.data import sources
-from fedcg.learning.data.array_files import ArrayData, LabelledImages, checked_shape
+from fedcg.learning.data.array_files import ArrayData
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm, InputForm, TensorForm
-
-
-def own_dataset(name: str, classes: Sequence[str]) -> ArrayData:
-    """Call the entry point `name` and read all that it gives.
-
-    It gives a map-style torch Dataset of (image, label), or a mapping of such with the keys `train`, `test` and perhaps `val`.
-    An image is a Pillow image, a uint8 array [H, W] or [H, W, 3], or a uint8 tensor [C, H, W]; all have the same size. A label
-    is an index into the spec's classes, or a class's name.
-
-    Raises:
-        DataError: no such entry point, or images and labels of another kind.
-    """
-    given = sources.installed_dataset(name).load()()
-    parts = given if isinstance(given, Mapping) else {"train": given}
-    if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
-        raise DataError(
-            f"{sources.DATASET_PREFIX}{name}: gives the parts {', '.join(map(str, parts))}; expected train, test, perhaps val"
-        )
-    read = {part: _read_dataset(f"{sources.DATASET_PREFIX}{name}", dataset, classes) for part, dataset in parts.items()}
-    return ArrayData(read["train"], read.get("test"), read.get("val"))
-
-
-def _read_dataset(name: str, dataset: Any, classes: Sequence[str]) -> LabelledImages:
-    try:
-        count = len(dataset)
-    except TypeError as error:
-        raise DataError(f"{name}: not a map-style Dataset: it has no length") from error
-    if count == 0:
-        raise DataError(f"{name}: holds no image")
-    images: list[NDArray[np.uint8]] = []
-    labels: list[int] = []
-    for row in range(count):
-        where = f"{name}#{row}"
-        try:
-            image, label = dataset[row]
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: not a pair of image and label ({error})") from error
-        images.append(_dataset_pixels(image, where))
-        labels.append(_dataset_label(label, where, classes))
-        if images[-1].shape != images[0].shape:
-            raise DataError(
-                f"{where}: an image of {images[-1].shape} after one of {images[0].shape}: give all the same form"
-            )
-        if row == 0:
-            checked_shape((count, *images[0].shape), Path(name))
-    return LabelledImages(np.stack(images), np.array(labels, dtype=np.int64), Path(name))
-
-
-def _dataset_pixels(image: object, where: str) -> NDArray[np.uint8]:
-    if isinstance(image, Image.Image):
-        try:
-            image = in_8_bits(image)
-        except ImageError as error:
-            raise DataError(f"{where}: {error}") from error
-        image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-    elif isinstance(image, torch.Tensor):
-        image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-    if isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 1:
-        image = image[..., 0]
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (2, 3):
-        raise DataError(
-            f"{where}: give a Pillow image, a uint8 array [H, W] or [H, W, 3], or a uint8 tensor [C, H, W] (no floats: "
-            "the spec normalises)"
-        )
-    if image.ndim == 3 and image.shape[2] != 3:
-        raise DataError(f"{where}: an image of {image.shape[2]} channels; 1 or 3 are read")
-    return image
-
-
-def _dataset_label(label: object, where: str, classes: Sequence[str]) -> int:
-    if isinstance(label, str):
-        if label not in classes:
-            raise DataError(f"{where}: the spec has no class {label!r}; its classes are {', '.join(classes)}")
-        return list(classes).index(label)
-    if isinstance(label, (int, np.integer)) or (isinstance(label, torch.Tensor) and label.numel() == 1):
-        return int(label)
-    raise DataError(f"{where}: a label must be an index or a class name, not {type(label).__name__}")
-
 
 # Shares of the images that a source does not split itself, by the splits that it has.
 _SHARES = {
@@ -137,8 +55,7 @@ def read_images(
 
     Args:
         root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
-            distinguish them); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
-            group `fedcg.datasets`.
+            distinguish them); a folder with IDX or CIFAR files; or an `.npz`.
         classes: the spec's class names, in order; labels of arrays are indices into them.
         form: the spec's input form.
         subset: entries' paths to load, in this order, each of which must still be readable; all when None.
@@ -147,13 +64,10 @@ def read_images(
         DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
             `subset` can't be.
     """
-    name = sources.dataset_name(root)
     if isinstance(form, TensorForm) and root.suffix != ".npz":
         raise DataError(
             f"{root}: tensors are read from an .npz with `inputs` [N, ...] and `labels` [N], and from nothing else"
         )
-    if name is not None:
-        return from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
     arrays = sources.read_arrays(root, form)
     if arrays is not None:
         return from_arrays(arrays, root, tuple(classes), form, subset)

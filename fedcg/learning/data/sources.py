@@ -1,4 +1,4 @@
-"""What a device's data source is: image files in folders, array files, or an installed data set; which files there are, and one image decoded.
+"""What a device's data source is: image files in folders, or array files; which files there are, and one image decoded.
 
 Torch-free.
 
@@ -6,7 +6,6 @@ One walk for training, the doctor and the snapshots. Images are decoded by `fedc
 """
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +121,6 @@ def _channels_first(pixels: Pixels) -> Pixels:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-DATASET_GROUP = "fedcg.datasets"
-DATASET_PREFIX = "dataset:"  # before the name of an entry point of the group
-
-
 def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData | None:
     """Read an `.npz` file, or a folder with IDX or CIFAR files.
 
@@ -146,24 +141,6 @@ def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData | None:
     if not root.is_dir():
         return None
     return read_idx_folder(root) or read_cifar_folder(root)
-
-
-def dataset_name(root: Path) -> str | None:
-    """NAME, where a source is `dataset:NAME`; the path before it, which a configuration file's folder adds, is ignored."""
-    return root.name.removeprefix(DATASET_PREFIX) if root.name.startswith(DATASET_PREFIX) else None
-
-
-def installed_dataset(name: str) -> EntryPoint:
-    """The entry point of `dataset:NAME`; nothing of it is imported.
-
-    Raises:
-        DataError: there is none; names those there are.
-    """
-    found = {point.name: point for point in entry_points(group=DATASET_GROUP)}
-    if name not in found:
-        there = ", ".join(sorted(found)) or "none is installed"
-        raise DataError(f"{DATASET_PREFIX}{name}: no entry point of that name in the group `{DATASET_GROUP}` ({there})")
-    return found[name]
 
 
 def is_array_source(root: Path) -> bool:

@@ -19,10 +19,9 @@ from fedcg.learning.networks.randomness import draw_weights, lent_generators
 from fedcg.learning.networks.splits import SPLITS, Rehearsal, Split, load_split, program_split, rehearse
 from fedcg.learning.networks.task import Task
 from fedcg.learning.networks.timm_backbones import check_plain, projected_split
-from fedcg.learning.networks.torchvision_backbones import backbone_split
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec, ImageForm, NetworkSpec
-from fedcg.learning.split_names import is_backbone, is_projected
+from fedcg.learning.split_names import is_projected
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def split_of(spec: NetworkSpec) -> Split:
     """The split that a spec names; a user's own has been tried on random inputs of the spec's form.
 
     Raises:
-        NetworkError: unknown or not allowed here, torchvision is missing, inputs of a form that the split can't take, or a
+        NetworkError: unknown or not allowed here, timm is missing, inputs of a form that the split can't take, or a
             user's split that does not do what it says.
     """
     name, form = spec.network.split, spec.input
@@ -54,11 +53,7 @@ def split_of(spec: NetworkSpec) -> Split:
         split = program_split(spec.network)
     else:
         check_plain(spec.network)
-        split = (
-            SPLITS.get(name)
-            or IMAGE_SPLITS.get(name)
-            or (backbone_split(name) if is_backbone(name) else load_split(name))
-        )
+        split = SPLITS.get(name) or IMAGE_SPLITS.get(name) or load_split(name)
     if len(form.tensor_shape) != 3 and name != PROGRAM and not split.initialises_itself:
         raise NetworkError(f"{name} needs inputs of three dimensions, not of shape {list(form.tensor_shape)}")
     sides = form.tensor_shape[1:]

@@ -32,7 +32,7 @@ from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.splits import FeatureRange, Split
-from fedcg.learning.networks.torchvision_backbones import vision
+from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.spec import NetworkChoice
 
 _OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
@@ -219,7 +219,7 @@ def timm_library() -> ModuleType:
     try:
         return importlib.import_module("timm")
     except ImportError as error:
-        raise NetworkError(f"timm can't be imported ({error}); {split_names.INSTALL_TIMM}") from error
+        raise NetworkError(f"timm can't be imported ({error}); {split_names.INSTALL_VISION}") from error
 
 
 def projected_split(choice: NetworkChoice, image: ImageForm) -> Split:

@@ -107,13 +107,14 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
 
 
 def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
-    words = ("--out", tmp_path / "box", "--device", "line-5", "--data", "dataset:parts", "--json")
+    (tmp_path / "images.npz").touch()
+    words = ("--out", tmp_path / "box", "--device", "line-5", "--data", tmp_path / "images.npz", "--json")
     done = run_enrol(*words, environment={"FEDCG_TOKEN": desk.token().text})
     assert done.exit_code == 0, done.output
     told = data_of(done.stdout)
     assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
     assert told["certificate_expires"].startswith("20")
-    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
+    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "images.npz"
 
 
 def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:

@@ -183,20 +183,13 @@ def test_rounds_train_on_features_that_are_computed_once_and_keep_the_projection
     assert set(site.state().slots["personal"][Part.EXTRACTOR]) == {"project.weight", "project.bias"}
 
 
-def test_a_spec_whose_weights_are_not_here_is_declined_before_training(tmp_path: Path, weights: Path) -> None:
-    site = site_of(tmp_path, weights)
-    assert check_spec(site.spec, PolicySection()) is None
-    weights.unlink()
-    reason, text = check_spec(site.spec, PolicySection()) or (None, "")
-    assert reason is DeclineReason.SPEC_REFUSED
-    assert "sha256 of no file here" in text
-
-
-def test_the_owner_names_a_folder_of_weights_in_agent_toml(
+def test_a_spec_whose_weights_are_not_here_is_declined_until_the_owner_names_their_folder_in_agent_toml(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = site_of(tmp_path, weights)
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    reason, text = check_spec(site.spec, PolicySection()) or (None, "")
+    assert (reason, "sha256 of no file here" in text) == (DeclineReason.SPEC_REFUSED, True)
 
     def run(path: Path) -> None:
         training = TrainingSection(weights=path)

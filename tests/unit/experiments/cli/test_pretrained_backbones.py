@@ -79,14 +79,11 @@ def test_what_cannot_be_simulated_is_explained_before_anything_starts(
 
 
 @pytest.mark.parametrize("command", ["simulate", "demo"])
-@pytest.mark.parametrize("content", ["damaged", "another network's"])
 def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
-    weights: Path, tmp_path: Path, command: str, content: str
+    weights: Path, tmp_path: Path, command: str
 ) -> None:
     file = tmp_path / "w.pt"
     torch.save({"conv_stem.weight": torch.zeros(1)}, file)
-    if content == "damaged":
-        file.write_bytes(file.read_bytes()[:200])
     words = TINY if command == "simulate" else f"demo {IMAGES}"
     done = run_fedcg(*words.split(), "--network", SPLIT, "--weights", file, "--out", tmp_path / "out")
     assert done.exit_code == 2, done.output

@@ -125,7 +125,7 @@ def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
         (setting.network, setting.defence_label or setting.privacy.label, setting.all_params().get("lr"))
         for setting in settings
     ] == [
-        ("resnet18", "ats", 0.01),
+        ("resnet18+project:512", "ats", 0.01),
         ("lenet5_relu", "update_noise=0.00186", 0.01),  # 2 · 0.01 · 10 / 6000 · sqrt(2 ln(1.25 · 50 / 1e-5)) · 50 / 5
         ("lenet5_relu", "prune=0.4", 0.01),
         ("lenet5", "", 3e-4),

@@ -45,10 +45,11 @@ def _torch_logits(spec: FederationSpec, parts: Parts, pixels: np.ndarray) -> np.
     return result
 
 
-@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn"])
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "timm:test_resnet+project:8"])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_the_file_gives_the_logits_of_the_trained_networks_for_any_batch(tmp_path: Path, split: str, mode: str) -> None:
-    spec = export_models.make_spec(export_models.image_form(mode), split)
+    sides = {"height": 64, "width": 72} if "timm" in split else {}
+    spec = export_models.make_spec(export_models.image_form(mode, **sides), split)
     parts = export_models.make_parts(spec)
     path = tmp_path / "model.onnx"
     assert export_personal(spec, parts, path).exporter == "torchscript"
@@ -254,19 +255,6 @@ def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, take
     write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):
         Model.load(directory)
-
-
-@pytest.mark.parametrize("split", [pytest.param("resnet18@layer3", marks=pytest.mark.slow), "mobilenet_v3_small"])
-def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images: export_models.TestImages) -> None:
-    spec = export_models.make_spec(export_models.image_form(height=32, width=32), split)
-    parts = export_models.make_parts(spec)
-    path = tmp_path / "model.onnx"
-    export_personal(spec, parts, path)
-    assert to_onnx.verify(path, spec, parts, images.files, images.labels).top1_agreement == 1.0
-    pixels = export_models.random_pixels(spec.image, 5)
-    [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
-    np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
-    assert np.ptp(logits, axis=0).max() > 1e-2
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import struct
 import zipfile
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,34 +254,6 @@ def test_grey_arrays_become_colour_where_the_spec_asks_for_it(tmp_path: Path) ->
     found = read_images(mnist(tmp_path, train, train), TEN, SMALL_COLOUR)
     assert found.images.images.shape == (4, 3, 4, 4)
     assert all(np.array_equal(plane.numpy(), train[0]) for plane in found.images.images[0])
-
-
-class Mine(torch.utils.data.Dataset[tuple[torch.Tensor, str]]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, str]:
-        return torch.full((1, 4, 4), row, dtype=torch.uint8), "dog" if row % 2 else "cat"
-
-
-def test_a_torch_dataset_of_ones_own_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = [Mine()]
-    point = SimpleNamespace(name="mine", load=lambda: lambda: given[-1])
-    monkeypatch.setattr("fedcg.learning.data.sources.entry_points", lambda group: [point])
-    found = read_images(tmp_path / "dataset:mine", ("cat", "dog"), SMALL_GREY)
-    assert found.images.labels.tolist() == [0, 1, 0, 1]
-    assert found.images.images[3, 0].unique().tolist() == [3]
-    given.append({"train": Mine(), "test": Mine()})
-    assert read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY).entries[4].path == "test/dataset:mine#0"
-    with pytest.raises(DataError, match="no class 'dog'"):
-        read_images(Path("dataset:mine"), ("cat", "cow"), SMALL_GREY)
-    given.append([(Image.fromarray(np.full((4, 4), 257 * level, dtype=np.uint16)), level % 2) for level in range(4)])
-    assert torch.equal(read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY).images.images, found.images.images)
-    given.append([(torch.zeros(1, 4, 4), 0)])
-    with pytest.raises(DataError, match="no floats"):
-        read_images(Path("dataset:mine"), ("cat", "dog"), SMALL_GREY)
-    with pytest.raises(DataError, match="dataset:yours: no entry point"):
-        read_images(Path("dataset:yours"), ("cat", "dog"), SMALL_GREY)
 
 
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))

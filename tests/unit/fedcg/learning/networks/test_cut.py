@@ -10,6 +10,7 @@ from torch import nn
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.cut import split
 from fedcg.learning.networks.layers import built, described
+from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.spec import Layer
 
 
@@ -46,6 +47,15 @@ def test_the_halves_are_the_network_and_the_classifier_is_data(way: Callable[[to
     again = built([Layer.model_validate_json(layer.model_dump_json()) for layer in layers])
     again.load_state_dict(dict(zip(again.state_dict(), halves.classifier.state_dict().values(), strict=True)))
     assert torch.equal(again(halves.extractor(inputs)), net(inputs))
+
+
+def test_a_network_of_torchvisions_is_cut_behind_a_layer_and_its_classifier_is_no_data() -> None:
+    net, images = vision("models").resnet18(num_classes=3).eval(), torch.randn(2, 3, 32, 32)
+    halves = split(net, after="layer2")
+    features = halves.extractor(images)
+    assert features.shape == (2, 128, 4, 4)
+    assert torch.equal(halves.classifier(features), net(images))
+    assert halves.layers() is None
 
 
 def test_every_standard_layer_is_described_and_built_alike() -> None:

@@ -1,6 +1,9 @@
 """Networks and the specs that name them: published sizes, shapes, ranges, initial weights, and what a spec's bytes hold."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,20 +11,29 @@ from torch import nn
 
 from fedcg.learning import networks
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.method import Update
+from fedcg.learning.image_set import ImageSet
+from fedcg.learning.method import TrainingParams, Update
 from fedcg.learning.networks import image_networks
-from fedcg.learning.networks.gan import GENERATORS, ClassGaussians
+from fedcg.learning.networks.assembly import allocated, skeleton
+from fedcg.learning.networks.gan import DISCRIMINATORS, GENERATORS, ClassGaussians
+from fedcg.learning.networks.image_networks import IMAGE_SPLITS
 from fedcg.learning.networks.plans import complete_spec, initial_parts, shadow_spec
-from fedcg.learning.networks.splits import FeatureRange
+from fedcg.learning.networks.randomness import draw_weights
+from fedcg.learning.networks.splits import SPLITS, FeatureRange
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.split_names import BUILT_IN, check_name
+from fedcg.learning.training import batches
+from fedcg.learning.training.batches import extract_features, images_at_once
+from fedcg.learning.training.classification import classification
 from fedcg.wire.parts import Part, ReportField, TensorLayout, UpdateCodec
 from fedcg.wire.sealed_numbers import number_count
 from tests.support.learning import learning_cases
 from tests.support.learning.networks import networks_of
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
+ROOT = Path(__file__).parents[5]
 TEN = tuple("abcdefghij")
 KINDS = sorted(GENERATORS)
 DISCRIMINATOR_FOR = {"conv": "conv", "conv_small": "conv_published"}
@@ -333,3 +345,82 @@ def test_only_what_a_round_goes_on_from_is_taken_to_the_aggregate() -> None:
     for name in method_names():
         assert bases[name] <= get_method(name).payload.up & get_method(name).payload.down
         assert coded(name, "i8").with_base == ()
+
+
+def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
+    assert set(BUILT_IN) == set(SPLITS) | set(IMAGE_SPLITS)
+    for name in BUILT_IN:
+        check_name(name)
+
+
+def test_building_lenet_imports_neither_torchvision_nor_torchs_compiler() -> None:
+    code = (
+        "import sys; from tests.unit.fedcg.learning.networks.test_networks import cifar; from fedcg.learning.networks import NETWORKS, build_part; "
+        "before = set(sys.modules); [build_part(cifar(split='lenet5', generator='conv', discriminator='conv'), part) for part in NETWORKS]; "
+        "new = set(sys.modules) - before; sys.exit(len(new) > 20 or 'torchvision' in sys.modules or 'sympy' in new)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120).returncode == 0
+
+
+def _each_network() -> list[tuple[FederationPlan, Part]]:
+    halves = (Part.EXTRACTOR, Part.CLASSIFIER)
+    found = [(cifar(split=name), part) for name in (*SPLITS, *IMAGE_SPLITS) for part in halves]
+    found += [(cifar(split=name), Part.IMAGE_GENERATOR) for name in IMAGE_SPLITS]
+    found += [(cifar(generator=kind), Part.GENERATOR) for kind in GENERATORS]
+    return found + [(cifar(discriminator=kind), Part.DISCRIMINATOR) for kind in DISCRIMINATORS]
+
+
+def test_every_tensor_of_every_network_gets_its_first_value_from_the_seed() -> None:
+    for spec, part in _each_network():
+        drawn = []
+        for _ in range(2):
+            module = allocated(skeleton(spec, part), "cpu")
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+            draw_weights(module, torch.Generator().manual_seed(4))
+            drawn.append(networks.weights_of(module))
+            assert {id(buffer) for buffer in module.buffers()} <= {
+                id(one) for one in module.state_dict(keep_vars=True).values()
+            }
+        for name, tensor in drawn[0].items():
+            assert torch.isfinite(tensor).all(), (spec.network, part, name)
+            assert tensor.is_floating_point() or (tensor >= 0).all(), (spec.network, part, name)
+        assert learning_cases.same(*drawn)
+
+
+def test_a_layer_fills_its_own_tensors_where_it_has_a_method_for_it_and_usual_layers_are_known() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.zeros(3))
+
+        def reset(self, generator: torch.Generator) -> None:
+            nn.init.uniform_(self.factor, 1.0, 2.0, generator=generator)
+
+    layers = nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(3), nn.InstanceNorm2d(2), nn.PReLU(), Scale())
+    draw_weights(layers, torch.Generator().manual_seed(0))
+    assert layers[-1].get_parameter("factor").min().item() >= 1.0
+
+
+def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sized(side: int) -> FederationPlan:
+        return cifar().model_copy(update={"input": CIFAR.model_copy(update={"height": side, "width": side})})
+
+    # 2048 * 32 * 32 / (224 * 224) = 41.8
+    assert [images_at_once(sized(side).image) for side in (16, 32, 64, 224)] == [2048, 2048, 512, 41]
+    monkeypatch.setattr(batches, "BLOCK_ROWS", 4)
+    spec = complete_spec(sized(64))
+    data = ImageSet(torch.zeros(5, 3, 64, 64, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64), TEN)
+    seen: list[int] = []
+    extractor = networks.build_part(spec, Part.EXTRACTOR)
+    extractor.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    assert len(extract_features(extractor, data.images, spec)) == 5
+    assert seen == [1] * 5
+    params = TrainingParams(steps=4, batch_size=2)
+    stage = classification(
+        extractor, networks.build_part(spec, Part.CLASSIFIER), data, params, learning_cases.context(spec)
+    )
+    assert [len(labels) for _, labels in stage.batches.blocks] == [2, 2, 2, 2]

@@ -13,7 +13,7 @@ import torch
 from experiments.simulation.party_builder import own_specs
 from export.build.to_onnx import export_personal
 from fedcg.learning import split_names
-from fedcg.learning.errors import NetworkError, PrivacyError
+from fedcg.learning.errors import LearningError, NetworkError, PrivacyError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.dp_sgd import check_dp_sgd
 from fedcg.learning.networks import build_part, feature_shape
@@ -21,6 +21,7 @@ from fedcg.learning.networks import timm_backbones as backbones
 from fedcg.learning.networks.own_backbone import KeptFeatures, device_spec, with_features
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone, read_weights
+from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import BackboneChoice, FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.training.evaluation import logits_of
@@ -180,7 +181,6 @@ def test_features_are_kept_only_while_images_cannot_change_and_while_they_are_th
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weights": None}, "freeze = all keeps a backbone as its weights are"),
         (
             {"split": "lenet5_relu"},
             "network.weights and network.freeze have no meaning for network.split = lenet5_relu",
@@ -267,6 +267,15 @@ def test_the_server_needs_the_file_only_for_shared_parts(weights: Path, monkeypa
     assert parts.keys() == {Part.CLASSIFIER, Part.GENERATOR}
     with pytest.raises(NetworkError, match="sha256 of no file here"):
         initial_parts(spec, b"public")
+
+
+def test_without_timm_or_torchvision_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NetworkError, match=r"timm is not installed here; run pip install 'fedcg-edge\[vision\]'"):
+        split_names.check_name(SPLIT)
+    vision.cache_clear()
+    with pytest.raises(LearningError, match=r"torchvision, which is not installed here; run pip install"):
+        vision("datasets")
 
 
 @pytest.mark.parametrize(("height", "width"), [(96, 96), (65, 90)])
