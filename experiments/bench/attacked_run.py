@@ -141,14 +141,12 @@ class Screened:
     """What the defence made of one update in one round.
 
     Attributes:
-        figures: as the API shows them.
         weight: examples that it counted for; 0 when it was not merged.
         reason: why it was rejected or is odd, or "".
     """
 
     round: int
     client: str
-    figures: Mapping[str, float]
     weight: int
     reason: str
 
@@ -204,14 +202,7 @@ class Defence:
             weights = {}
         reasons |= {client: verdict.sentence for client, verdict in verdicts.items()}
         self.screened += [
-            Screened(
-                number,
-                client,
-                figures[client].as_json() if client in figures else {},
-                weights.get(client, 0),
-                reasons[client],
-            )
-            for client in sorted(updates)
+            Screened(number, client, weights.get(client, 0), reasons[client]) for client in sorted(updates)
         ]
         medians = robustness.medians_of([measured[client].distances for client in weights])
         limits = robustness.limits_of(self._typical or medians, self._settings.clip_medians)

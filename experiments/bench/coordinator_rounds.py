@@ -15,7 +15,6 @@ from statistics import linear_regression
 import psutil
 
 from coordinator.errors import BrokerError
-from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from edge_client.config import PolicySection
@@ -106,7 +105,7 @@ def set_up(home: Home, names: Sequence[str], rounds: int, network: str) -> MakeU
     )
     quorum = {"min_clients": len(names), "min_cohort": 1, "deadline_s": SECONDS_MAX}
     plan = plan_from_mapping({**run.plan(run.source()), "federation": FEDERATION, **quorum})
-    record = enrol(home, names, lambda store: open_federation(home, store, plan))
+    record = enrol(home, names, plan)
     return Replay(ArtifactStore(home.artifacts).get(record.spec), *_recorded(run)).update
 
 

@@ -10,25 +10,27 @@ import queue
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.members.enrolment import make_bundles
+from coordinator.operations.operations import open_federation
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.rounds.records import FederationRecord
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from experiments.demo.processes import Children, children
 from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.child_python import spawning
 from fedcg.find_mosquitto import find_mosquitto
+from fedcg.learning.spec import FederationPlan
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, SigningKey, VerifyKey, open_envelope, seal, session_id
@@ -49,7 +51,6 @@ PROCESSES = 2
 HELLO_AGAIN_S = 0.5
 MANIFEST_AGAIN_S = 5.0
 LIMITS = limits_for()
-Opened = TypeVar("Opened")
 MakeUpdate = Callable[[str, int, int, Path], bytes]
 
 
@@ -277,13 +278,13 @@ async def running_broker(home: Home) -> AsyncIterator[Children]:
         yield processes
 
 
-def enrol(home: Home, names: Sequence[str], add_federation: Callable[[Store], Opened]) -> Opened:
-    """Add a federation and its devices while the broker runs; gives what `add_federation` does."""
+def enrol(home: Home, names: Sequence[str], plan: FederationPlan) -> FederationRecord:
+    """Add a federation and its devices while the broker runs."""
     with closing(Store.of(home)) as store, changing_members(home):
-        opened = add_federation(store)
+        record = open_federation(home, store, plan)
         make_bundles(home, store, names, _bundles(home), time.time(), FEDERATION)
         publish_access(home)
-    return opened
+    return record
 
 
 def _bundles(home: Home) -> Path:
@@ -301,12 +302,24 @@ def device_processes(home: Home, names: Sequence[str], make_update: MakeUpdate) 
     """
     with closing(Store.of(home)) as store:
         coordinator = load_signing_identity(home, store).key.public.hex
-    parties = [_party(home, name) for name in names]
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(process_of(partial(run_devices, tuple(share), coordinator, make_update)))
-            for share in (parties[first::PROCESSES] for first in range(min(PROCESSES, len(parties))))
-        ]
+    parties, context = [_party(home, name) for name in names], spawning()
+    started = []
+    try:
+        for first in range(min(PROCESSES, len(parties))):
+            ours, theirs = context.Pipe()
+            given = (tuple(parties[first::PROCESSES]), coordinator, make_update, theirs)
+            process = context.Process(target=run_devices, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        yield [ours for _, ours in started]
+    finally:
+        for process, ours in started:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            ours.close()
 
 
 def _party(home: Home, name: str) -> Party:
@@ -314,24 +327,6 @@ def _party(home: Home, name: str) -> Party:
     tls = TlsFiles(*(bundle / "tls" / file for file in ("ca.pem", "device.pem", "device.key")))
     mqtt = MqttConfig(broker.host, broker.port, name, tls=tls, protocol="5", in_flight=LIMITS.in_flight)
     return Party(mqtt, bundle)
-
-
-@contextmanager
-def process_of(run: Callable[..., None]) -> Iterator[Any]:
-    """Run something in a process of its own; gives our end of its pipe."""
-    context = spawning()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        process.join(5.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        ours.close()
 
 
 def expect(pipe: Any) -> Any:

@@ -127,13 +127,11 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
 
     wide = Console(width=max(TABLE_WIDTH, console.width)) if not console.is_terminal else console
     wide.print(table(summary))
-    times = summary["seconds"]
-    parts = ", ".join(f"{name} {spent:.1f}" for name, spent in times.items() if name != "total")
 
     def line(text: str) -> None:
         wide.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    line(f"{times['total']:.1f} s in total: {parts}")
+    line(f"{summary['seconds']['total']:.1f} s in total")
     line(f"broker: {summary['broker']}; the observer decoded {summary['observer']['artifacts']} artifacts")
     if sealed := summary["observer"]["sealed"]:
         line(f"sealed: {sealed['text']}")

@@ -33,7 +33,7 @@ from experiments.data.deal import client_names
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import ONE_THREAD, POLL_S, PRELOADED, Child, Children, children
-from experiments.demo.report import Progress, curves, process_began, seconds, summarise
+from experiments.demo.report import Progress, curves, process_began, summarise
 from experiments.demo.run_folder import EMBEDDED, LOOPBACK, Run, image_counts, prepare, write_secrets
 from experiments.errors import ProcessError
 from experiments.record import versions
@@ -78,18 +78,17 @@ class Demo:
             SourceError: the data can't be used.
         """
         os.environ.update(ONE_THREAD)  # before the fork server loads numpy, which would start threads
-        with self._progress.shown():
-            async with children(self._run.root / "logs", PRELOADED) as processes:
-                watching = asyncio.create_task(self._watch())
-                try:
-                    agents = await self._start_all(processes)
-                    await self._until_finished(processes, agents)
-                    await self._until_observed()
-                finally:
-                    watching.cancel()
-                self._look()
-                drawing = asyncio.create_task(asyncio.to_thread(self._draw))  # while the processes end
-            await drawing
+        async with children(self._run.root / "logs", PRELOADED) as processes:
+            watching = asyncio.create_task(self._watch())
+            try:
+                agents = await self._start_all(processes)
+                await self._until_finished(processes, agents)
+                await self._until_observed()
+            finally:
+                watching.cancel()
+            self._look()
+            drawing = asyncio.create_task(asyncio.to_thread(self._draw))  # while the processes end
+        await drawing
         return await asyncio.to_thread(self._report)
 
     # Start
@@ -286,7 +285,7 @@ class Demo:
         summary = summarise(
             setting=run.setting.model_dump(mode="json"),
             broker=self._broker_named,
-            times=seconds(agents, self._coordinator, process_began(), time.time()),
+            total_s=time.time() - process_began(),
             images=image_counts(run.data),
             agents=agents,
             wire=self._wire(),

@@ -1,4 +1,4 @@
-"""What a demo shows: live progress, `summary.json`, the table and the picture.
+"""What a demo shows: a line for each round, `summary.json`, the table and the picture.
 
 Numbers come from event logs; what crossed the broker comes from the observer's record alone. Changes nothing.
 """
@@ -7,15 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Event, number
@@ -40,68 +37,12 @@ EXTRAS = (
 WireRecord = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Where the time of a run went: the spans between the moments at which the last agent was ready.
-
-    Attributes:
-        startup: until the first round opened.
-        train: for each round, last agent had the aggregate -> last local round was over.
-        transport: for each round, opened -> last agent had the aggregate, plus last local round was over -> last receipt; and the
-            final aggregate's way to the last agent.
-        aggregate: for each round, last receipt -> aggregate stored.
-        export: last agent had the final aggregate -> last model exported.
-        rest: what is in none of these; above all the end of the processes, from the last export on.
-    """
-
-    total: float
-    startup: float
-    train: float
-    transport: float
-    aggregate: float
-    export: float
-    rest: float
-
-
 def process_began() -> float:
     """Unix seconds when this process was started, which is where its user's clock begins: imports count."""
     if sys.platform != "linux":
         return psutil.Process().create_time()
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil's is a second off
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def seconds(agents: Sequence[AgentHistory], coordinator: CoordinatorHistory, started: float, ended: float) -> Seconds:
-    """Split the time between `started` and `ended` (unix seconds).
-
-    Of a resumed run only the rounds that ended after `started` count.
-    """
-    train = transport = aggregate = export = 0.0
-    counted = [index for index in sorted(coordinator.opened) if _last(agents, "received", index) >= started]
-    for index in counted:
-        at, base = coordinator.opened[index]
-        opened = max(started, at)
-        verified = max(opened, _last(agents, "verified", base))
-        committed = max(verified, _last(agents, "committed", index))
-        received = max(committed, _last(agents, "received", index))
-        train += committed - verified
-        transport += verified - opened + received - committed
-        if index in coordinator.stored:
-            aggregate += max(0.0, coordinator.stored[index][0] - received)
-    if coordinator.stored:
-        at, final = coordinator.stored[max(coordinator.stored)]
-        verified = max(started, at, _last(agents, "verified", final))
-        transport += verified - max(started, at)
-        export = max(0.0, max(number(agent.finalised or {}, "t") or 0.0 for agent in agents) - verified)
-    startup = max(0.0, coordinator.opened[counted[0]][0] - started) if counted else 0.0
-    parts = (startup, train, transport, aggregate, export)
-    rest = max(0.0, ended - started - sum(parts))
-    return Seconds(*(round(spent, 2) for spent in (ended - started, *parts, rest)))
-
-
-def _last(agents: Sequence[AgentHistory], what: str, key: int | str) -> float:
-    """When the last agent was ready: of `verified`, `committed` or `received`; 0 where none was."""
-    return max((getattr(agent, what).get(key, 0.0) for agent in agents), default=0.0)
 
 
 def uplink_bytes_per_round(wire: WireRecord, client: str, rounds: int) -> int:
@@ -148,31 +89,25 @@ def summarise(
     *,
     setting: Mapping[str, Any],
     broker: str,
-    times: Seconds,
+    total_s: float,
     images: Mapping[str, Mapping[str, int]],
     agents: Sequence[AgentHistory],
     wire: WireRecord,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The content of `summary.json`; `images` has each client's numbers of images, as `partition.json` does."""
+    """The content of `summary.json`; `total_s`: how long the run took; `images` has each client's numbers of images, as `partition.json` does."""
     clients = [_client_record(agent, images[agent.id], wire, setting["rounds"]) for agent in agents]
     return {
         "method": setting["method"],
         "rounds": setting["rounds"],
         "data": setting["data"],
         "broker": broker,
-        "seconds": vars(times),
+        "seconds": {"total": round(total_s, 2)},
         "parts_on_wire": list(wire.get("parts_on_wire", ())),
         "fields_on_wire": list(wire.get("fields_on_wire", ())),
         "clients": clients,
         "mean": {name: mean([client[name] for client in clients]) for name in (*ACCURACIES, *EXTRAS)},
-        "observer": {
-            "artifacts": len(wire.get("artifacts", ())),
-            "incomplete": len(wire.get("incomplete", ())),
-            "undecoded": len(wire.get("undecoded", ())),
-            "sealed": wire.get("sealed"),
-            "messages": {kind: entry["count"] for kind, entry in wire.get("messages", {}).items()},
-        },
+        "observer": {"artifacts": len(wire.get("artifacts", ())), "sealed": wire.get("sealed")},
         "setting": dict(setting),
         "versions": dict(versions),
         "curves": curves(agents),
@@ -258,50 +193,18 @@ def accuracy_over_rounds(curves: Mapping[str, Curve], path: Path, title: str) ->
     figure.savefig(path, dpi=110)
 
 
-BAR = 12
-_WORDS = {
-    "classify": "training",
-    "generate": "generator",
-    "calibrate": "calibrating",
-    "teacher": "teacher pass",
-    "distil": "distilling",
-    "evaluate": "evaluating",
-    "export": "exporting",
-}
-
-
-def _bar(step: int, steps: int) -> str:
-    if steps <= 0:
-        return ""
-    done = min(BAR, round(BAR * step / steps))
-    return "█" * done + "░" * (BAR - done)
-
-
-def _accuracies(agent: AgentHistory, prefix: str) -> str:
-    if not agent.curve:
-        return ""
-    event = agent.curve[max(agent.curve)]
-    values = (number(event, f"accuracy_{prefix}{what}") for what in ("local", "personal"))
-    return " / ".join(map(percent, values))
-
-
 class Progress:
-    """Shows the histories.
+    """Prints a line for each round.
 
     Args:
-        console: where to; it is live when the console is a terminal.
+        console: where to.
         rounds: number of rounds of the federation.
     """
 
     def __init__(self, console: Console, rounds: int) -> None:
         self._console = console
         self._rounds = rounds
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         self._printed: set[str] = set()
-
-    def shown(self) -> AbstractContextManager[object]:
-        """Show the live table while the block lasts."""
-        return self._live or nullcontext()
 
     def print_once(self, line: str) -> None:
         """Print a line that stays, once."""
@@ -310,12 +213,10 @@ class Progress:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, agents: Sequence[AgentHistory], coordinator: CoordinatorHistory) -> None:
-        """Show the state of the coordinator and of every agent."""
-        if self._live is not None:
-            self._live.update(self.render(agents, coordinator))
-        if coordinator.opened:
+        """Print what is new: that the first round is open, each round that ended, and problems of agents."""
+        if coordinator.is_open:
             self.print_once("the first round is open")
-        for round_number in sorted(coordinator.stored):
+        for round_number in coordinator.stored:
             self.print_once(self._round_line(agents, round_number))
         for agent in agents:
             for problem in agent.problems:
@@ -331,16 +232,3 @@ class Progress:
             f"own test {average('accuracy_local')} / {average('accuracy_personal')}, "
             f"common {average('accuracy_common_local')} / {average('accuracy_common_personal')}"
         )
-
-    def render(self, agents: Sequence[AgentHistory], coordinator: CoordinatorHistory) -> Table:
-        """The live table."""
-        table = Table(title=f"round {max(1, coordinator.round)} of {self._rounds}", title_justify="left")
-        for column in ("who", "state", "progress", "own test, %\nlocal / personal", "common, %\nlocal / personal"):
-            table.add_column(column)
-        state = _WORDS.get(coordinator.state, coordinator.state)
-        table.add_row("coordinator", state, _bar(coordinator.step, coordinator.steps), "", "")
-        for agent in agents:
-            state = _WORDS.get(agent.state, agent.state)
-            bar = _bar(agent.step, agent.steps)
-            table.add_row(agent.id, state, bar, _accuracies(agent, ""), _accuracies(agent, "common_"))
-        return table

@@ -1,6 +1,6 @@
 """Other forms of an exported model: tried on the box that will run them, kept only where they pay there, checked once more on files that had no part in the choice.
 
-A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and loses no more accuracy on held-out images than the budget. "ort" is the graph as onnxruntime optimises it; it may also be as fast and ready sooner. The manifest records what was measured and why it was decided so. Needs the package `onnx`, not torch.
+A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and loses no more accuracy on held-out images than the budget. The manifest records what was measured and why it was decided so. Needs the package `onnx`, not torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnxruntime
 
 from export.build.preprocess_graph import on_network
 from export.errors import ConversionError, ExportError, ModelError
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 BUDGET = 0.005  # accuracy that a variant may lose, as a share
 SPEED_UP = 1.05  # a smaller gain than this one may be the clock's noise
-START_GAIN_MS = 50.0  # sooner by less is not worth a file that is bound to one machine
-STARTS = 3
 CALIBRATION_IMAGES = 64  # onnxruntime keeps every layer's output of each of them
 TIMING_S = 1.0
 TIMING_ROUNDS = (20, 400)
@@ -95,7 +92,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
     for name, convert in _CONVERSIONS.items():
         try:
             candidates.append(_load(name, convert(plain, calibration), manifest, threads))
-        except (ConversionError, ModelError) as error:  # noqa: PERF203 - four forms
+        except (ConversionError, ModelError) as error:  # noqa: PERF203 - three forms
             refused.append(Variant(name=name, reason=str(error)[:500]))
     judged = _judge(candidates, held_out, budget, manifest.model)
     for candidate, variant in zip(candidates, judged, strict=True):
@@ -114,24 +111,15 @@ class _Candidate:
     name: VariantName
     content: bytes
     predictor: runtime.Predictor
-    start_ms: float
 
 
 def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -> _Candidate:
-    taken = []
-    for _ in range(STARTS):
-        began = time.perf_counter()
-        predictor = runtime.predictor_of(manifest, Variant(name=name), content, threads=threads)
-        taken.append((time.perf_counter() - began) * 1e3)
-    return _Candidate(name, content, predictor, statistics.median(taken))
+    return _Candidate(name, content, runtime.predictor_of(manifest, Variant(name=name), content, threads=threads))
 
 
 def best(judged: Sequence[Variant]) -> Variant:
-    """The fastest that is kept; of several whose times do not differ clearly, the one that is ready soonest."""
-    kept = [one for one in judged if one.file is not None]
-    fastest = min(one.latency_ms or 0.0 for one in kept)
-    equal = [one for one in kept if (one.latency_ms or 0.0) < fastest * SPEED_UP]
-    return min(equal, key=lambda one: one.start_ms or 0.0)
+    """The fastest that is kept."""
+    return min((one for one in judged if one.file is not None), key=lambda one: one.latency_ms or 0.0)
 
 
 def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, plain: ModelFile) -> list[Variant]:
@@ -142,38 +130,29 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
     judged = []
     for candidate, latency, classes, accuracy in zip(candidates, latencies, predicted, right, strict=True):
         speed_up, lost = latencies[0] / latency, right[0] - accuracy
-        sooner_ms = candidates[0].start_ms - candidate.start_ms
         is_plain = candidate.name == "fp32"
-        against = "" if is_plain else _objection(candidate.name, speed_up, lost, budget, sooner_ms)
-        figures = f"{speed_up:.2f} times as fast as fp32, ready {sooner_ms:.0f} ms sooner, {lost:.1%} of accuracy lost"
+        against = "" if is_plain else _objection(speed_up, lost, budget)
+        figures = f"{speed_up:.2f} times as fast as fp32, {lost:.1%} of accuracy lost"
         kept = plain if candidate.name in _SAME_FILE else _file(candidate, plain.opset)
         judged.append(
             Variant(
                 name=candidate.name,
                 file=None if against else kept,
                 latency_ms=round(latency, 4),
-                start_ms=round(candidate.start_ms, 2),
                 accuracy=accuracy,
                 top1_agreement=float((classes == predicted[0]).mean()),
                 images=len(labels),
                 reason=against or ("the model as exported" if is_plain else figures),
-                machine=runtime.machine() if candidate.name in _BOUND else None,
+                machine=runtime.machine() if candidate.name == "trt_fp16" else None,
             )
         )
     return judged
 
 
-def _objection(name: VariantName, speed_up: float, lost: float, budget: float, sooner_ms: float) -> str:
+def _objection(speed_up: float, lost: float, budget: float) -> str:
     """Why a variant is not kept; empty when it is."""
     if lost > budget:
         return f"loses {lost:.1%} of accuracy, more than the {budget:.1%} that it may"
-    if name == "ort" and speed_up > 1 / SPEED_UP and sooner_ms >= START_GAIN_MS:
-        return ""
-    if name == "ort" and speed_up < SPEED_UP:
-        return (
-            f"{speed_up:.2f} times as fast as fp32 on this machine and ready {sooner_ms:.0f} ms sooner; "
-            f"at least {SPEED_UP}, or {START_GAIN_MS:.0f} ms, is asked for"
-        )
     if speed_up < SPEED_UP:
         return f"{speed_up:.2f} times as fast as fp32 on this machine; at least {SPEED_UP} is asked for"
     return ""
@@ -211,21 +190,6 @@ def _conversion() -> Iterator[None]:
         raise ConversionError(f"can't be made: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
-
-
-def _to_ort(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
-    """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
-    if runtime.available_providers() != (runtime.CPU,):
-        raise ConversionError(
-            f"not tried: such a graph is for the CPU alone, and there is {runtime.in_words(runtime.available_providers())}"
-        )
-    with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-ort-") as folder:
-        done = Path(folder) / "ort.onnx"
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # it warns that the file is for this machine alone
-        options.optimized_model_filepath = str(done)
-        onnxruntime.InferenceSession(content, options, providers=[runtime.CPU])
-        return done.read_bytes()
 
 
 def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
@@ -298,32 +262,24 @@ class _Calibration:
 
 
 _CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {
-    "ort": _to_ort,
     "fp16": _to_fp16,
     "int8": _to_int8,
     "trt_fp16": _to_trt_fp16,
 }
 _SAME_FILE = frozenset({"fp32", "trt_fp16"})
-_BOUND = frozenset({"ort", "trt_fp16"})
 
 
 def verify_variants(
-    directory: Path,
-    files: Sequence[Path | runtime.Sample],
-    labels: Sequence[int],
-    *,
-    budget: float = BUDGET,
-    threads: int = 0,
+    directory: Path, files: Sequence[Path | runtime.Sample], labels: Sequence[int], *, threads: int = 0
 ) -> Manifest:
     """Compare each form that was kept with the model as exported, from the encoded files on, and record it in the manifest.
 
-    One that loses more than the budget on these files is not kept after all.
+    One that loses more than `BUDGET` on these files is not kept after all.
 
     Args:
         directory: a model, its variants and its manifest, not in use yet.
         files: held-out image files, or tensors; without any nothing is compared.
         labels: index of the right class per file.
-        budget: accuracy that a variant may lose, as a share of the files.
         threads: threads of one prediction; 0 lets onnxruntime choose.
 
     Returns:
@@ -342,7 +298,7 @@ def verify_variants(
     checks = {
         one.name: _compared(one, _logits(directory, manifest, one, pictures, threads), plain, right) for one in tried
     }
-    variants = tuple(_after_check(one, checks.get(one.name), budget) for one in manifest.variants)
+    variants = tuple(_after_check(one, checks.get(one.name)) for one in manifest.variants)
     verification = manifest.verification.model_copy(update={"variants": tuple(checks.values())})
     verified = manifest.model_copy(
         update={"variants": variants, "serves": best(variants).name, "verification": verification}
@@ -371,11 +327,11 @@ def _compared(form: Variant, logits: runtime.Floats, plain: runtime.Floats, righ
     )
 
 
-def _after_check(form: Variant, check: VariantCheck | None, budget: float) -> Variant:
-    if check is None or check.accuracy_fp32 - check.accuracy <= budget:
+def _after_check(form: Variant, check: VariantCheck | None) -> Variant:
+    if check is None or check.accuracy_fp32 - check.accuracy <= BUDGET:
         return form
     reason = (
         f"loses {check.accuracy_fp32 - check.accuracy:.1%} of accuracy on {check.images} held-out files that had no part "
-        f"in choosing it, more than the {budget:.1%} that it may"
+        f"in choosing it, more than the {BUDGET:.1%} that it may"
     )
     return form.model_copy(update={"file": None, "reason": reason})

@@ -218,7 +218,7 @@ class ModelFile(_Frozen):
     opset: Annotated[int, Field(ge=1)]
 
 
-VariantName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
+VariantName = Literal["fp32", "fp16", "int8", "trt_fp16"]
 Takes = Literal["pixels", "normalised", "tensors"]
 
 
@@ -268,11 +268,9 @@ class Variant(_Frozen):
     """One form of the model, as it was tried on the box that serves it.
 
     Attributes:
-        name: "fp32" is the model as exported; "ort" the same with its graph optimised for one machine; "fp16" and "int8" by their
-            arithmetic; "trt_fp16" the model as exported, with float16 inside TensorRT's engines.
+        name: "fp32" is the model as exported; "fp16" and "int8" by their arithmetic; "trt_fp16" the model as exported, with float16 inside TensorRT's engines.
         file: where it lies; None when it was not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
-        start_ms: median milliseconds from the file's bytes to a session that predicts.
         accuracy: share of held-out images that it gets right, in [0, 1].
         top1_agreement: share of them for which it names the class that fp32 names.
         images: how many held-out images that was measured on.
@@ -283,7 +281,6 @@ class Variant(_Frozen):
     name: VariantName
     file: ModelFile | None = None
     latency_ms: Annotated[Finite, Field(ge=0)] | None = None
-    start_ms: Annotated[Finite, Field(ge=0)] | None = None
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
     images: Annotated[int, Field(ge=0)] = 0

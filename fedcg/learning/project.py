@@ -23,7 +23,6 @@ from fedcg.learning.spec import FederationPlan
 
 PLAN_FILE = "plan.toml"
 PROGRAM_NAME = "client:client"
-TEMPLATES = ("images", "signals", "tables", "trainer")
 _ROUNDS = 10
 
 

@@ -134,7 +134,7 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     for number in range(4):
         (images / f"{number}.png").write_bytes(content)
     tried = _run(*fedcg, "model", "optimise", tmp_path / "models", "--images", images.parent, "--json").stdout
-    assert [one["name"] for one in data_of(tried)["variants"] if one["latency_ms"]] == ["fp32", "ort", "fp16", "int8"]
+    assert [one["name"] for one in data_of(tried)["variants"] if one["latency_ms"]] == ["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True)

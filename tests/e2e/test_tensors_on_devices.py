@@ -48,7 +48,7 @@ def test_every_device_ends_with_a_model_that_is_verified_signed_in_use_and_answe
         assert (manifest.takes, manifest.verification.source, manifest.verification.images) == ("tensors", "files", 18)
         assert chosen["accuracy_onnx"] == pytest.approx(chosen["accuracy_personal"])
         assert chosen["accuracy_common_onnx"] > 0.9
-        assert {one.name for one in manifest.variants if one.accuracy is not None} == {"fp32", "ort", "fp16", "int8"}
+        assert {one.name for one in manifest.variants if one.accuracy is not None} == {"fp32", "fp16", "int8"}
 
     tensors, body = np.load(stack.root / "data" / "site-2.npz")["x_test"], io.BytesIO()
     np.save(body, tensors)

@@ -48,14 +48,6 @@ def given_split(path: str, classes: Sequence[str]) -> str | None:
     return first if first in sources.SPLITS and first not in classes else None
 
 
-def load_folder(
-    root: Path, classes: Sequence[str], form: InputForm, *, subset: Sequence[str] | None = None
-) -> tuple[ImageSet, list[FileEntry]]:
-    """`read_images` without what was skipped."""
-    found = read_images(root, classes, form, subset=subset)
-    return found.images, found.entries
-
-
 def read_images(
     root: Path, classes: Sequence[str], form: InputForm, *, subset: Sequence[str] | None = None
 ) -> LocalImages:

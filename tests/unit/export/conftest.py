@@ -45,7 +45,6 @@ def folder(images: TestImages) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets how many milliseconds a prediction of each form takes, by its name; 100 for those that are not named."""
     monkeypatch.setattr(variants, "TIMING_S", 0.02)
-    monkeypatch.setattr(variants, "START_GAIN_MS", 1e9)  # only the latencies count
 
     def set_to(**milliseconds: float) -> None:
         def latencies(predictors: Sequence[Predictor], _images: Sequence[Pixels]) -> list[float]:

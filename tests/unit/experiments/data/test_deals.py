@@ -15,7 +15,7 @@ from experiments.demo.run_folder import image_counts, prepare
 from experiments.errors import SourceError
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import party_of
-from fedcg.learning.data.image_folder import load_folder, split_by_hash
+from fedcg.learning.data.image_folder import read_images, split_by_hash
 from fedcg.learning.data.public_images import read_public
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.spec import image_form
@@ -162,17 +162,18 @@ def test_a_cohort_in_memory_is_what_an_agent_reads_from_the_demos_folders(
     form, written = image_form(digits.input_form(8)), image_counts(tmp_path)
     for name, mine in cohort.clients.items():
         assert {path.name for path in (tmp_path / name / "train").iterdir()} == set(digits.classes)
-        test, _ = load_folder(tmp_path / name / "test", digits.classes, form)
-        train, entries = load_folder(tmp_path / name / "train", digits.classes, form)
+        test = read_images(tmp_path / name / "test", digits.classes, form).images
+        read = read_images(tmp_path / name / "train", digits.classes, form)
+        train, entries = read.images, read.entries
         if validation == "share":
             assert written[name] == {"train_images": len(train), "test_images": len(test)}
             chosen = {entry.path for entry in split_by_hash(entries, {"train": 0.9, "val": 0.1})["train"]}
             train = train.rows([row for row, entry in enumerate(entries) if entry.path in chosen])
         else:
-            assert same(mine.val, load_folder(tmp_path / name / "val", digits.classes, form)[0])
+            assert same(mine.val, read_images(tmp_path / name / "val", digits.classes, form).images)
         assert same(mine.train, train)
         assert same(mine.test, test)
-    assert same(cohort.common, load_folder(tmp_path / "common", digits.classes, form)[0])
+    assert same(cohort.common, read_images(tmp_path / "common", digits.classes, form).images)
     assert torch.equal(read_public(tmp_path / "public", form, 100).images, present(cohort.public))
     assert {path.stem for path in (tmp_path / "public").iterdir()} == {f"{row:06d}" for row in range(12)}
 

@@ -17,7 +17,7 @@ from experiments.data.open import open_source
 from experiments.data.source import RowPicture, Source, read_digits
 from experiments.demo.run_folder import prepare
 from experiments.errors import SourceError
-from fedcg.learning.data.image_folder import load_folder
+from fedcg.learning.data.image_folder import read_images
 from tests.support.present import present
 from tests.support.raising import raising
 from tests.support.simulations import image_tree
@@ -136,7 +136,7 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     assert sum(map(len, sets)) + len(cohort.common) == 117
     prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     for name, mine in cohort.clients.items():
-        read, _ = load_folder(tmp_path / "out" / name, source.classes, source.input_form(8))
+        read = read_images(tmp_path / "out" / name, source.classes, source.input_form(8)).images
         assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
 
 

@@ -19,7 +19,7 @@ from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor, load_all
 from export.model.versions import ModelVersions
 from fedcg.imaging import Pixels
-from fedcg.learning.data.image_folder import load_folder, normalise
+from fedcg.learning.data.image_folder import normalise, read_images
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
@@ -139,7 +139,8 @@ def test_verification_counts_what_both_models_get_right(
     path: Path, spec: FederationSpec, parts: Parts, images: export_models.TestImages
 ) -> None:
     checked = to_onnx.verify(path, spec, parts, images.files, images.labels)
-    data, entries = load_folder(images.files[0].parent.parent, export_models.CLASSES, spec.image)
+    read = read_images(images.files[0].parent.parent, export_models.CLASSES, spec.image)
+    data, entries = read.images, read.entries
     assert len(entries) == checked.images == len(images.files)
     expected = evaluate(spec, parts, data).accuracy
     assert checked.accuracy_torch == checked.accuracy_onnx == pytest.approx(expected)

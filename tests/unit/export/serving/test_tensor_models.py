@@ -143,7 +143,7 @@ def test_the_gate_and_the_forms_of_a_model_are_judged_by_tensors(models: Path, t
     np.savez(tmp_path / "bytes.npz", inputs=np.abs(TENSORS[:, [0, 1, 1]] * 9).astype(np.uint8), labels=np.array(LABELS))
     install_model(tmp_path / "uint8", spec=make_spec(grey))
     shown = data_of(succeeds("model", "optimise", tmp_path / "uint8", "--images", tmp_path / "bytes.npz", "--json"))
-    assert {one["name"] for one in shown["variants"] if one["images"]} == {"fp32", "ort", "fp16", "int8"}
+    assert {one["name"] for one in shown["variants"] if one["images"]} == {"fp32", "fp16", "int8"}
 
 
 def test_commands_take_npy_and_npz_files(models: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from fedcg.learning.data.array_files import MAX_BYTES, ArrayData
-from fedcg.learning.data.image_folder import load_folder, normalise, read_images, split_by_hash, usable_rows
+from fedcg.learning.data.image_folder import normalise, read_images, split_by_hash, usable_rows
 from fedcg.learning.data.sources import is_array_source, list_files, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
@@ -243,7 +243,7 @@ def test_an_agent_reads_arrays_as_files_of_the_same_pixels_part_by_part(tmp_path
     assert np.array_equal(found.images.images[:12, 0].numpy(), train)
     paths = [entry.path for entry in found.entries[11:13]]
     assert paths == ["train/train-images-idx3-ubyte#11", "test/t10k-images-idx3-ubyte#0"]
-    chosen, _ = load_folder(tmp_path, TEN, SMALL_GREY, subset=["test/t10k-images-idx3-ubyte#4"])
+    chosen = read_images(tmp_path, TEN, SMALL_GREY, subset=["test/t10k-images-idx3-ubyte#4"]).images
     assert np.array_equal(chosen.images[0, 0].numpy(), test[4])
     with pytest.raises(DataError, match=r"label 9; labels must lie in 0\.\.4"):
         read_images(tmp_path, TEN[:5], SMALL_GREY)
@@ -270,7 +270,8 @@ def folder(root: Path, names: dict[str, int]) -> Path:
 
 
 def test_rows_come_sorted_by_path_with_the_label_of_their_folder(tmp_path: Path) -> None:
-    images, entries = load_folder(folder(tmp_path, {"dog/b.jpg": 1, "cat/z.png": 2, "dog/a.png": 3}), CLASSES, GREY)
+    read = read_images(folder(tmp_path, {"dog/b.jpg": 1, "cat/z.png": 2, "dog/a.png": 3}), CLASSES, GREY)
+    images, entries = read.images, read.entries
     assert [entry.path for entry in entries] == ["cat/z.png", "dog/a.png", "dog/b.jpg"]
     assert images.labels.tolist() == [0, 1, 1]
     assert images.label_counts() == (1, 2)
@@ -283,24 +284,24 @@ def test_a_tree_of_train_and_test_is_loaded_whole_and_told_apart_by_path(tmp_pat
 
 def test_a_snapshot_is_loaded_in_its_own_order_and_misses_a_removed_file_by_name(tmp_path: Path) -> None:
     root = folder(tmp_path, {"dog/b.png": 1, "cat/a.png": 2})
-    images, _ = load_folder(root, CLASSES, GREY, subset=["dog/b.png", "cat/a.png"])
+    images = read_images(root, CLASSES, GREY, subset=["dog/b.png", "cat/a.png"]).images
     assert images.labels.tolist() == [1, 0]
     with pytest.raises(DataError, match=r"cat/gone\.png.*not there"):
-        load_folder(root, CLASSES, GREY, subset=["cat/gone.png"])
+        read_images(root, CLASSES, GREY, subset=["cat/gone.png"])
 
 
 def test_an_empty_folder_a_file_that_is_no_image_and_a_class_the_spec_does_not_name_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no images"):
-        load_folder(tmp_path, CLASSES, GREY)
+        read_images(tmp_path, CLASSES, GREY)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "broken.png").write_bytes(b"no picture at all")
     with pytest.raises(DataError, match=r"cat/broken\.png: not an image"):
-        load_folder(tmp_path, CLASSES, GREY)
+        read_images(tmp_path, CLASSES, GREY)
     folder(tmp_path, {"cow/a.png": 1})
     with pytest.raises(DataError, match="no class 'cow'"):
-        load_folder(tmp_path, CLASSES, GREY)
+        read_images(tmp_path, CLASSES, GREY)
     with pytest.raises(DataError, match="no such folder"):
-        load_folder(tmp_path / "nowhere", CLASSES, GREY)
+        read_images(tmp_path / "nowhere", CLASSES, GREY)
 
 
 def entry(number: int, name: str = "") -> FileEntry:
