@@ -110,6 +110,8 @@ def audit(
         raise BadInputError(f"client {client!r}: there are {', '.join(party.datasets)}")
     if effort not in {one.value for one in Effort}:
         raise BadInputError(f"effort {effort!r}: choose {', '.join(one.value for one in Effort)}")
+    if not party.spec.classes:
+        raise BadInputError("fedcg.audit attacks classification: the data of a fedcg.Trainer is its own")
     if not recording.exists():
         raise BadInputError(
             f'{run.folder}: what the clients sent was not recorded: run fedcg.simulate(..., keep_updates="all") first'

@@ -96,7 +96,7 @@ def simulate(
         form = _common_form(named, data)
         own = {
             "test": "all",  # each client's own, as it was given
-            "data": f"{PROGRAM}:{_digest(named, data)}",
+            "data": f"{PROGRAM}:{_digest(named, data, (rounds, sorted(settings.items())))}",
             "network": PROGRAM if named[next(iter(named))].trainer is None else TRAINER,
             "clients": len(named),
             "method": method,
@@ -148,6 +148,8 @@ def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client
     Raises:
         OptionError: names the one that is none, or whose name is taken.
     """
+    if not isinstance(clients, Mapping | Sequence):
+        raise OptionError(f"clients: give a list, or a mapping from names to clients, not a {type(clients).__name__}")
     if isinstance(clients, Mapping):
         pairs = list(clients.items())
     else:
@@ -236,9 +238,9 @@ def _private(client: Client) -> nn.Module:
     return client.model.extractor if isinstance(client.model, Split) else client.model
 
 
-def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> str:
-    """What of clients decides a run's numbers: samples, code as far as its text shows, initial weights."""
-    digest = hashlib.sha256()
+def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData], asked: object) -> str:
+    """What decides a run's numbers: samples, code as far as its text shows, initial weights, and what is asked for."""
+    digest = hashlib.sha256(repr(asked).encode())
     for name in named:
         found = data[name]
         digest.update("\0".join((name, *(one.digest() for one in (found.train, found.val, found.test)))).encode())

@@ -452,6 +452,17 @@ class Agent:
         elif isinstance(report, signals.Chosen):
             self.self_reporter.look_at_model()
         self._handle(report)  # before the step that can fail: the disk
+        offer = self._state.offer
+        if (
+            isinstance(report, signals.RoundFailed)
+            and report.reason is DeclineReason.NEEDS_APPROVAL
+            and offer is not None
+        ):
+            checked = self._executor.carry_out(
+                signals.CheckSpec(offer.spec.id), self._state
+            )  # a program changed: it asks
+            assert checked is not None
+            self._handle(checked)
         if isinstance(report, signals.RoundCommitted):
             self._prune()
 

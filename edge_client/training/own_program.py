@@ -71,11 +71,11 @@ class OwnProgram:
 
     def _client(self, spec: FederationSpec) -> Client:
         digest = self.program.digest()
-        if self.digest not in ("", digest) or Consent(self.store.root).read().programs.get(spec.digest) != digest:
-            raise RoundError(
-                DeclineReason.NEEDS_APPROVAL,
-                f"the code of program {self.program.name} has changed since the agent started: start the agent again, which asks its owner",
-            )
+        if Consent(self.store.root).read().programs.get(spec.digest) != digest:
+            raise RoundError(DeclineReason.NEEDS_APPROVAL, f"the code of program {self.program.name} has changed")
+        if self.digest not in ("", digest):
+            self.program.forget()
+            self._bound.clear()
         self.digest = digest
         root = self.store.cohort_secret() or spec_root(spec.seed)
         return self.program.client(self.device, Streams(root).at(spec.federation, "initial").seed("program"))

@@ -36,6 +36,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.learning.training.stage import averaged_parts
+from fedcg.learning.training.task_round import task_of
 from fedcg.wire.parts import Part
 
 Outcome = dict[str, EventValue]
@@ -237,6 +238,8 @@ def _models(
         # a mean, or a pass of plain classification, need not be a model of this method, or does harm to a head in closed form
         return
     yield "interpolated", _mean(latest, downloaded)
+    if task_of(spec) is not None:  # a round of its trainer is no small pass
+        return
     try:
         tuned = _one_pass(work, spec, downloaded, data)
     except DivergedError:

@@ -152,11 +152,14 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
     """Run a project's own clients; what its plan.toml says counts where nothing else was typed."""
     from experiments.face import simulate
     from experiments.simulation.batch_runner import table
-    from fedcg.learning.project import program_of, written_plan
+    from fedcg.learning.project import PLAN_FILE, program_of, written_plan
+    from fedcg.learning.spec import FederationPlan
 
     if stray := typed & _NOT_OF_PROJECTS:
         raise OptionError(f"{', '.join(sorted(stray))}: of no use with a project folder; set it in {project}/client.py")
     program, plan = program_of(project), written_plan(project)
+    if strange := plan.keys() - FederationPlan.model_fields:
+        raise OptionError(f"{project / PLAN_FILE}: there is no such setting: {', '.join(sorted(strange))}")
     methods = tuple(options.method) or (str(plan.get("method", "fedcg")),)
     params, seeds = parse_method_params(options.params, methods), parse_seeds(options.seeds or str(options.seed))
     if not typed & {"seed", "seeds"}:
@@ -165,7 +168,11 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
     planned = {name: value for name, value in plan.items() if name == "rounds"}
     planned |= {name: one for name, one in plan.get("network", {}).items() if name in _NETWORKS}
     known = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
-    chosen = {"quick": values["quick"], **planned, **{name: values[name] for name in typed & known}}
+    chosen = {
+        "quick": values["quick"] and "quick" in typed,
+        **planned,
+        **{name: values[name] for name in typed & known},
+    }
     if options.privacy:
         chosen["privacy"] = parse_mechanisms(options.privacy)
     records = []
@@ -174,7 +181,8 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
         of_plan = {name: value for name, value in of_plan.items() if _OPTIONS.get(name, name) not in typed}
         for seed in seeds:
             clients = {site: program.client(site, seed) for site in program.sites()}
-            own = {"params": {**of_plan, **of_method(params, method)}, **chosen}
+            usual = get_method(method).params_type().epochs
+            own = {"local_epochs": usual, "params": {**of_plan, **of_method(params, method)}, **chosen}
             run = simulate(clients, method, seed=seed, out=folder, workers=options.workers or 1, **own)
             records.append(dict(run.record))
     if options.as_json:

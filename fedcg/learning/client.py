@@ -85,6 +85,11 @@ class Client:
                     "train and classes are needed, two classes or more; for another task than classification give a trainer"
                 )
             modules = [*self.model.extractor.named_modules(), *self.model.classifier.named_modules()]
+            private = {id(one) for one in self.model.extractor.parameters()}
+            if tied := [name for name, one in self.model.classifier.named_parameters() if id(one) in private]:
+                raise NetworkError(
+                    f"model: {tied[0]} of the classifier is also a parameter of the extractor, which stays private: untie them"
+                )
         else:
             raise NetworkError(
                 f"model is a {type(self.model).__name__}: give fedcg.split(net, after=...) or fedcg.Split(extractor, classifier)"
@@ -165,6 +170,9 @@ class Client:
             NetworkError: the network can't run on them, or makes something else than logits of its classes.
         """
         if (task := self._task(self.name)) is not None:
+            task.check_example(
+                normalise(torch.zeros(2, *self.form(data.train.images).shape), self.form(data.train.images))
+            )
             return NetworkChoice(**self._stated(task), **chosen).bound(task.split(), task)
         halves, form = self.model, self.form(data.train.images)
         assert isinstance(halves, Halves)

@@ -92,8 +92,7 @@ class Program:
         files, loaded = {one.resolve() for one in self.files()}, sys.modules.get(self._top)
         before = Path(str(getattr(loaded, "__file__", None))).resolve()
         if loaded is not None and before not in files:  # of another project
-            for name in [one for one in sys.modules if one.partition(".")[0] == self._top]:
-                del sys.modules[name]
+            self.forget()
             sys.path[:] = [one for one in sys.path if Path(one).resolve() != before.parent]
         if str(self.folder) not in sys.path:
             sys.path.append(str(self.folder))
@@ -102,6 +101,11 @@ class Program:
             return importlib.import_module(self.name.partition(":")[0])
         except Exception as error:
             raise ProgramError(f"program {self.name} can't be imported: {told(error)}") from error
+
+    def forget(self) -> None:
+        """Let its next call import the code anew."""
+        for name in [one for one in sys.modules if one.partition(".")[0] == self._top]:
+            del sys.modules[name]
 
     def sites(self) -> Sequence[str]:
         """The names of its sites, `SITES` of its module.

@@ -79,6 +79,11 @@ def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
     usual = "fedcg" if client.trainer is None else "fedsplit" if client.trainer.private else "fedavg"
     method = get_method(str(kept.get("method", usual)))
     first: dict[str, Any] = {"federation": federation, "method": method.name, "rounds": _ROUNDS}
+    first |= (
+        {}
+        if kept
+        else {"params": {"epochs": 5, "lr": 1e-3} | ({"server_iterations": 200} if method.name == "fedcg" else {})}
+    )
     if method.payload.up & network.starts_on_devices:  # the first differences are to zeros: whole weights
         first["codec"] = "f16-delta"
     form = client.form(data.train.images).model_dump(mode="json", exclude_defaults=True)
@@ -124,17 +129,9 @@ def new_project(folder: Path, template: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     source = files("fedcg.learning").joinpath("templates")
     name = re.sub(r"[^A-Za-z0-9]+", "-", folder.resolve().name).strip("-").lower() or "federation"
-    written = []
-    for kept, target in (
-        (f"client_{template}.py", "client.py"),
-        ("pyproject.toml", "pyproject.toml"),
-        ("README.md", "README.md"),
-        ("test_client.py", "test_client.py"),
-    ):
+    for target in ("client.py", "pyproject.toml", "README.md", "test_client.py"):
+        kept = f"client_{template}.py" if target == "client.py" else target
         text = source.joinpath(f"{kept}.template").read_text(encoding="utf-8")
-        path = folder / target
-        path.write_text(Template(text).safe_substitute(name=name), encoding="utf-8")
-        written.append(path)
-    path = folder / PLAN_FILE
-    path.write_text(plan_text(project_plan(folder)) + "\n", encoding="utf-8")
-    return [*written, path]
+        (folder / target).write_text(Template(text).safe_substitute(name=name), encoding="utf-8")
+    (folder / PLAN_FILE).write_text(plan_text(project_plan(folder)) + "\n", encoding="utf-8")
+    return sorted(folder.iterdir())

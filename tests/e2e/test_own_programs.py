@@ -14,6 +14,7 @@ from fedcg.learning.program import Program
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
 from tests.support.program_stack import ProgramStack
+from tests.support.stack import wait_for
 
 CASES = {
     "images": ("fedcg", {"epochs": 2, "lr": 1e-3, "server_iterations": 20}),
@@ -55,10 +56,11 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     device = stack.devices[1]
     code = stack.config(device).parent / "client.py"
     before = Program("client:client", code.parent).digest()
-    code.write_text(code.read_text() + "\nopen('ran', 'w').close()\n")
-    stack.command("federation", "extend", "--dir", str(stack.home), "--rounds", "1")
     for one in stack.devices:
         stack.start(one, "agent", "run", "--config", str(stack.config(one)))
+    wait_for(lambda: sum(event["event"] == "welcomed" for event in stack.events(device)) == 2, "it runs again")
+    code.write_text(code.read_text() + "\nopen('ran', 'w').close()\n")
+    stack.command("federation", "extend", "--dir", str(stack.home), "--rounds", "1")
     event = stack.wait_event(device, lambda event: event["event"] == "approval_needed", "it asks its owner")
     assert before[:12] in event["detail"]
     assert not (code.parent / "ran").exists()

@@ -63,6 +63,8 @@ class TrainerContext:
 class Trainer(ABC):
     """How one participant trains and measures a network: any task, any loop.
 
+    Each round gets a copy of it (`copy.copy`) and a new model: what `train` sets on itself does not last.
+
     Attributes:
         private: patterns of names in `model.state_dict()`, such as "backbone.*": these tensors never leave the device.
         metric: which of the figures counts, from 0 to 1, more is better (R², mean IoU, F1); below 0 counts as 0. It chooses the best model.
@@ -135,6 +137,8 @@ class Task:
         for name, tensor in tensors.items():
             if tensor.dtype not in (torch.float32, torch.int64):
                 raise ProgramError(f"{where}{name} is {tensor.dtype}; only float32 and int64 can be stored")
+        if isinstance(self.trainer.private, str):
+            raise ProgramError(f"{where}Trainer.private is a text: give a list of patterns, [{self.trainer.private!r}]")
         private: set[str] = set()
         for pattern in self.trainer.private:
             found = fnmatch.filter(tensors, pattern)
@@ -149,6 +153,13 @@ class Task:
             raise ProgramError(
                 f"{where}Trainer.private matches all tensors, so that there is nothing to share; name fewer, or take method local"
             )
+        owners: dict[int, str] = {}
+        for name, parameter in (net or self.net).named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(parameter), name)
+            if (other in private) != (name in private):
+                raise ProgramError(
+                    f"{where}{other} and {name} are one tensor, and Trainer.private keeps one of them alone: name both, or untie them"
+                )
         return {
             Part.EXTRACTOR: {name: one for name, one in tensors.items() if name in private},
             Part.CLASSIFIER: {name: one for name, one in tensors.items() if name not in private},
@@ -168,6 +179,24 @@ class Task:
         except RuntimeError as error:
             raise NetworkError(f"client {self.name}: the weights do not fit its network: {error}") from error
         return net.to(device)
+
+    def check_example(self, inputs: torch.Tensor) -> None:
+        """Check that the network takes what the example of its participant is like, [B, *shape], and makes one tensor of it.
+
+        Raises:
+            NetworkError: it does not.
+        """
+        try:
+            with torch.no_grad():
+                made = copy.deepcopy(self.net).eval()(inputs)
+        except Exception as error:
+            raise NetworkError(
+                f"client {self.name}: the network can't run on inputs like example, {list(inputs.shape)}: {error}"
+            ) from error
+        if not isinstance(made, torch.Tensor) or made.shape[:1] != inputs.shape[:1]:
+            raise NetworkError(
+                f"client {self.name}: the network has to make one tensor [B, ...] of a batch; wrap it to be trained and exported"
+            )
 
     def figure(self, model: nn.Module, kind: Kind) -> float:
         """The trainer's metric of a model, in [0, 1].

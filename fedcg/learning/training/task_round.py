@@ -1,5 +1,6 @@
 """The local round of a task of the user's own (`networks.task`), in the place of this program's stages."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -64,11 +65,16 @@ def task_round(
     context = TrainerContext(ctx.round, params.epochs, params.batch_size, params.lr, ctx.device, progress, mu, start)
     try:
         with seeded_layers(ctx, "task"), torch.enable_grad(), _signs_of_life(progress):
-            trainer.train(model.train(), context)
+            returned = copy.copy(trainer).train(model.train(), context)
     except Exception as error:
         raise ProgramError(f"client {task.name}: Trainer.train failed in round {ctx.round}: {told(error)}") from error
     parts = task.parts(model)
-    _check_same(task, {**state.parts}, parts)
+    _check_same(task, state.parts, parts)
+    if returned is not None or all(torch.equal(one, start[name].cpu()) for name, one in _all(parts) if name in start):
+        raise ProgramError(
+            f"client {task.name}: Trainer.train has to train the model that it gets, in place, and return nothing; in round {ctx.round} it returned a "
+            f"{type(returned).__name__}, or changed no parameter"
+        )
     report = Report(examples=len(task.held()[0]), loss=None)
     return LocalResult(
         SharedResult({part: _copied(parts[part]) for part in sorted(shared)}), ClientState(parts), report
@@ -98,6 +104,10 @@ def _signs_of_life(progress: Callable[[int, int], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _all(parts: Mapping[Part, Weights]) -> Iterator[tuple[str, torch.Tensor]]:
+    return (item for weights in parts.values() for item in weights.items())
 
 
 def _copied(weights: Weights) -> dict[str, torch.Tensor]:

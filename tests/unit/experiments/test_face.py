@@ -111,6 +111,10 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "client b: its network is not that of a": lambda: {
         "a": client(1), "b": fedcg.Client(fedcg.Split(nn.Flatten(), nn.Linear(64, 3)), windows(2), CLASSES)
     },
+    "weight of the classifier is also a parameter of the extractor": lambda: {
+        name: fedcg.Client(fedcg.Split(layer, layer), windows(1), CLASSES) for name, layer in [("a", nn.Linear(3, 3))]
+    },
+    "give a list, or a mapping from names": lambda: iter("ab"),  # type: ignore[dict-item]
     "the classifier is a str": lambda: {"a": fedcg.Split(nn.Flatten(), "head")},  # type: ignore[arg-type]
     "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},
 }  # fmt: skip

@@ -102,6 +102,29 @@ class Fails(Line):
         raise KeyError("no such column")
 
 
+class Copies(Line):
+    def train(self, model: nn.Module, context: fedcg.TrainerContext) -> None:
+        super().train(copy.deepcopy(model), context)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.head.weight = self.backbone.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.out(self.head(self.backbone(x)))
+        return made
+
+
+def tied(**more: Any) -> dict[str, fedcg.Client]:
+    return {
+        name: fedcg.Client(Tied(), trainer=Line(1, private=("backbone.*",)), example=torch.zeros(4), **more)
+        for name in "ab"
+    }
+
+
 WRONG: dict[str, tuple[Callable[[], dict[str, fedcg.Client]], str, dict[str, Any]]] = {
     r"client a: after Trainer.train 0.bias is \(9,\), and was \(8,\)": (lambda: clients(Reshapes), "fedsplit", {}),
     "client a: Trainer.evaluate has to return {'r2': a number": (lambda: clients(Silent), "fedsplit", {}),
@@ -118,6 +141,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, fedcg.Client]], str, dict[str, Any
     "dropout: a Trainer has steps of its own": (clients, "fedsplit", {"privacy": {"dropout": 0.5}}),
     "server_momentum needs first weights": (
         lambda: clients(private=()), "fedavg", {"params": {"server_momentum": 0.3}},
+    ),
+    "backbone.weight and head.weight are one tensor": (tied, "fedsplit", {}),
+    "returned a NoneType, or changed no parameter": (lambda: clients(Copies), "fedsplit", {}),
+    r"can't run on inputs like example, \[2, 7\]": (
+        lambda: {name: fedcg.Client(net(), trainer=Line(1), example=torch.zeros(7)) for name in "ab"}, "fedsplit", {},
     ),
     "with a trainer, give example": (
         lambda: {"a": fedcg.Client(net(), trainer=Line(1), classes=("x", "y"))}, "fedsplit", {},
