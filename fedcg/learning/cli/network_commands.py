@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,7 +44,7 @@ def list_networks() -> Result:
     lines += [
         f"  {name}: {found['file']}, sha256 {found['sha256']}"
         if found
-        else f"  {name}: none here (fedcg network fetch {name})"
+        else f"  {name}: none here (docs/adding-a-network.md)"
         for name, found in weights.items()
     ]
     return {**names, "backbones": weights}, "\n".join((*lines, "Next: fedcg network show NAME"))
@@ -58,29 +57,6 @@ def _weights_here(backbone: str) -> dict[str, str] | None:
     except NetworkError:
         return None
     return None if path is None else {"file": str(path), "sha256": split_names.weights_digest(path)}
-
-
-@network_app.command("fetch")
-@prints
-def fetch_network(
-    name: Annotated[str, typer.Argument(help="A backbone that `fedcg network list` prints, or timm:NAME.")],
-    out: Annotated[Path, typer.Option(help="folder for the file, made where there is none")],
-) -> Result:
-    """Download a backbone's pretrained weights; where a package with them is installed, only name its file.
-
-    Example: fedcg network fetch resnet18 --out weights
-    """
-    from fedcg.learning.networks.timm_backbones import fetch_weights  # torch comes with it: not for --help
-
-    try:
-        path = split_names.backbone_of(name).installed_file()
-        is_installed = path is not None
-        path = path or fetch_weights(name, out)
-        digest = split_names.weights_digest(path)
-    except NetworkError as error:
-        raise typer.BadParameter(str(error)) from error
-    text = f"{path}{' (installed, nothing fetched)' if is_installed else ''}\nsha256 {digest}"
-    return {"file": str(path), "sha256": digest, "fetched": not is_installed}, text
 
 
 @network_app.command("show")

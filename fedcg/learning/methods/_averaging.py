@@ -78,7 +78,7 @@ def averaging_method(
         local_round=averaged_round(params_type, shared, penalty_of, label_counts),
         aggregator=aggregator or partial(average_of, params_type, shared),
         private_stages=1,
-        takes_trainer=aggregator is None and not downloads,
+        takes_trainer=aggregator is None and not downloads and shared != {Part.EXTRACTOR},
     )
 
 

@@ -1,7 +1,7 @@
 """A task of the user's own: a network, what of it stays private, and the code that trains and measures it, in the place of this program's stages.
 
 The network's tensors are in two parts, as those of any split: what stays on its device (extractor), and the rest (classifier). Where a
-trainer keeps nothing, they are cut before the last module.
+trainer keeps nothing, the first tensor is in the first part.
 """
 
 from __future__ import annotations
@@ -147,8 +147,7 @@ class Task:
                     f"{where}Trainer.private = {pattern!r} matches no tensor; there are {', '.join(list(tensors)[:6])}"
                 )
             private |= set(found)
-        if not private:
-            private = set(list(tensors)[: max(1, _before_last(tensors))])
+        private = private or set(list(tensors)[:1])  # all are shared alike then
         if private == tensors.keys():
             raise ProgramError(
                 f"{where}Trainer.private matches all tensors, so that there is nothing to share; name fewer, or take method local"
@@ -219,13 +218,6 @@ class Task:
                 f"client {self.name}: Trainer.{name} has to return {{{trainer.metric!r}: a number up to 1, more is better}}, not {found!r:.200}"
             )
         return min(1.0, max(0.0, number))
-
-
-def _before_last(tensors: Mapping[str, torch.Tensor]) -> int:
-    """How many tensors come before those of the last module."""
-    names = list(tensors)
-    last = names[-1].rpartition(".")[0]
-    return next(place for place, name in enumerate(names) if name.rpartition(".")[0] == last)
 
 
 def _bag(tensors: Mapping[str, torch.Tensor], *_: object) -> nn.Module:

@@ -15,18 +15,14 @@ import difflib
 import functools
 import importlib
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import safetensors.torch
 import torch
 from torch import nn
 
-from fedcg.errors import ConnectionFailedError
 from fedcg.input_form import ImageForm
 from fedcg.learning import split_names
 from fedcg.learning.errors import NetworkError
@@ -395,65 +391,3 @@ def _stages(model: nn.Module, names: list[str]) -> list[str]:
     prefixes = [f"{info['module']}." for info in getattr(model, "feature_info", [])]
     stages = [one for one in prefixes if one.count(".") > 1 or one.startswith(("layer", "stage", "block"))]
     return [one for one in stages if any(name.startswith(one) for name in names)]
-
-
-_TIMEOUT_S = 30.0
-_PIECE = 1 << 20
-
-
-def fetch_weights(backbone: str, out: Path) -> Path:
-    """Download timm's default weights of a backbone into a folder, as `NAME.safetensors` or `NAME.pth`.
-
-    Args:
-        backbone: a name of `fedcg.learning.split_names.BACKBONES`, or `timm:NAME`.
-        out: the folder; made where there is none. A file of that name is replaced.
-
-    Raises:
-        NetworkError: an unknown backbone, no weights for it, or a download that does not hold the network's tensors.
-        ConnectionFailedError: no network.
-    """
-    name = f"{backbone}+project"
-    known, shapes = split_names.parse_projected(name), tensor_shapes(name)
-    address = _address(known.timm)
-    path = out / f"{known.timm}{'.safetensors' if address.endswith('.safetensors') else '.pth'}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".fetch-") as folder:
-            part = Path(folder) / path.name
-            _download(address, part)
-            read_weights(part, shapes)
-            part.replace(path)
-    except (URLError, TimeoutError) as error:
-        raise ConnectionFailedError(
-            f"{address} can't be reached ({getattr(error, 'reason', error)}): run this command on a machine with a network, and copy {path.name} here"
-        ) from error
-    except OSError as error:
-        raise NetworkError(f"{path}: can't be fetched ({error}); try again, or choose another --out") from error
-    return path
-
-
-def _address(name: str) -> str:
-    """Where timm's default weights of a network are, of safetensors where there are any."""
-    config = timm_library().get_pretrained_cfg(name)
-    if config is not None and config.hf_hub_id:
-        try:
-            from huggingface_hub import hf_hub_url
-        except ImportError:
-            pass
-        else:
-            return hf_hub_url(config.hf_hub_id, "model.safetensors")
-    if config is None or not str(config.url or "").startswith("https://"):
-        raise NetworkError(f"timm names no weights for {name}: bring a file of them, and name it by --weights")
-    return str(config.url)
-
-
-def _download(address: str, path: Path) -> None:
-    left = split_names.MAX_WEIGHT_BYTES
-    with urlopen(address, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:  # noqa: S310 - https alone, see `_address`
-        while piece := answer.read(_PIECE):
-            left -= len(piece)
-            if left < 0:
-                raise NetworkError(
-                    f"{address}: more than {split_names.MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network"
-                )
-            file.write(piece)

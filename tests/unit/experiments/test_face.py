@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnxruntime
 import pytest
@@ -114,7 +114,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "weight of the classifier is also a parameter of the extractor": lambda: {
         name: fedcg.Client(fedcg.Split(layer, layer), windows(1), CLASSES) for name, layer in [("a", nn.Linear(3, 3))]
     },
-    "give a list, or a mapping from names": lambda: iter("ab"),  # type: ignore[dict-item]
+    "give a list, or a mapping from names": lambda: cast(Any, iter("ab")),
     "the classifier is a str": lambda: {"a": fedcg.Split(nn.Flatten(), "head")},  # type: ignore[arg-type]
     "model is a Sequential": lambda: {name: fedcg.Client(net(), windows(1), CLASSES) for name in "ab"},
 }  # fmt: skip

@@ -1,23 +1,17 @@
 """`fedcg simulate` and `fedcg network` with a backbone of timm's whose weights are in a file."""
 
-import io
 import json
 from pathlib import Path
-from typing import Any
-from urllib.error import URLError
 
 import pytest
-import safetensors.torch
 import torch
 
-from fedcg.learning import split_names
-from fedcg.learning.networks import own_backbone, timm_backbones
+from fedcg.learning.networks import own_backbone
 from fedcg.learning.networks.timm_backbones import ProjectedBackbone
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.split_names import BACKBONES, WEIGHTS_VARIABLE, weights_digest
+from fedcg.learning.split_names import WEIGHTS_VARIABLE, weights_digest
 from tests.support.commands import data_of, run_fedcg, succeeds
-from tests.support.learning.networks import SPLIT, TIMM, write_tiny_weights
-from tests.support.raising import raising
+from tests.support.learning.networks import SPLIT, write_tiny_weights
 
 IMAGES = "--image-size 64 --normalise imagenet"
 TINY = (
@@ -102,7 +96,7 @@ def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, mon
     assert listed["resnet18"] == {"file": str(renamed), "sha256": weights_digest(renamed)}
     assert listed["mobilenetv3_small_100"] is None
     text = run_fedcg("network", "list").output
-    assert "mobilenetv3_small_100: none here (fedcg network fetch mobilenetv3_small_100)" in text
+    assert "mobilenetv3_small_100: none here (docs/adding-a-network.md)" in text
 
 
 def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:
@@ -113,48 +107,3 @@ def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file
     width = 256  # of the pooled features
     assert shown["all"]["parameters"] == width * 16 + 16
     assert shown["none"]["parameters"] > 90_000
-
-
-def test_fetch_keeps_a_download_that_holds_the_networks_tensors(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def serve(content: bytes) -> Any:
-        def opened(address: str, timeout: float) -> io.BytesIO:
-            asked.append(address)
-            return io.BytesIO(content)
-
-        return opened
-
-    out = tmp_path / "fetched"
-    monkeypatch.setattr(timm_backbones, "urlopen", serve(weights.read_bytes()))
-    done = data_of(run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", out, "--json").output)
-    path = out / f"{TIMM}.safetensors"
-    assert done == {"file": str(path), "sha256": weights_digest(weights), "fetched": True}
-    assert path.read_bytes() == weights.read_bytes()
-    assert asked[0].startswith("https://")
-    monkeypatch.setattr(timm_backbones, "urlopen", serve(safetensors.torch.save({})))
-    other = run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other")
-    assert other.exit_code == 2
-    assert "not the weights of this network" in said(other.output)
-    assert list((tmp_path / "other").iterdir()) == []
-    monkeypatch.setattr(split_names, "MAX_WEIGHT_BYTES", 1000)
-    monkeypatch.setattr(timm_backbones, "urlopen", serve(weights.read_bytes()))
-    assert run_fedcg("network", "fetch", f"timm:{TIMM}", "--out", tmp_path / "other").exit_code == 2
-
-
-def test_fetch_without_a_network_says_what_to_do_and_needs_none_for_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timm_backbones, "urlopen", raising(URLError("no route")))
-    done = run_fedcg("network", "fetch", "resnet18", "--out", tmp_path)
-    assert done.exit_code == 4, "as the table of exit codes says: no connection"
-    assert (
-        "can't be reached (no route): run this command on a machine with a network, and copy resnet18.safetensors"
-        in said(done.output)
-    )
-    if (installed := BACKBONES["efficientnet_lite0"].installed_file()) is not None:
-        text = run_fedcg("network", "fetch", "efficientnet_lite0", "--out", tmp_path).output
-        assert f"{installed} (installed, nothing fetched)" in text
-    assert run_fedcg("network", "fetch", "lenet5", "--out", tmp_path).exit_code == 2

@@ -248,7 +248,7 @@ def test_a_person_names_a_file_or_a_folder_and_random_means_none(weights: Path, 
     assert split_names.weights_for(name, "random") is None
     with pytest.raises(NetworkError, match=f"no folder with {TIMM}.safetensors"):
         split_names.weights_for(name, str(tmp_path))
-    with pytest.raises(NetworkError, match="fedcg network fetch resnet18 --out DIR"):
+    with pytest.raises(NetworkError, match="name the file by --weights"):
         split_names.weights_for("resnet18", None)
 
 
