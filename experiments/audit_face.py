@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,7 @@ from fedcg.errors import BadInputError
 from fedcg.files import replace_durably
 from fedcg.learning.data.datasets import read_dataset
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import ImageForm, InputForm
+from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
 
 @dataclass(frozen=True)
@@ -153,12 +152,8 @@ def _outcome(
 
 def _images_if(form: InputForm) -> InputForm:
     """Pixels of one or three channels as images, which more attacks work on; every other form as it is."""
-    if isinstance(form, ImageForm) or form.dtype != "uint8" or len(form.shape) != 3 or form.channels not in (1, 3):
+    channels, *sides = form.shape if isinstance(form, TensorForm) and form.dtype == "uint8" else (0,)
+    if channels not in (1, 3) or len(sides) != 2 or min(sides) < 4 or max(sides) > 1024:
         return form
-    mean, std = form.mean or (0.0,) * form.channels, form.std or (1.0,) * form.channels
-    try:
-        return ImageForm(
-            mode="L" if form.channels == 1 else "RGB", height=form.shape[1], width=form.shape[2], mean=mean, std=std
-        )
-    except ValidationError:  # too small or too large for one
-        return form
+    mean, std = form.mean or (0.0,) * channels, form.std or (1.0,) * channels
+    return ImageForm(mode="L" if channels == 1 else "RGB", height=sides[0], width=sides[1], mean=mean, std=std)

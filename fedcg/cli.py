@@ -6,7 +6,7 @@ only the `infer` extra has no click.
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from fedcg.event_log import log_text
 from fedcg.terminal import print_error, print_failure
 from fedcg.text_output import plain
 
+COMMANDS = "fedcg.commands"
 DEBUG_FLAG = "--debug"
 JSON_FLAG = "--json"
 HELP_FLAGS = {"-h", "--help"}
@@ -85,17 +86,13 @@ class _OptionsTable(Table):
         self.columns[-min(3, len(self.columns))].no_wrap = True
 
 
-class LazyGroup(TyperGroup):
-    """A group whose sub-commands are entry points, loaded on demand."""
-
-    entry_point_group = "fedcg.commands"
-    panels: Mapping[str, Sequence[str]] = {}
-    """Parts of the help, each with its sub-commands."""
+class _Fedcg(TyperGroup):
+    """The whole command, whose sub-commands are entry points, loaded on demand: the one place where an error becomes a line on stderr and an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands, in the order of the panels."""
-        ordered = [name for names in self.panels.values() for name in names]
-        found = sorted(entry.name for entry in entry_points(group=self.entry_point_group))
+        ordered = [name for names in PANELS.values() for name in names]
+        found = sorted(entry.name for entry in entry_points(group=COMMANDS))
         return sorted(found, key=lambda name: ordered.index(name) if name in ordered else -1)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -105,7 +102,7 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
-        entry = next((one for one in entry_points(group=self.entry_point_group) if one.name == cmd_name), None)
+        entry = next((one for one in entry_points(group=COMMANDS) if one.name == cmd_name), None)
         if entry is None:
             return None
         try:
@@ -114,14 +111,8 @@ class LazyGroup(TyperGroup):
             return _unavailable(cmd_name, error)
         # Completion is installed for `fedcg` as a whole.
         command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
-        command.rich_help_panel = next((panel for panel, names in self.panels.items() if cmd_name in names), None)
+        command.rich_help_panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
         return command
-
-
-class _Fedcg(LazyGroup):
-    """The whole command: the one place where an error becomes a line on stderr and an exit code."""
-
-    panels: Mapping[str, Sequence[str]] = PANELS
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is meant; what it refuses of its options is said in this program's words."""

@@ -59,14 +59,15 @@ def users_trace(error: BaseException | None) -> str:
     """The traceback through the user's own code that an error comes from; empty where it comes from this program or a package."""
     found = ""
     while error is not None:
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
         if frames and not isinstance(error, FedcgError | OSError):
             found = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).rstrip()
         error = error.__cause__
     return found
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file is neither of this program nor of Python or an installed package."""
     path, root = Path(filename), Path(__file__).parents[1]
     if not path.is_file() or path.is_relative_to(sys.prefix) or path.is_relative_to(sysconfig.get_path("stdlib")):
         return False

@@ -1,7 +1,6 @@
 """`fedcg bench` and its commands: options, what is printed, and the record.
 
-Every measurement is imported when its command runs, so no command's help loads torch. Other packages register further
-measurements in the entry-point group `fedcg.benches`.
+Every measurement is imported when its command runs, so no command's help loads torch.
 """
 
 import asyncio
@@ -10,39 +9,25 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from experiments.bench.attacks_command import attacks_command
 from experiments.record import bench_record, write_record
-from fedcg.cli import LazyGroup
 from fedcg.terminal import Result, prints
 
-
-class BenchGroup(LazyGroup):
-    """The measurements of all packages."""
-
-    entry_point_group = "fedcg.benches"
-
-
 app = typer.Typer(
-    cls=BenchGroup,
     no_args_is_help=True,
     add_completion=False,
     help="Measure this machine: ratios of two things run in one go. Timings belong here, never in tests.",
 )
+app.command("attacks")(attacks_command)
 
 
-@app.callback()
-def _bench() -> None:
-    """Measure this machine: ratios of two things run in one go. Timings belong here, never in tests."""
-
-
-def _announce(line: str) -> None:
-    typer.echo(line, err=True)
-
-
+@app.command("coordinator")
 @prints
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
@@ -70,7 +55,7 @@ def coordinator_command(
     }
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
         home = new_home(Path(folder))
-        run = asyncio.run(run_rounds(home, setting, _announce))
+        run = asyncio.run(run_rounds(home, setting, partial(typer.echo, err=True)))
         with closing(Store.of(home)) as store:
             found = rounds_of(store, run)
     record |= {

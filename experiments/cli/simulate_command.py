@@ -152,7 +152,7 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
     """Run a project's own clients; what its plan.toml says counts where nothing else was typed."""
     from experiments.face import simulate
     from experiments.simulation.batch_runner import table
-    from fedcg.learning.project import PLAN_FILE, program_of, written_plan
+    from fedcg.learning.project import CHOSEN, PLAN_FILE, program_of, written_plan
     from fedcg.learning.spec import FederationPlan
 
     if stray := typed & _NOT_OF_PROJECTS:
@@ -165,8 +165,7 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
     if not typed & {"seed", "seeds"}:
         seeds = (plan.get("seed", 0),)
     folder = options.out or free_folder("simulate-out")
-    planned = {name: value for name, value in plan.items() if name == "rounds"}
-    planned |= {name: one for name, one in plan.get("network", {}).items() if name in _NETWORKS}
+    planned = {name: one for name, one in {**plan, **plan.get("network", {})}.items() if name in {"rounds", *CHOSEN}}
     known = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
     chosen = {
         "quick": values["quick"] and "quick" in typed,
@@ -194,7 +193,6 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
 
 _OPTIONS = {"epochs": "local_epochs", "steps": "local_steps"}
 """Parameters of methods that are options under other names."""
-_NETWORKS = frozenset({"generator", "discriminator", "noise_dim"})
 _NOT_OF_PROJECTS = frozenset(
     {"paper", "ray", "resume", "keep_updates", "defence", "defence_params", "clients", "network", "data"}
 )

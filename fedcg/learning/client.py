@@ -9,9 +9,9 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
@@ -103,7 +103,7 @@ class Client:
         Raises:
             DataError: names the client, the sample and what is wrong with it.
         """
-        if (task := self._task(name)) is not None:
+        if (task := self.own_task(name)) is not None:
             return ClientData(*task.held())
         rows = read_dataset(self.train, self.classes, f"client {name}: train")
         digests = [
@@ -135,18 +135,13 @@ class Client:
 
         return ArrayData(read("train", self.train), None if self.test is None else read("test", self.test))
 
-    def _task(self, name: str, net: nn.Module | None = None) -> Task | None:
-        """What it trains by its own trainer, from the weights of `net` or of its own network; None without one."""
-        if self.trainer is None:
-            return None
-        start = net or self.model
-        assert isinstance(start, nn.Module)
-        return Task(name, start, self.trainer)
+    def own_task(self, name: str) -> Task | None:
+        """What it trains by its own trainer; None without one."""
+        return None if self.trainer is None else Task(name, cast(nn.Module, self.model), self.trainer)
 
     def as_started_by(self, first: Client, choice: NetworkChoice, name: str) -> NetworkChoice:
         """The networks of the first client, with this one's trainer."""
-        assert isinstance(first.model, nn.Module)
-        task = self._task(name, first.model)
+        task = replace(first, trainer=self.trainer).own_task(name)
         return choice if task is None else choice.bound(task.split(), task)
 
     def form(self, images: torch.Tensor | NDArray[Any]) -> TensorForm:
@@ -169,7 +164,7 @@ class Client:
         Raises:
             NetworkError: the network can't run on them, or makes something else than logits of its classes.
         """
-        if (task := self._task(self.name)) is not None:
+        if (task := self.own_task(self.name)) is not None:
             task.check_example(
                 normalise(torch.zeros(2, *self.form(data.train.images).shape), self.form(data.train.images))
             )
@@ -194,7 +189,7 @@ class Client:
         Raises:
             NetworkError: names what differs.
         """
-        task, features = self._task(name), torch.zeros(0)
+        task, features = self.own_task(name), torch.zeros(0)
         if isinstance(self.model, Halves):
             features, _ = _traced(self.model, torch.zeros(1, *form.tensor_shape))
         for stated, ours in self._stated(task, features).items():

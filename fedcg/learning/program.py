@@ -10,11 +10,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from fedcg.errors import told
+from fedcg.errors import is_users, told
 from fedcg.learning.errors import LearningError, ProgramError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 PROGRAM_PATTERN = r"^[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99}$"
 PREFIX = "program:"
 """Before the name of a program, where a data source is expected."""
-_MOST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,16 @@ class Program:
     def _top(self) -> str:
         return self.name.partition(":")[0].partition(".")[0]
 
+    def _found(self) -> ModuleSpec | None:
+        return PathFinder.find_spec(self._top, [str(self.folder)]) or PathFinder.find_spec(self._top)
+
     def files(self) -> list[Path]:
         """The source files of its module, or of the whole package that the module lies in, sorted. Imports nothing.
 
         Raises:
             ProgramError: there is no such module.
         """
-        found = PathFinder.find_spec(self._top, [str(self.folder), *sys.path])
+        found = self._found()
         if found is None or found.origin is None:
             raise ProgramError(f"program {self.name}: no module {self._top} in {self.folder}, and none is installed")
         origin = Path(found.origin)
@@ -65,20 +68,13 @@ class Program:
         """The sha256 of its source files and their names, in hex.
 
         Raises:
-            ProgramError: there is no such module, it can't be read, or it is too large to be one.
+            ProgramError: there is no such module, or it can't be read.
         """
-        digest, left = hashlib.sha256(), _MOST_BYTES
-        files = self.files()
+        digest, files = hashlib.sha256(), self.files()
         try:
             for path in files:
-                left -= path.stat().st_size
-                if left < 0:
-                    raise ProgramError(
-                        f"program {self.name}: {path.parent} holds more than {_MOST_BYTES:,} bytes of code"
-                    )
-                digest.update(
-                    f"{path.relative_to(files[0].parent)}\0{path.stat().st_size}\0".encode() + path.read_bytes()
-                )
+                code = path.read_bytes()
+                digest.update(f"{path.relative_to(files[0].parent)}\0{len(code)}\0".encode() + code)
         except OSError as error:
             raise ProgramError(f"program {self.name}: {error}") from error
         return digest.hexdigest()
@@ -91,15 +87,20 @@ class Program:
         """
         files, loaded = {one.resolve() for one in self.files()}, sys.modules.get(self._top)
         before = Path(str(getattr(loaded, "__file__", None))).resolve()
-        if loaded is not None and before not in files:  # of another project
-            self.forget()
-            sys.path[:] = [one for one in sys.path if Path(one).resolve() != before.parent]
+        if loaded is not None and before not in files:
+            if not is_users(str(before)):
+                raise ProgramError(f"program {self.name}: a module of that name is loaded from {before}: rename yours")
+            self.forget()  # of another project
         if str(self.folder) not in sys.path:
             sys.path.append(str(self.folder))
-        importlib.invalidate_caches()
         try:
+            if self._top not in sys.modules:
+                spec = cast(Any, self._found())
+                sys.modules[self._top] = module_from_spec(spec)
+                spec.loader.exec_module(sys.modules[self._top])
             return importlib.import_module(self.name.partition(":")[0])
         except Exception as error:
+            self.forget()
             raise ProgramError(f"program {self.name} can't be imported: {told(error)}") from error
 
     def forget(self) -> None:

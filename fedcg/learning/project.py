@@ -72,7 +72,7 @@ def project_plan(folder: Path) -> dict[str, Any]:
     federation = str(kept.get("federation", name[:63]))
     client = program.client(site, Streams(spec_root(seed)).at(federation, "initial").seed("program"))
     data = client.data(site)
-    chosen = {key: value for key, value in kept.get("network", {}).items() if key in _CHOSEN}
+    chosen = {key: value for key, value in kept.get("network", {}).items() if key in CHOSEN}
     network = client.network(data, **chosen)
     usual = "fedcg" if client.trainer is None else "fedsplit" if client.trainer.private else "fedavg"
     method = get_method(str(kept.get("method", usual)))
@@ -91,7 +91,7 @@ def project_plan(folder: Path) -> dict[str, Any]:
     return plan
 
 
-_CHOSEN = frozenset({"generator", "discriminator", "noise_dim"})
+CHOSEN = frozenset({"generator", "discriminator", "noise_dim"})
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:

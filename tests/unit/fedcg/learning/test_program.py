@@ -38,7 +38,7 @@ WRONG = {
         "def client(site):\n    return 1 / 0",
     ),
     r"client\('a'\) returned a int, not a fedcg.Client": ("wrong_value:client", "def client(site):\n    return 1"),
-    "program json:client: its module has no function client": ("json:client", "def client(site):\n    return 1"),
+    "a module of that name is loaded from": ("json:client", "def client(site):\n    return 1"),
 }
 
 
@@ -51,6 +51,18 @@ def test_what_is_wrong_with_a_program_is_one_sentence(words: str, tmp_path: Path
     with pytest.raises(FedcgError, match=words) as caught:
         program.client("a", 0)
     assert ("1 / 0" in users_trace(caught.value)) == ("1 / 0" in code)
+
+
+def test_a_file_beside_goes_before_an_installed_one_in_digest_and_call_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("installed", "beside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "twice_there.py").write_text(f"SITES = ['{name}']")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    beside, elsewhere = (Program("twice_there:client", tmp_path / name) for name in ("beside", "elsewhere"))
+    assert (beside.sites(), elsewhere.sites(), beside.sites()) == (["beside"], ["installed"], ["beside"])
+    assert beside.digest() != elsewhere.digest()
 
 
 def test_a_projects_plan_follows_from_its_program_and_keeps_what_its_owner_wrote(tmp_path: Path) -> None:
