@@ -22,6 +22,7 @@ from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import RayRunner, RaySimulator
 from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation.simulation import Schedule, simulate
+from tests.support.edge.filled_store import files_of
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
 from tests.support.stack import wait_for
@@ -215,11 +216,6 @@ def records(folder: Path) -> dict[str, Any]:
     }
 
 
-def recordings(folder: Path) -> dict[str, bytes]:
-    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def test_the_command_gives_the_same_records_with_ray(tmp_path: Path, nodes: TwoNodes) -> None:
     batch = ["--method", "fedcg", "--method", "local", "--seeds", "0,1", "--rounds", "2", "--keep-updates", "2"]
     with fedcg_command(*batch, "--out", str(tmp_path / "ray"), "--ray", nodes.address) as with_ray:
@@ -228,8 +224,8 @@ def test_the_command_gives_the_same_records_with_ray(tmp_path: Path, nodes: TwoN
         finish(plain)
     assert len(records(tmp_path / "ray")) == 4
     assert records(tmp_path / "ray") == records(tmp_path / "plain")
-    assert len(recordings(tmp_path / "ray")) > 40
-    assert recordings(tmp_path / "ray") == recordings(tmp_path / "plain")
+    assert len(files_of(tmp_path / "ray" / "updates")) > 40
+    assert files_of(tmp_path / "ray" / "updates") == files_of(tmp_path / "plain" / "updates")
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])

@@ -27,6 +27,7 @@ from fedcg.log_output import LogSettings
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.worker_process import Exited
 from tests.support.audit import simulated_case, write_images, write_private, write_recording
+from tests.support.edge.filled_store import files_of
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import draw_images
 from tests.support.stack import wait_for
@@ -79,12 +80,6 @@ def record(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in ("seconds", "date")}
 
 
-def recording(folder: Path) -> dict[str, bytes]:
-    """Every file of the recorded updates, by its path."""
-    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_undisturbed_one(tmp_path: Path) -> None:
     folder = tmp_path / "disturbed"
     simulation = start("simulate", *ARGUMENTS, *RECORDED, "--workers", "1", "--out", folder)
@@ -105,8 +100,8 @@ def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_u
     (planned,) = load_batch(folder).runs
     Runs(undisturbed, simulate, lambda _planned, _now: None).run(planned)
     assert record(folder) == record(undisturbed)
-    assert len(recording(folder)) == 1 + 3 * 4 + 6 + 3 * 5 + 3
-    assert recording(folder) == recording(undisturbed)
+    assert len(files_of(folder / "updates")) == 1 + 3 * 4 + 6 + 3 * 5 + 3
+    assert files_of(folder / "updates") == files_of(undisturbed / "updates")
 
 
 def start_audit(place: Path, out: Path) -> subprocess.Popen[str]:
