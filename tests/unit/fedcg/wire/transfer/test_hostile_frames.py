@@ -5,8 +5,8 @@ import json
 import random
 import string
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,15 +266,9 @@ def odd_ranges(rng: random.Random) -> tuple[tuple[int, int], ...]:
     return tuple((odd_number(rng), rng.choice([1, 9, 1 << 20])) for _ in range(rng.choice([1, 3, 256])))
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, tiny_spec(rounds=1), clients=("a", "b", "evil"))
-    yield made
-    made.close()
-
-
-def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordinator(world: World) -> None:
+def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordinator(tmp_path: Path) -> None:
     """Every message is signed, in order, and of the schema; only what it says makes no sense."""
+    world = World(tmp_path, tiny_spec(rounds=1), clients=("a", "b", "evil"))
     evil, rng = world.devices["evil"], random.Random(3)
     honest = [world.devices[name] for name in ("a", "b")]
     for device in (*honest, evil):
@@ -283,7 +277,7 @@ def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordina
         lambda where: schemas.Manifest(**where, artifact=odd_ref(rng)),
         lambda where: schemas.Need(**where, artifact=rng.choice([world.base_id, "0" * 64]), ranges=odd_ranges(rng)),
     )
-    with RunningService(world) as running:
+    with closing(world), RunningService(world) as running:
         for device in honest:
             device.start()
         world.wait_event("attempt_opened")
