@@ -201,10 +201,8 @@ def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Pa
 
 def test_true_in_the_environment_is_no_number_and_a_number_is_one(tmp_path: Path) -> None:
     found = problems(tmp_path, GOOD, {"FEDCG_AGENT_TRAINING_THREADS": "true", "FEDCG_AGENT_TRAINING_STALL_S": '"5"'})
-    assert {name: "must be a" in told for name, told in found.items()} == {
-        "training.threads": True,
-        "training.stall_s": True,
-    }
+    assert set(found) == {"training.threads", "training.stall_s"}
+    assert all("must be a" in told for told in found.values()), found
     given = {"FEDCG_AGENT_TRAINING_STALL_S": "5", "FEDCG_AGENT_ELIGIBILITY_ON_MAINS": "true", "FEDCG_AGENT_DEVICE": "7"}
     config = load(tmp_path, GOOD, {**given, "FEDCG_AGENT_POLICY_MAX_UPLOAD_MB_PER_DAY": "9"})
     read = (config.training.stall_s, config.eligibility.on_mains, config.device, config.policy.max_upload_mb_per_day)
