@@ -16,17 +16,15 @@ from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Delivery, Will
 from tests.support.broker.brokers import HOST, Client, Intruder, Pki, RunningMosquitto, acl_for
-from tests.support.broker.memory import Action, MemoryBroker, MemoryTransport
+from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.broker.throttle import Throttle
+from tests.support.coordinator.world import rules_of
 from tests.support.waiting import free_port, wait_until
 
 
 class MemoryBench:
     def __init__(self, topics: Topics) -> None:
-        def rules(identity: str, action: Action, topic: str) -> bool:
-            return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
-
-        self._broker = MemoryBroker(rules)
+        self._broker = MemoryBroker(rules_of(topics.federation))
         self._clients: list[Client] = []
 
     def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fedcg.errors import BAD_INPUT
@@ -169,15 +170,8 @@ def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate
 
 
 def _processes_with(text: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in command:
-            found.append(command)
-    return found
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [command for command in commands if text in command]
 
 
 def _final_aggregate(run: Path) -> str:

@@ -245,14 +245,10 @@ def _recorded(stack: Stack) -> int:
     return len(json.loads(path.read_text())["artifacts"]) if path.exists() else 0
 
 
-def _private_files(stack: Stack) -> list[Path]:
-    return [
-        path for device in stack.devices for path in sorted(stack.store(device).glob("generations/*/state.safetensors"))
-    ]
-
-
 def _check(stack: Stack) -> Check:
-    return check_recording(stack.root / "wire", _private_files(stack))
+    return check_recording(
+        stack.root / "wire", sorted(stack.root.glob("devices/*/store/generations/*/state.safetensors"))
+    )
 
 
 def _extractor(stack: Stack, device: str, generation: int) -> dict[str, np.ndarray]:

@@ -1,13 +1,9 @@
 """A Ray cluster gives what one process gives, bit for bit, whichever of its workers and nodes die."""
 
 import json
-import os
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -22,6 +18,8 @@ from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import RayRunner, RaySimulator
 from fedcg.learning.simulation import simulation
 from fedcg.learning.simulation.simulation import Schedule, simulate
+from tests.support.commands import finished, start_fedcg
+from tests.support.edge.filled_store import files_of
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
 from tests.support.stack import wait_for
@@ -180,31 +178,10 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
         simulate(party_of("fedavg"), Schedule(rounds=1), runner=RayRunner())
 
 
-@contextmanager
-def fedcg_command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = subprocess.Popen(
-        [sys.executable, "-m", "fedcg", "simulate", *TINY, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with command:
-        try:
-            yield command
-        finally:
-            command.kill()
-
-
 def free_cpus() -> int:
     import ray
 
     return int(ray.available_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
-
-
-def finish(command: subprocess.Popen[str]) -> None:
-    _, errors = command.communicate(timeout=200)
-    assert command.returncode == 0, errors
 
 
 def records(folder: Path) -> dict[str, Any]:
@@ -215,21 +192,14 @@ def records(folder: Path) -> dict[str, Any]:
     }
 
 
-def recordings(folder: Path) -> dict[str, bytes]:
-    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def test_the_command_gives_the_same_records_with_ray(tmp_path: Path, nodes: TwoNodes) -> None:
     batch = ["--method", "fedcg", "--method", "local", "--seeds", "0,1", "--rounds", "2", "--keep-updates", "2"]
-    with fedcg_command(*batch, "--out", str(tmp_path / "ray"), "--ray", nodes.address) as with_ray:
-        finish(with_ray)
-    with fedcg_command(*batch, "--out", str(tmp_path / "plain"), "--workers", "1") as plain:
-        finish(plain)
+    finished(start_fedcg("simulate", *TINY, *batch, "--out", tmp_path / "ray", "--ray", nodes.address))
+    finished(start_fedcg("simulate", *TINY, *batch, "--out", tmp_path / "plain", "--workers", "1"))
     assert len(records(tmp_path / "ray")) == 4
     assert records(tmp_path / "ray") == records(tmp_path / "plain")
-    assert len(recordings(tmp_path / "ray")) > 40
-    assert recordings(tmp_path / "ray") == recordings(tmp_path / "plain")
+    assert len(files_of(tmp_path / "ray" / "updates")) > 40
+    assert files_of(tmp_path / "ray" / "updates") == files_of(tmp_path / "plain" / "updates")
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
@@ -242,10 +212,10 @@ def test_a_command_that_is_stopped_frees_the_cluster_and_keeps_its_checkpoint(
     def rounds() -> int:
         return len(list(folder.glob(".state/*/round-*.pt")))
 
-    with fedcg_command(*batch, "--ray", nodes.address) as stopped:
-        wait_for(lambda: rounds() > 0 or stopped.poll() is not None, "a round")
-        stopped.send_signal(by)
-        _, errors = stopped.communicate(timeout=60)
+    stopped = start_fedcg("simulate", *TINY, *batch, "--ray", nodes.address)
+    wait_for(lambda: rounds() > 0 or stopped.poll() is not None, "a round")
+    stopped.send_signal(by)
+    _, errors = stopped.communicate(timeout=60)
     assert stopped.returncode == (130 if by is signal.SIGINT else -by), errors
     wait_for(lambda: free_cpus() == 2, "the end of its tasks", deadline_s=180)
     assert not records(folder)

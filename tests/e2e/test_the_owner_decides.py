@@ -47,8 +47,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def _declines(stack: Stack, device: str) -> list[str]:
-    answers = [event for event in stack.events("coordinator") if event["event"] == "declined"]
-    return [event["reason"] for event in answers if event["client"] == device]
+    return [event["reason"] for event in events(stack, "coordinator", "declined") if event["client"] == device]
 
 
 def _agent(stack: Stack, device: str, command: str, *more: str) -> dict[str, Any]:

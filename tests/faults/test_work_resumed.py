@@ -8,7 +8,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from fedcg.log_output import LogSettings
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.worker_process import Exited
 from tests.support.audit import simulated_case, write_images, write_private, write_recording
+from tests.support.commands import finished, start_fedcg
+from tests.support.edge.filled_store import files_of
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import draw_images
 from tests.support.stack import wait_for
@@ -39,25 +40,6 @@ ARGUMENTS = (
     f"--rounds {ROUNDS} --set server_iterations=3 --no-plot --no-tensorboard"
 ).split()
 RECORDED = ("--keep-updates", f"1,2,3,{ROUNDS}")
-
-
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    """A `fedcg` command in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fedcg", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed on stderr until its good end."""
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    return errors
 
 
 def rounds_done(folder: Path) -> int:
@@ -79,24 +61,18 @@ def record(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in ("seconds", "date")}
 
 
-def recording(folder: Path) -> dict[str, bytes]:
-    """Every file of the recorded updates, by its path."""
-    files = (path for path in (folder / "updates").rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_undisturbed_one(tmp_path: Path) -> None:
     folder = tmp_path / "disturbed"
-    simulation = start("simulate", *ARGUMENTS, *RECORDED, "--workers", "1", "--out", folder)
+    simulation = start_fedcg("simulate", *ARGUMENTS, *RECORDED, "--workers", "1", "--out", folder)
     code, _ = stop_after(simulation, folder, 2, signal.SIGKILL)
     assert code == -signal.SIGKILL
     stood = rounds_done(folder)
     assert 2 <= stood < ROUNDS
-    resumed = start("simulate", "--resume", folder, "--workers", "2")
+    resumed = start_fedcg("simulate", "--resume", folder, "--workers", "2")
     code, errors = stop_after(resumed, folder, stood + 2, signal.SIGINT)
     assert code == 130
     assert re.search(rf"fedcg simulate --resume {folder}", errors)
-    finish(start("simulate", "--resume", folder, "--workers", "1"))
+    finished(start_fedcg("simulate", "--resume", folder, "--workers", "1"))
     assert not (folder / ".state" / NAME).exists()  # nothing private is left behind
 
     torch.set_num_threads(1)
@@ -105,15 +81,15 @@ def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_u
     (planned,) = load_batch(folder).runs
     Runs(undisturbed, simulate, lambda _planned, _now: None).run(planned)
     assert record(folder) == record(undisturbed)
-    assert len(recording(folder)) == 1 + 3 * 4 + 6 + 3 * 5 + 3
-    assert recording(folder) == recording(undisturbed)
+    assert len(files_of(folder / "updates")) == 1 + 3 * 4 + 6 + 3 * 5 + 3
+    assert files_of(folder / "updates") == files_of(undisturbed / "updates")
 
 
 def start_audit(place: Path, out: Path) -> subprocess.Popen[str]:
     given = ("--updates", place / "home", "--client", "client-1", "--data", place / "data.npz", "--out", out)
     known = ("--private", place / "private.safetensors", "--auxiliary", place / "auxiliary.npz")
     attacks = ("--effort", "quick", "--processes", "1", "--attacks", "labels,reidentification,memorisation")
-    return start("audit", "run", *given, *known, *attacks)
+    return start_fedcg("audit", "run", *given, *known, *attacks)
 
 
 def figures(out: Path) -> dict[str, Any]:
@@ -150,11 +126,11 @@ def test_an_interrupted_audit_goes_on(tmp_path: Path, by: signal.Signals, code: 
     wait_for(lambda: not processes_of(process.pid), "the end of its processes", 30)
     before = kept.stat().st_mtime_ns
 
-    errors = finish(start_audit(tmp_path, out))
+    errors = finished(start_audit(tmp_path, out))
     assert kept.stat().st_mtime_ns == before
     assert "labels: done" not in errors
 
-    finish(start_audit(tmp_path, tmp_path / "undisturbed"))
+    finished(start_audit(tmp_path, tmp_path / "undisturbed"))
     assert figures(out) == figures(tmp_path / "undisturbed")
 
 

@@ -15,6 +15,7 @@ import tomllib
 from edge_client.store.checked_files import read_json, write_json
 from edge_client.store.private_store import STORE_FORMAT
 from fedcg.files import SECRET_BYTES, checked_secret
+from tests.support.edge.filled_store import files_of
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "deploy" / "box" / "install.sh"
@@ -150,5 +151,4 @@ def fill_store(place: Path, version: int) -> None:
 
 def content(folder: Path) -> dict[str, bytes]:
     """Every file below a folder but locks, by its path."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("lock"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {name: data for name, data in files_of(folder).items() if not name.endswith("lock")}

@@ -1,7 +1,10 @@
-"""Runs the command `fedcg` inside a test's process, and names all that it has."""
+"""Runs the command `fedcg` inside a test's process or in one of its own, and names all that it has."""
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,6 +36,25 @@ def fails(code: int, *words: object, typed: str | None = None) -> str:
     ended = run_fedcg(*words, typed=typed)
     assert ended.exit_code == code, ended.output
     return " ".join(ended.stderr.split())
+
+
+def start_fedcg(*words: object) -> subprocess.Popen[str]:
+    """A `fedcg` command on one thread, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedcg", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a command printed on stderr until its good end."""
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return errors
 
 
 def data_of(output: str | bytes) -> Any:

@@ -166,16 +166,7 @@ class ScriptedCoordinator:
         if isinstance(message, schemas.Hello):
             if self.answers_hello:
                 self._welcome(message)
-        elif isinstance(
-            message,
-            schemas.Accept
-            | schemas.Decline
-            | schemas.Heartbeat
-            | schemas.Manifest
-            | schemas.Need
-            | schemas.SelfReport
-            | schemas.SumUp,
-        ):
+        elif not isinstance(message, schemas.DeviceStatus):
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)
@@ -183,8 +174,6 @@ class ScriptedCoordinator:
                 ref, data = self.served[message.artifact]
                 for frame in frames_for(data, ref, message.ranges):
                     self._transport.publish(self.topics.down_chunk(self.device), frame, qos=0)
-        else:
-            assert isinstance(message, schemas.DeviceStatus)
         return message
 
     def _welcome(self, hello: schemas.Hello) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from PIL import Image
 from fedcg.files import checked_secret
 from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.toml_edit import set_values
-from tests.support.waiting import free_port, wait_until
+from tests.support.waiting import await_ends, free_port, wait_until
 
 CLASSES = ("circle", "cross", "stripe")
 
@@ -63,7 +62,6 @@ class Stack:
     split: str = "lenet5_relu"
     params: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 2
-    broker: str = "mosquitto"
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     sealed: tuple[str, ...] = ()  # parts that the plan seals
@@ -75,11 +73,8 @@ class Stack:
     shadow_every: int = 1
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
-    retry_s: float = 0.5  # after a failed attempt
     storage: Mapping[str, str] = field(default_factory=dict)  # [storage] of the coordinator
     home_name: str = "coordinator"
-    https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
-    carrier_port: int = field(default_factory=free_port)
     enrol_port: int = field(default_factory=free_port)
     broker_port: int = field(default_factory=free_port)
     api_port: int = field(default_factory=free_port)
@@ -108,13 +103,11 @@ class Stack:
         ports = ["--broker-port", str(self.broker_port), "--api-port", str(self.api_port)]
         if self.enrol:
             ports += ["--enrol-port", str(self.enrol_port)]
-        if self.https:
-            ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
         (self.home / "coordinator.secret").write_bytes(checked_secret(b"s" * 32))
         (self.home / "high-water.mark").unlink()  # the secret of before signed it
         storage = {("storage", name): value for name, value in self.storage.items()}
-        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s, **storage})
+        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): 0.5, **storage})
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
         plan = self.root / "plan.toml"
@@ -168,8 +161,6 @@ class Stack:
     def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
         """Point the generated agent.toml at the data of this test."""
         path = config or self.config(device)
-        if device in self.https:
-            path.write_text(path.read_text().replace('carrier = "mqtt"', 'carrier = "https"'))
         set_values(
             path,
             {
@@ -198,7 +189,7 @@ class Stack:
         return process
 
     def start_broker(self) -> None:
-        self.start("broker", "broker", "run", "--dir", str(self.home), "--broker", self.broker)
+        self.start("broker", "broker", "run", "--dir", str(self.home), "--broker", "mosquitto")
         wait_for(lambda: b"ready" in (self.root / "broker.log").read_bytes(), "the broker is ready", 30)
 
     def start_coordinator(self) -> None:
@@ -283,15 +274,7 @@ class Stack:
 
     def wait_finished(self, deadline_s: float = 150.0) -> None:
         """All agents end with exit code 0 (they run with --until-finished)."""
-        end = time.monotonic() + deadline_s
-        for device in self.devices:
-            process = self.running[device]
-            try:
-                code = process.wait(timeout=max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                logs = "\n".join(self.tail(name) for name in ("coordinator", device))
-                raise AssertionError(f"{device} did not finish: {logs}") from None
-            assert code == 0, f"{device}: exit code {code}: {self.tail(device)}"
+        await_ends({device: self.running[device] for device in self.devices}, self.tail, deadline_s)
 
     def final_aggregate(self) -> str:
         """The sha256 of the final aggregate, from the coordinator's event log."""

@@ -1,9 +1,10 @@
 """One way to wait for what another thread or process does."""
 
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 DEADLINE_S = 30.0
 
@@ -15,6 +16,17 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         pause.wait(0.005)
+
+
+def await_ends(processes: Mapping[str, subprocess.Popen[bytes]], tail: Callable[[str], str], deadline_s: float) -> None:
+    """Every process ends with exit code 0; AssertionError with the tail of its log where one does not."""
+    end = time.monotonic() + deadline_s
+    for name, process in processes.items():
+        try:
+            code = process.wait(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} did not finish: {tail('coordinator')} {tail(name)}") from None
+        assert code == 0, f"{name}: exit code {code}: {tail(name)}"
 
 
 def free_port() -> int:

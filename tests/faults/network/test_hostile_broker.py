@@ -345,16 +345,10 @@ def test_a_recorded_hello_does_not_end_the_session_that_replaced_its_own(make: R
     federation.assert_completed()
 
 
-@pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Federation]:
-    made = Federation(tmp_path, devices=("a", "b"))
-    yield made
-    made.close()
-
-
 def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_conflict(
-    federation: Federation, caplog: pytest.LogCaptureFixture
+    make: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
+    federation = make()
     box, broker = federation.boxes["a"], federation.broker
     PrivateStore.open(box.root / "store", FEDERATION, "a").device_secret()
     shutil.copytree(box.root, box.root.with_name("copy"))

@@ -77,21 +77,15 @@ class Coordinator:
         return context
 
     def api(self, path: str = "/healthz", host: str = HOST) -> int:
-        connection = http.client.HTTPConnection(HOST, self.ports["api"], timeout=20)
-        try:
-            token = self.home.api_token.read_text().strip() if self.home.api_token.exists() else ""
+        token = self.home.api_token.read_text().strip() if self.home.api_token.exists() else ""
+        with closing(http.client.HTTPConnection(HOST, self.ports["api"], timeout=20)) as connection:
             connection.request("GET", path, headers={"Host": host, "Authorization": f"Bearer {token}"})
             return connection.getresponse().status
-        finally:
-            connection.close()
 
     def https(self, port: int, path: str, device: str | None = None) -> int:
-        connection = http.client.HTTPSConnection(HOST, port, timeout=20, context=self.context(device))
-        try:
+        with closing(http.client.HTTPSConnection(HOST, port, timeout=20, context=self.context(device))) as connection:
             connection.request("GET", path)
             return connection.getresponse().status
-        finally:
-            connection.close()
 
     def answers(self) -> bool:
         """Whether operator, new boxes, renewals and the carrier are served; each is tried again by its caller."""

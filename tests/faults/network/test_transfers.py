@@ -41,6 +41,7 @@ PERSISTENCE = ("persistence true", "autosave_interval 1")
 
 WINDOWS = {Carrier.MQTT: 17, Carrier.HTTPS: 64}  # chunks that were under way when something died: lost or repeated
 BOTH_CARRIERS = pytest.mark.parametrize("make_world", [Carrier.MQTT, Carrier.HTTPS], indirect=True)
+OVER_HTTPS = pytest.mark.parametrize("make_world", [Carrier.HTTPS], indirect=True)
 
 
 @pytest.fixture
@@ -116,12 +117,6 @@ def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make
     assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20
 
 
-@pytest.fixture
-def over_https(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
-    with worlds(tmp_path, mosquitto, Carrier.HTTPS) as make:
-        yield make
-
-
 def run_to_the_end(root: Path, mosquitto: StartMosquitto, **plan: Any) -> Parties:
     """A federation of a and b without any weather, on threads of this process."""
     broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")))
@@ -157,9 +152,10 @@ def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path
         assert sorted(event["client"] for event in parties.events(COORDINATOR, "update_stored")) == ["a", "b"]
 
 
+@OVER_HTTPS
 @pytest.mark.slow
-def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(over_https: MakeWorld) -> None:
-    world = over_https(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
+def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(make_world: MakeWorld) -> None:
+    world = make_world(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
     came = world.finish()
     assert world.link.resets == 4
     assert (came["resumed"], came["received"]) == (0, chunks_of(came))
@@ -169,9 +165,10 @@ def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(ove
     assert troubles, "a reset is logged"
 
 
+@OVER_HTTPS
 @pytest.mark.slow
-def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(over_https: MakeWorld) -> None:
-    world = over_https()
+def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_world: MakeWorld) -> None:
+    world = make_world()
     parties = world.parties
     parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
     world.link.hold()

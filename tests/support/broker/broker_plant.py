@@ -19,6 +19,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Will
 from tests.support.broker.brokers import Client
+from tests.support.commands import succeeds
 from tests.support.coordinator.homes import add_federation, bundle, message_key
 from tests.support.waiting import free_port, wait_until
 
@@ -130,15 +131,7 @@ class Plant:
             self.broker = None
 
     def command(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcg", *arguments, "--dir", str(self.home.root)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return succeeds(*arguments, "--dir", self.home.root)
 
 
 @contextmanager

@@ -13,13 +13,12 @@ from coordinator.http.access import Access
 from coordinator.http.app import create_app
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.paths import Home
-from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
-from coordinator.service.service_context import ServiceContext
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from fedcg.listening import Caps, Connections, Listener, http_config
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from tests.support.coordinator.federations import no_context
 from tests.support.waiting import wait_until
 
 
@@ -45,10 +44,6 @@ class Api:
 @contextmanager
 def running_api(home: Home, coordinator: Coordinator | None = None, **settings: Any) -> Iterator[Api]:
     """Serve the interface of a directory whose federations need no broker: none is started unless `coordinator` runs some."""
-
-    def no_context(record: FederationRecord) -> ServiceContext:
-        raise AssertionError(f"{record.id} was not to be started")
-
     store = Store(home.database) if coordinator is None else coordinator.store
     made = coordinator or Coordinator(
         store, ArtifactStore(home.artifacts), coordinator_log(home.events_file, store.events), no_context

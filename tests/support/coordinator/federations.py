@@ -20,12 +20,13 @@ from tests.support.coordinator.toy_artifacts import aggregate_bytes
 from tests.support.coordinator.world import World, rules_of
 
 
+def no_context(record: FederationRecord) -> ServiceContext:
+    """In place of what a service needs, where none is to be started."""
+    raise AssertionError(f"{record.id} was not to be started")
+
+
 def hosting(service: Service) -> Coordinator:
     """A coordinator whose one service runs already."""
-
-    def no_context(record: FederationRecord) -> ServiceContext:
-        raise AssertionError(f"{record.id} was not to be started")
-
     context = service.context
     made = Coordinator(context.store, context.artifacts, context.events, no_context)
     made._running[context.federation.id] = _Running(service, ThreadPoolExecutor(1), Future())

@@ -103,5 +103,5 @@ def _described(store: PrivateStore) -> tuple[object, ...]:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """Every file of a store."""
+    """Every file below a folder, by its path."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

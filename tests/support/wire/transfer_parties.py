@@ -53,7 +53,7 @@ from tests.support.coordinator.carriers import carrying
 from tests.support.coordinator.engine import policy_of
 from tests.support.coordinator.no_worker import NoWorker, classifier_spec, packed
 from tests.support.edge.world import FakeTrainer, toy_generation
-from tests.support.waiting import free_port, wait_until
+from tests.support.waiting import await_ends, free_port, wait_until
 
 FEDERATION = "transfers"
 
@@ -243,13 +243,7 @@ class Parties:
 
     def wait_finished(self, deadline_s: float = 120.0) -> None:
         """Every agent ends with exit code 0."""
-        end = time.monotonic() + deadline_s
-        for device in self.plan.agent_ports:
-            try:
-                code = self.running[device].wait(timeout=max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"{device} did not finish: {self.tail(COORDINATOR)} {self.tail(device)}") from None
-            assert code == 0, self.tail(device)
+        await_ends({device: self.running[device] for device in self.plan.agent_ports}, self.tail, deadline_s)
 
     def events(self, of: str, name: str) -> list[dict[str, Any]]:
         path = self.root / of / ("events.jsonl" if of == COORDINATOR else "store/events.jsonl")

@@ -97,11 +97,6 @@ def test_broken_toml_is_told_with_its_line(tmp_path: Path) -> None:
         load(tmp_path, GOOD.replace('"broker.example"', '"broker.example'))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can't be read"):
-        load_config(tmp_path / "nowhere.toml", {})
-
-
 PLAIN = GOOD[: GOOD.index("[tls]")] + GOOD[GOOD.index("[data]") :]
 INSECURE = GOOD.replace("port = 8884", "insecure = true")
 DEFENDED = GOOD + 'defence = "antigan"\ndefence_stem = "weights.pth"\n[data.defence_params]\nv_e = 0.3\nwindow = 8\n'
@@ -204,17 +199,10 @@ def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Pa
     assert "leave gradient_noise out" in both["privacy"]
 
 
-def test_true_is_no_number_and_a_number_in_the_environment_is_one(tmp_path: Path) -> None:
-    text = GOOD.replace("port = 8884", "port = true") + "[policy]\nmax_epochs = true\nmax_upload_mb_per_day = true\n"
-    found = problems(tmp_path, text, {"FEDCG_AGENT_TRAINING_THREADS": "true", "FEDCG_AGENT_TRAINING_STALL_S": '"5"'})
-    fields = (
-        "broker.port",
-        "policy.max_epochs",
-        "policy.max_upload_mb_per_day",
-        "training.threads",
-        "training.stall_s",
-    )
-    assert {name: "must be a" in found[name] for name in fields} == dict.fromkeys(fields, True)
+def test_true_in_the_environment_is_no_number_and_a_number_is_one(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD, {"FEDCG_AGENT_TRAINING_THREADS": "true", "FEDCG_AGENT_TRAINING_STALL_S": '"5"'})
+    assert set(found) == {"training.threads", "training.stall_s"}
+    assert all("must be a" in told for told in found.values()), found
     given = {"FEDCG_AGENT_TRAINING_STALL_S": "5", "FEDCG_AGENT_ELIGIBILITY_ON_MAINS": "true", "FEDCG_AGENT_DEVICE": "7"}
     config = load(tmp_path, GOOD, {**given, "FEDCG_AGENT_POLICY_MAX_UPLOAD_MB_PER_DAY": "9"})
     read = (config.training.stall_s, config.eligibility.on_mains, config.device, config.policy.max_upload_mb_per_day)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from edge_client.agent import reports
-from edge_client.agent.owner import StatusRequest, ask_agent
 from edge_client.agent.reports import LinkProblems
 from edge_client.cli.status import Status, read_status, status_table
 from edge_client.config import PolicySection
@@ -20,7 +19,6 @@ from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.parts import Part, ReportField
 from fedcg.worker_process import Exited
-from tests.support.broker.memory import MemoryBroker
 from tests.support.edge.world import (
     DEVICE,
     MakeWorld,
@@ -157,25 +155,6 @@ def test_a_device_follows_a_coordinator_that_went_back_and_names_the_round_that_
     world.open_round(2)
     assert coordinator.wait(schemas.Manifest).at == schemas.RoundAttempt(2, 1)
     assert world.events("refused") == [], "an aggregate that was deleted as one of an earlier round is fetched again"
-
-
-def test_a_device_that_the_broker_lets_publish_nothing_more_is_in_no_session_until_it_is_answered_again(
-    make_world: MakeWorld,
-) -> None:
-    listed = {DEVICE, schemas.COORDINATOR}
-    broker = MemoryBroker(lambda identity, _action, _topic: identity in listed)
-    world = connected(make_world, broker=broker, clock_speed=20.0)  # a heartbeat is due after 1.5 s
-    world.coordinator.work_until(lambda: bool(world.events("welcomed")), "a session")
-
-    def is_in_session() -> object:
-        return ask_agent(world.store.root, StatusRequest())["in_session"]
-
-    assert is_in_session()
-    listed.remove(DEVICE)  # as by a coordinator that was restored from a backup without it
-    wait_until(lambda: not is_in_session(), "the next heartbeat is refused")
-    listed.add(DEVICE)
-    world.coordinator.work_until(lambda: len(world.events("welcomed")) == 2, "the next hello is answered")
-    assert is_in_session()
 
 
 def test_a_device_leaves_its_session_and_names_its_epoch_when_an_older_copy_of_the_coordinator_comes_online(

@@ -146,8 +146,8 @@ def test_a_round_beyond_the_days_bytes_is_declined_until_midnight(
     world.coordinator.wait(Manifest)
 
 
-@pytest.mark.parametrize("name", ["consent.json", "pause.json", "traffic.json"])
-def test_an_agent_does_not_start_on_damaged_decisions(make_world: MakeWorld, name: str) -> None:
+@pytest.mark.parametrize("name", ["consent.json", "pause.json", "traffic.json", "delivered.json"])
+def test_an_agent_does_not_start_on_damaged_decisions_or_receipts(make_world: MakeWorld, name: str) -> None:
     world = connected(make_world)
     world.stop_agent()
     (world.config.store / name).write_text("{")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from edge_client.agent.reports import ServiceManager
-from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from fedcg.errors import ALREADY_RUNNING, BAD_INPUT
+from edge_client.store.private_store import PrivateStore
+from fedcg.errors import ALREADY_RUNNING
 from fedcg.event_log import read_events
 from fedcg.files import write_durably
-from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
+from fedcg.wire.messages.envelopes import SigningKey
 from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, write_device
 from tests.support.traps import imported_in, lay_traps
 from tests.support.waiting import free_port, wait_until
@@ -45,23 +45,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
-
-
-@pytest.mark.parametrize("name", ["store/delivered.json", "coordinator.pub"])
-def test_an_agent_does_not_start_on_a_damaged_file_and_names_it_and_the_cure(
-    start: Start, tmp_path: Path, name: str
-) -> None:
-    store = PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
-    store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
-    (tmp_path / "coordinator.pub").write_bytes(VerifyKey.file_of("0" * 64))
-    whole = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
-    agent = start()
-    _, errors = agent.communicate(timeout=60)
-    assert agent.returncode == BAD_INPUT
-    assert f"{tmp_path / name} is damaged" in errors
-    assert any(cure in errors for cure in ("delete it", "Enrol the device again"))
-    assert "Traceback" not in errors
 
 
 def test_an_agent_that_makes_a_damaged_file_anew_names_it_in_its_log(start: Start, tmp_path: Path) -> None:

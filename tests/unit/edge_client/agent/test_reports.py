@@ -25,10 +25,10 @@ from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, connected, m
 from tests.support.present import present
 from tests.support.raising import raising
 from tests.support.waiting import wait_until
+from tests.support.wire.golden_files import messages
 
 ORIN = Path(__file__).parents[3] / "golden" / "devices" / "jetson-orin-nano-8gb"
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
-SPEC = schemas.ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
 
 
 def test_a_device_whose_lock_is_held_declines_with_that_reason_and_takes_part_when_it_is_asked_again(
@@ -63,9 +63,10 @@ def test_without_the_report_field_health_the_reason_stays_on_the_box(make_world:
 
 
 def offer(deadline_at: float) -> schemas.Offer:
-    about = {"federation": FEDERATION, "sender": "coordinator", "recipient": schemas.EVERYONE}
-    at = {"epoch": 1, "round": 2, "attempt": 1}
-    return schemas.Offer(**about, **at, spec=SPEC, aggregate=SPEC, rounds=3, deadline_at=deadline_at)
+    """Of round 2, attempt 1."""
+    first = messages()[0]
+    assert isinstance(first, schemas.Offer)
+    return first.model_copy(update={"deadline_at": deadline_at})
 
 
 def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coordinators_clock(tmp_path: Path) -> None:

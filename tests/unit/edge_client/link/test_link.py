@@ -74,17 +74,6 @@ def following(world: World, number: int) -> None:
     wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
 
 
-def test_a_device_follows_in_the_middle_of_a_round_and_the_session_goes_on(world: World) -> None:
-    coordinator = world.coordinator
-    world.connect()
-    rotate(world, 1)
-    world.open_round()
-    world.deliver()
-    assert world.events("coordinator_key")[0]["serial"] == 1
-    assert pinned(world) == PinnedKey(KEYS[1].public, 1)
-    assert sum(isinstance(message, Hello) for message in coordinator.heard) == 1
-
-
 def test_a_device_that_was_off_for_two_rotations_hears_what_it_refused_at_first(world: World) -> None:
     """The retained offer comes before the chain: it is refused, then asked for again."""
     coordinator = world.coordinator

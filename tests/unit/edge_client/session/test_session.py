@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.session import signals
-from edge_client.session.state import SessionState, next_deadline
-from edge_client.session.state_machine import SUM_EVERY_S, TRAINER_DEATHS, step
+from edge_client.session.state import Delivery, SessionState, TrainerState, next_deadline
+from edge_client.session.state_machine import MANIFEST_MAX_S, SUM_EVERY_S, TRAINER_DEATHS, step
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, Outcome, Receipt, RoundAttempt
 
@@ -244,19 +244,34 @@ def test_an_obstacle_takes_back_no_round_that_is_trained_or_was_declined_for_goo
     assert reasons(commands) == [DeclineReason.UPLOAD_NOT_ALLOWED]
 
 
-def test_what_its_owner_approves_is_accepted_at_once_in_the_attempt_that_was_declined(ready: SessionState) -> None:
-    refused = (signals.ArtifactStored(SPEC.id), signals.SpecChecked(SPEC.id, DeclineReason.NEEDS_APPROVAL))
-    state, commands = drive(ready, offer(1), signals.Invited(RoundAttempt(1, 1)), *refused)
-    assert signals.Note("declined", RoundAttempt(1, 1), "needs_approval") in commands
-    state, commands = drive(state, signals.Invited(RoundAttempt(1, 1)))
-    assert reasons(commands) == [DeclineReason.NEEDS_APPROVAL]
-    assert not any(isinstance(command, signals.Note) for command in commands), (
-        "a reminder is answered, and not noted again"
-    )
-    state, commands = drive(state, signals.ConsentChanged())
-    assert signals.CheckSpec(SPEC.id) in commands
-    _, commands = drive(state, signals.SpecChecked(SPEC.id, None))
-    assert sent(commands) == ["accept"]
+def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works() -> None:
+    busy = SessionState("shapes", "a", trainer=TrainerState.BUSY, job=RoundAttempt(1, 1), job_spec="5" * 64)
+    state, commands = drive(busy, signals.RoundCommitted(RoundAttempt(1, 1)))
+    assert commands == [signals.LoadUpdate()]
+    assert (state.trainer, state.committed, state.bound_spec) == (TrainerState.IDLE, RoundAttempt(1, 1), "5" * 64)
+    times: list[float] = []
+    while len(times) < 7:
+        due = next_deadline(state)
+        assert due is not None
+        state, commands = drive(state, signals.Tick(), now=due)
+        assert commands == [signals.LoadUpdate()]
+        times.append(due)
+    assert times == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
+    assert MANIFEST_MAX_S == 30.0
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), update(1)), now=95.0)
+    assert state.delivery == Delivery(RoundAttempt(1, 1), update(1), manifest_at=95.0)
+
+
+def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
+    known = Delivery(RoundAttempt(1, 1), update(1), manifest_at=50.0)
+    state = SessionState("shapes", "a", delivery=known, trainer=TrainerState.IDLE)
+    state, commands = drive(state, signals.OutboxFound(RoundAttempt(1, 1)), signals.LinkChanged(up=True))
+    assert commands[0] == signals.LoadUpdate()
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), update(1)))
+    assert state.delivery == known
+    smaller = update(1).model_copy(update={"chunk_bytes": 300})
+    state, _ = drive(state, signals.OutboxFound(RoundAttempt(1, 1), smaller))
+    assert state.delivery == Delivery(RoundAttempt(1, 1), smaller)
 
 
 def test_no_training_process_runs_while_paused_and_a_deadline_that_passed_keeps_no_loop_busy() -> None:

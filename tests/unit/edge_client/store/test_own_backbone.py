@@ -6,7 +6,6 @@ import pytest
 
 from devices.profile import GIB, DeviceKind, DeviceProfile, Gpu, Trainable
 from edge_client.store.own_backbone import choose_backbone, is_small
-from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import BackboneChoice, NetworkChoice
 
 NETWORK = NetworkChoice(
@@ -47,18 +46,3 @@ def test_auto_takes_the_splits_own_and_on_a_small_box_the_one_with_the_least_wor
     assert choose_backbone(NETWORK, "auto", "", small=False) == "efficientnet_lite0"
     assert choose_backbone(NETWORK, "auto", "", small=True) == "mobilenetv3_small_100"
     assert choose_backbone(NETWORK, "resnet18", "", small=True) == "resnet18"
-
-
-def test_auto_stays_with_what_was_trained_and_another_choice_is_refused() -> None:
-    assert choose_backbone(NETWORK, "auto", "resnet18", small=True) == "resnet18"
-    with pytest.raises(
-        NetworkError, match=r"trained with resnet18, and \[training\] backbone is now efficientnet_lite0"
-    ):
-        choose_backbone(NETWORK, "efficientnet_lite0", "resnet18", small=False)
-
-
-def test_a_backbone_that_the_federation_does_not_allow_is_named_with_those_it_does() -> None:
-    with pytest.raises(
-        NetworkError, match=r'"lenet5" is none of those .* efficientnet_lite0, mobilenetv3_small_100, r'
-    ):
-        choose_backbone(NETWORK, "lenet5", "", small=False)

@@ -27,6 +27,7 @@ from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge.training_site import Site, real_spec
 from tests.support.edge.world import CLASSES
+from tests.support.simulations import image_tree
 
 PETS = ("cat", "dog")
 
@@ -38,15 +39,6 @@ def spec() -> FederationSpec:
     return complete_spec(plan_from_mapping(plan))
 
 
-def tree(root: Path, count: int, classes: tuple[str, ...] = PETS, first: int = 0) -> Path:
-    for label, name in enumerate(classes):
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for number in range(first, first + count):
-            pixels = np.random.default_rng([label, number]).integers(0, 256, (16, 16), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{number}.png")
-    return root
-
-
 @pytest.fixture
 def store(tmp_path_factory: pytest.TempPathFactory) -> PrivateStore:
     return PrivateStore.open(tmp_path_factory.mktemp("store"), "pets", "a")
@@ -55,29 +47,29 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> PrivateStore:
 def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(
     spec: FederationSpec, store: PrivateStore, tmp_path: Path
 ) -> None:
-    common = tree(tmp_path / "common", 5)
-    (common / "dog" / "2.png").write_bytes(b"gone")
-    local = LocalData(tree(tmp_path / "d", 20), common, store)
+    common = image_tree(tmp_path / "common", 5, PETS, "L", seed=1)
+    (common / "dog" / "002.png").write_bytes(b"gone")
+    local = LocalData(image_tree(tmp_path / "d", 20, PETS, "L"), common, store)
     images = local.common_test(spec)
     assert images is not None
     files, labels = local.common_samples(spec)
     assert len(images) == len(files) == 9
-    assert common / "dog" / "2.png" not in files
+    assert common / "dog" / "002.png" not in files
     assert labels == images.labels.tolist()
 
 
 def test_a_folder_in_which_every_image_is_damaged_is_no_data(
     spec: FederationSpec, store: PrivateStore, tmp_path: Path
 ) -> None:
-    for path in tree(tmp_path / "d", 3).rglob("*.png"):
+    for path in image_tree(tmp_path / "d", 3, PETS, "L").rglob("*.png"):
         path.write_bytes(b"gone")
-    with pytest.raises(RoundError, match=r"cat/0\.png: not an image.*none of the 6 images"):
+    with pytest.raises(RoundError, match=r"cat/000\.png: not an image.*none of the 6 images"):
         LocalData(tmp_path / "d", None, store).for_round(spec, 1)
 
 
 def test_folders_train_val_and_test_are_the_splits(spec: FederationSpec, store: PrivateStore, tmp_path: Path) -> None:
-    for first, (part, count) in enumerate({"train": 9, "val": 4, "test": 5}.items()):
-        tree(tmp_path / part, count, first=100 * first)
+    for seed, (part, count) in enumerate({"train": 9, "val": 4, "test": 5}.items()):
+        image_tree(tmp_path / part, count, PETS, "L", seed)
     data = LocalData(tmp_path, None, store).for_round(spec, 1)
     assert (len(data.train), len(data.val), len(data.test)) == (18, 8, 10)
     assert all(file.path.startswith(f"{file.split}/") for file in data.snapshot.files)

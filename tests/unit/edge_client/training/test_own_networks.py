@@ -56,11 +56,6 @@ def test_what_a_method_keeps_beside_its_networks_is_there_in_the_next_round(tmp_
     assert {name: one.tolist() for name, one in second.items()} == {name: one.tolist() for name, one in first.items()}
 
 
-@pytest.mark.parametrize(("method", "part"), [("fedproto", "statistics"), ("ppidsg", "image_generator")])
-def test_what_is_no_usual_part_leaves_only_with_the_owners_word(tmp_path: Path, method: str, part: str) -> None:
-    assert part in Site(tmp_path, real_spec(method)).declined(DeclineReason.UPLOAD_NOT_ALLOWED)
-
-
 def test_a_spec_that_seals_what_its_method_does_more_with_than_average_is_declined_and_one_without_the_cohort_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from fedcg.wire.messages.envelopes import (
     session_id,
 )
 from fedcg.wire.messages.schemas import Accept, KeyLink, encode
+from tests.support.wire.golden_files import messages
 
 KEY = SigningKey.generate()
 OTHER = SigningKey.generate()
@@ -245,26 +246,15 @@ def test_the_longest_chain_fits_a_message() -> None:
         open_key_chain(b"FCG1" + bytes(20_000), FEDERATION, pin(0))
 
 
-REF = schemas.ArtifactRef(id="0" * 64, size=10, chunk_bytes=256)
+OFFER, STATUS = messages()[0], messages()[2]
 
 
-def offer(epoch: int, round_number: int, attempt: int) -> schemas.Offer:
-    return schemas.Offer(
-        federation="f",
-        sender="coordinator",
-        recipient="*",
-        epoch=epoch,
-        round=round_number,
-        attempt=attempt,
-        spec=REF,
-        aggregate=REF,
-        rounds=9,
-        deadline_at=0.0,
-    )
+def offer(epoch: int, round_number: int, attempt: int) -> schemas.AnyMessage:
+    return OFFER.model_copy(update={"epoch": epoch, "round": round_number, "attempt": attempt})
 
 
-def status(epoch: int, *, online: bool) -> schemas.CoordinatorStatus:
-    return schemas.CoordinatorStatus(federation="f", sender="coordinator", recipient="*", epoch=epoch, online=online)
+def status(epoch: int, *, online: bool) -> schemas.AnyMessage:
+    return STATUS.model_copy(update={"epoch": epoch, "round": 0, "attempt": 0, "online": online})
 
 
 def accept() -> Accept:

@@ -86,18 +86,6 @@ def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_lin
     assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), 0.01) == 16
 
 
-def test_the_window_shrinks_to_one_chunk_when_chunks_take_long() -> None:
-    grants = ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window())
-    now, windows, queued = 0.0, list[int](), list[int]()
-    while not grants.complete:  # a link that carries a chunk in 8 s
-        for first, count in grants.next_need(now) or ():
-            queued += [index for index in range(first, first + count) if index not in queued]
-        now += 8.0
-        grants.received(queued.pop(0), now)
-        windows.append(grants.under_way)
-    assert max(windows[8:]) <= 1
-
-
 def test_a_shared_bound_limits_what_is_granted() -> None:
     grants = ChunkRecord(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), Window())
     assert grants.next_need(0.0, room=0) is None

@@ -5,8 +5,8 @@ import json
 import random
 import string
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +31,20 @@ from tests.support.broker.memory import MemoryBroker, MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World
-from tests.support.edge.world import DEVICE as AGENT
-from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
+from tests.support.edge.world import DEVICE, FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.support.edge.world import World as AgentWorld
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
+from tests.support.wire.golden_files import messages
 
 TOPICS = Topics(FEDERATION)
 KEY, STRANGER, COORDINATORS = (SigningKey.generate() for _ in range(3))
-DEVICE = "a"
 NONCE = "0" * 32
 DATA = random.Random(5).randbytes(3000)
 REF = make_ref(DATA, 1000)
 UP = {"federation": FEDERATION, "sender": DEVICE, "recipient": COORDINATOR}
-DOWN = {"federation": FEDERATION, "sender": COORDINATOR, "recipient": DEVICE}
-BROADCAST = {**DOWN, "recipient": EVERYONE}
-FROM_DEVICE: tuple[AnyMessage, ...] = (
-    schemas.Hello(**UP, nonce=NONCE, versions=(1,), agent="x"),
-    schemas.DeviceStatus(**UP, online=False),
-    schemas.Manifest(**UP, artifact=REF, round=1, attempt=1),
-    schemas.Need(**UP, artifact=REF.id, ranges=((0, 1),)),
-)
-FROM_COORDINATOR: tuple[AnyMessage, ...] = (
-    schemas.Offer(**BROADCAST, spec=REF, aggregate=REF, rounds=2, deadline_at=1.0),
-    schemas.Finished(**BROADCAST, spec=REF, aggregate=REF),
-    schemas.CoordinatorStatus(**BROADCAST, online=True),
-    schemas.Invite(**DOWN),
-    schemas.Receipt(**DOWN, artifact=REF.id, outcome="accepted"),
+FROM_DEVICE, FROM_COORDINATOR = (
+    tuple(one for one in messages() if (one.sender == COORDINATOR) is is_down) for is_down in (False, True)
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -266,15 +253,9 @@ def odd_ranges(rng: random.Random) -> tuple[tuple[int, int], ...]:
     return tuple((odd_number(rng), rng.choice([1, 9, 1 << 20])) for _ in range(rng.choice([1, 3, 256])))
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, tiny_spec(rounds=1), clients=("a", "b", "evil"))
-    yield made
-    made.close()
-
-
-def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordinator(world: World) -> None:
+def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordinator(tmp_path: Path) -> None:
     """Every message is signed, in order, and of the schema; only what it says makes no sense."""
+    world = World(tmp_path, tiny_spec(rounds=1), clients=("a", "b", "evil"))
     evil, rng = world.devices["evil"], random.Random(3)
     honest = [world.devices[name] for name in ("a", "b")]
     for device in (*honest, evil):
@@ -283,7 +264,7 @@ def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordina
         lambda where: schemas.Manifest(**where, artifact=odd_ref(rng)),
         lambda where: schemas.Need(**where, artifact=rng.choice([world.base_id, "0" * 64]), ranges=odd_ranges(rng)),
     )
-    with RunningService(world) as running:
+    with closing(world), RunningService(world) as running:
         for device in honest:
             device.start()
         world.wait_event("attempt_opened")
@@ -310,7 +291,7 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
         coordinator.wait(schemas.Hello)
         wait_until(lambda: bool(world.events("welcomed")), "a session")
         for round_number in range(1, 60):
-            where = coordinator.address(AGENT, round_number, odd_number(rng))
+            where = coordinator.address(DEVICE, round_number, odd_number(rng))
             broadcast = coordinator.address(EVERYONE, round_number, 1)
             coordinator.tell(schemas.Need(**where, artifact=rng.randbytes(32).hex(), ranges=odd_ranges(rng)))
             coordinator.tell(schemas.Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
