@@ -56,7 +56,12 @@ def test_the_profile_of_a_box_and_the_help_of_every_command_are_shown_without_to
     names = {name[:length] for name, _ in commands_of(app) for length in range(len(name) + 1)}
     commands = [[*(word for word in name if word != "IMAGE..."), "--help"] for name in sorted(names)]
     assert len(commands) > 60
-    every = [["profile"], *commands, ["method", "show", "fedcg"]]  # the last one is the first that loads torch
+    every = [
+        ["profile"],
+        ["method", "list"],
+        *commands,
+        ["method", "show", "fedcg"],
+    ]  # the last one is the first that loads torch
     code = RUN_ALL.format(commands=every)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert "['method', 'show', 'fedcg'] loads torch: True" in done.stderr

@@ -1,6 +1,5 @@
 """The coordinator's page and the audit's page in a real Chromium: tabs, contrast, charts for everybody, light and dark, wide and narrow."""
 
-import os
 import re
 import time
 from collections import Counter
@@ -193,7 +192,6 @@ def test_text_has_a_contrast_of_four_and_a_half_and_graphics_of_three(
             assert re.search(r"UTC|GMT", at.text_content() or "")
             assert at.evaluate("(at) => at.getClientRects().length") <= 1
         scripts += tab.evaluate(SCRIPT_BYTES)
-        keep(tab, f"{path.strip('/').replace('/', '-')}-{theme}-{width}")
     assert (faint, errors) == ({}, [])
     assert 10_000 < scripts < 70_000  # all screens together: each file crosses the network once
     assert looked["text"] > 500
@@ -245,13 +243,6 @@ def test_the_theme_switch_wins_over_the_system_and_is_remembered(page: ServedPag
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == DARK
 
 
-def keep(tab: Page, name: str) -> None:
-    folder = os.environ.get("FEDCG_SCREENSHOTS")
-    if folder:
-        tab.wait_for_timeout(300)
-        tab.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width: int) -> None:
@@ -270,7 +261,6 @@ def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, w
     assert page.evaluate("[...document.images].map(image => image.naturalWidth)") == [64, 64, 64]
     ink, ground = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert (_lightness(ink) < _lightness(ground)) is (scheme == "light")
-    keep(page, f"audit-{scheme}-{width}")
     page.close()
 
 

@@ -94,6 +94,11 @@ class Federations:
             events=context.events.about(federation=record.id),
         )
 
+    def start(self, federation: str = "tiny") -> None:
+        """Start the devices of a federation."""
+        for device in self.devices[federation]:
+            device.start()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the coordinator; its devices are started by the test."""

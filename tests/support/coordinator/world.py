@@ -156,10 +156,10 @@ class World:
         policy = self.store.federation(self.spec.federation).policy
         self.store.set_policy(self.spec.federation, policy.model_copy(update=fields))
 
-    def known(self, service: Service | None = None) -> Known:
-        """What facts are made of, with the running service where there is one."""
+    def known(self, service: Service | None = None, spec: FederationSpec | None = None) -> Known:
+        """What facts are made of, with the running service where there is one, and with another spec where one is given."""
         services = {} if service is None else {self.spec.federation: service}
-        return Known(self.store, lambda _: self.spec, self.root, services)
+        return Known(self.store, lambda _: spec or self.spec, self.root, services)
 
     def problems(self, service: Service | None = None) -> dict[str, Problem]:
         """The open problems by kind."""

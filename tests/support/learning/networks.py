@@ -31,9 +31,9 @@ PATTERN = torch.tensor([FIRST, FIRST, FIRST, SECOND]).log()
 
 
 class Answer(nn.Module):
-    """A generator that answers every request with the same features; with a parameter, so that it can be trained."""
+    """A generator that answers every request with the same features, or row by row; with a parameter, so that it can be trained."""
 
-    def __init__(self, *values: float) -> None:
+    def __init__(self, *values: float | tuple[float, ...]) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.tensor(values))
 

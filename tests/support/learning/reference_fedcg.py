@@ -25,16 +25,8 @@ from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
 from fedcg.learning.networks import fast_layers
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training import losses
 from fedcg.learning.training.batches import Augmentation, Augmenter, index_blocks, slices, steps_of
-from fedcg.learning.training.losses import (
-    cross_entropy,
-    discriminator_loss,
-    feature_mse,
-    generator_loss,
-    kl_teacher_student,
-    mode_seeking,
-    paired_labels,
-)
 from fedcg.wire.parts import Part
 
 _GAN_BETAS = (0.5, 0.999)
@@ -144,15 +136,15 @@ def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCont
     generator = nets[Part.GENERATOR].eval()
     weights = [*extractor.parameters(), *classifier.parameters()]
     optimiser = torch.optim.Adam(weights, lr=params.lr, weight_decay=params.weight_decay)
-    losses = []
+    told = []
     for batch in batches(data, params, ctx, "classify"):
         features = extractor(batch.pixels(ctx.spec))
-        loss = cross_entropy(classifier(features), batch.labels)
+        loss = losses.cross_entropy(classifier(features), batch.labels)
         with torch.no_grad():
             target = generator(batch.noise, batch.labels)
-        loss = loss + gamma(ctx.round, params) * feature_mse(features, target)
-        losses.append(take_step(optimiser, loss))
-    return losses
+        loss = loss + gamma(ctx.round, params) * losses.feature_mse(features, target)
+        told.append(take_step(optimiser, loss))
+    return told
 
 
 def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
@@ -161,24 +153,24 @@ def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCon
     generator, discriminator = (nets[part].train() for part in (Part.GENERATOR, Part.DISCRIMINATOR))
     judge = torch.optim.Adam(discriminator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
     forger = torch.optim.Adam(generator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
-    losses = []
+    told = []
     for batch in batches(data, params, ctx, "generate"):
-        asked = paired_labels(batch.labels)
+        asked = losses.paired_labels(batch.labels)
         with torch.no_grad():
             real = extractor(batch.pixels(ctx.spec))
         fake = generator(batch.noise, asked)
         judged = discriminator(real, batch.labels)
-        d_loss = discriminator_loss(judged, discriminator(fake.detach(), asked))
+        d_loss = losses.discriminator_loss(judged, discriminator(fake.detach(), asked))
         judged_loss = take_step(judge, d_loss)
 
         with statistics_kept(generator):
             fake = generator(batch.noise, asked)
-        g_loss = generator_loss(discriminator(fake, asked))
+        g_loss = losses.generator_loss(discriminator(fake, asked))
         first, second = slice(0, len(asked) // 2), slice(len(asked) // 2, 2 * (len(asked) // 2))
-        spread = mode_seeking(fake[first], fake[second], batch.noise[first], batch.noise[second])
+        spread = losses.mode_seeking(fake[first], fake[second], batch.noise[first], batch.noise[second])
         g_loss = g_loss + params.diversity * spread
-        losses.append(judged_loss + take_step(forger, g_loss))
-    return losses
+        told.append(judged_loss + take_step(forger, g_loss))
+    return told
 
 
 def distil(student: Pair, teachers: Sequence[tuple[float, Pair]], bank: Bank, settings: Distillation) -> list[float]:
@@ -194,12 +186,12 @@ def distil(student: Pair, teachers: Sequence[tuple[float, Pair]], bank: Bank, se
     taught = [(share, one[Part.GENERATOR].eval(), one[Part.CLASSIFIER].eval()) for share, one in teachers]
     weights = [*generator.parameters(), *classifier.parameters()]
     optimiser = torch.optim.Adam(weights, lr=settings.lr, weight_decay=settings.weight_decay)
-    losses = []
+    told = []
     for rows in slices(len(bank), settings.batch):
         noise, labels = bank.noise[rows], bank.labels[rows]
         with torch.no_grad():
             ensemble = sum(share * judge(maker(noise, labels)) for share, maker, judge in taught)
         assert isinstance(ensemble, torch.Tensor)
-        loss = kl_teacher_student(ensemble, classifier(generator(noise, labels)))
-        losses.append(take_step(optimiser, loss))
-    return losses
+        loss = losses.kl_teacher_student(ensemble, classifier(generator(noise, labels)))
+        told.append(take_step(optimiser, loss))
+    return told

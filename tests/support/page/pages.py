@@ -17,17 +17,14 @@ from fastapi import FastAPI
 from sqlalchemy import insert
 
 from coordinator.config import CoordinatorConfig, EnrolmentSettings, RoundSettings, render_config
-from coordinator.facts.known import Known
 from coordinator.members.api_tokens import ApiTokens, Role
 from coordinator.page import add_page
 from coordinator.paths import Home
 from coordinator.rounds import records
-from coordinator.service.service import Service
 from coordinator.storage import schema
 from coordinator.storage.database import HighWater
 from coordinator.storage.store import Store
 from fedcg.files import checked_secret
-from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.schemas import Outcome
 from tests.support.coordinator.api import running_api
 from tests.support.coordinator.federations import Federations
@@ -107,11 +104,6 @@ def tiny_page(
     with served(made) as page:
         yield page
     world.store.close()
-
-
-def known_of(world: World, spec: FederationSpec | None = None, services: Mapping[str, Service] | None = None) -> Known:
-    """What facts of a world are made of, with another spec than its own, and without a service unless some are named."""
-    return Known(world.store, lambda record: spec or world.spec, world.root, services or {})
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from fedcg.wire.sums import Members, SumRound, SumSecrets, keys_label, share_out
 from tests.support.coordinator.sum_cohort import AT, SIZE, Cohort
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
+from tests.support.present import present
 
 Answer = TypeVar("Answer")
 
@@ -132,8 +133,7 @@ def test_every_step_repeats_byte_for_byte_after_a_power_cut() -> None:
     name = cohort.names[0]
     members = dict(sends)[name]
     assert isinstance(members, schemas.SumMembers)
-    again = cohort.keeper(name).announce(AT, 5)
-    assert again is not None
+    again = present(cohort.keeper(name).announce(AT, 5))
     assert again.model_copy(update={"key": None}) == members.announced[name]
     assert cohort.keeper(name).members(AT, members) == cohort.keeper(name).members(AT, members)
     sends = cohort.answer(board, sends, set())
@@ -499,8 +499,7 @@ class Attempt:
 
     def announce(self) -> None:
         for name in self.cohort.names:
-            keys = self.cohort.keys_of(name, self.at)
-            assert keys is not None
+            keys = present(self.cohort.keys_of(name, self.at))
             self.answer(name, keys)
 
     def answer_all(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from audit.attacks.reidentification import LineUp, ranks
-from audit.evidence.case import Case, Extractor, Knowledge, read_secret
+from audit.evidence.case import Extractor, Knowledge, read_secret
 from audit.evidence.networks import estimated_extractor, with_lenet5
 from audit.measures import Figure, Outcome
 from fedcg.errors import FedcgError
@@ -19,10 +19,6 @@ from fedcg.learning.split_names import WEIGHTS_VARIABLE
 from fedcg.wire.parts import Part
 from tests.support.audit import HELPED, carried_out, outcome_of, simulated_case
 from tests.support.learning.networks import SPLIT, write_tiny_weights
-
-
-def reidentified(case: Case) -> Outcome:
-    return carried_out("reidentification", case)
 
 
 def by_extractor(outcome: Outcome, observed: str) -> dict[str, Figure]:
@@ -72,7 +68,7 @@ def test_a_whole_update_is_tried_from_every_extractor_that_knows_something() -> 
 
 def test_without_the_private_networks_the_update_alone_is_tried() -> None:
     case = simulated_case(method="fedcg")
-    outcome = reidentified(replace(case, truth=replace(case.truth, before=None, after=None)))
+    outcome = carried_out("reidentification", replace(case, truth=replace(case.truth, before=None, after=None)))
     assert set(by_extractor(outcome, UPDATE)) == {"start of the public seed", "surrogate"}
     assert not by_extractor(outcome, GRADIENT)
     assert any("give --private" in note for note in outcome.notes)
@@ -93,7 +89,7 @@ def test_a_control_fails_when_its_attack_is_broken(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: object, failed: int
 ) -> None:
     monkeypatch.setattr(name, broken)
-    controls = reidentified(simulated_case(method="fedavg")).controls
+    controls = carried_out("reidentification", simulated_case(method="fedavg")).controls
     assert [control.passed for control in controls] == [at != failed for at in range(2)]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from audit.attacks import generator_memory, image_generator
 from audit.attacks.image_generator import estimated_scrambling, right_blocks
-from audit.evidence.case import Case, Knowledge, Truth
+from audit.evidence.case import Knowledge, Truth
 from audit.evidence.device_data import joined
 from audit.measures import Figure, Outcome, Values, unit_pixels
 from fedcg.learning.defences.params import EtcParams
@@ -18,14 +18,6 @@ from fedcg.learning.methods.ppidsg import SCRAMBLING, scrambling_by
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 from tests.support.audit import TRANSLATING, WITH_GENERATOR, carried_out, outcome_of, simulated_case
-
-
-def generator_case() -> Case:
-    return simulated_case(**WITH_GENERATOR)
-
-
-def attacked(case: Case) -> Outcome:
-    return carried_out("memorisation", case)
 
 
 @pytest.mark.slow
@@ -50,19 +42,22 @@ def test_the_attackers_figures_stand_beside_those_with_the_true_extractor() -> N
 
 @pytest.mark.slow
 def test_shuffling_which_images_were_trained_on_leaves_no_gain() -> None:
-    case = generator_case()
+    case = simulated_case(**WITH_GENERATOR)
     images = torch.cat([case.truth.train.images, case.truth.held_out.images])
     labels = torch.cat([case.truth.train.labels, case.truth.held_out.labels])
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
     parts = [ImageSet(images[some], labels[some], case.truth.train.classes) for some in order.chunk(2)]
     mixed = replace(case, truth=replace(case.truth, train=parts[0], held_out=parts[1]))
-    assert all(one.gain.low < 0.0 for one in attacked(mixed).figures)
+    assert all(one.gain.low < 0.0 for one in carried_out("memorisation", mixed).figures)
 
 
 def test_the_controls_fail_when_the_distances_and_the_decoder_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cdist", lambda some, others: torch.ones(len(some), len(others)))
     monkeypatch.setattr("audit.techniques.image_decoder.ImageGenerator", BlankDecoder)
-    assert [one.passed for one in attacked(generator_case()).controls] == [False, False]
+    assert [one.passed for one in carried_out("memorisation", simulated_case(**WITH_GENERATOR)).controls] == [
+        False,
+        False,
+    ]
 
 
 class BlankDecoder(torch.nn.Module):
@@ -77,8 +72,8 @@ class BlankDecoder(torch.nn.Module):
 
 
 def test_without_auxiliary_images_the_device_still_learns_its_generators_distances() -> None:
-    case = generator_case()
-    found = attacked(replace(case, view=replace(case.view, auxiliary=None)))
+    case = simulated_case(**WITH_GENERATOR)
+    found = carried_out("memorisation", replace(case, view=replace(case.view, auxiliary=None)))
     assert [(one.name, one.setting) for one in found.figures] == [("memory_auc", "extractor: true")]
     assert [one.passed for one in found.controls] == [True]
 
@@ -116,10 +111,6 @@ def test_the_nearest_gain_by_hand_and_its_interval_by_chance() -> None:
     assert generator_memory.nearest_gain([clear] * 3, 0)[2].low > 0
 
 
-def translating_case() -> Case:
-    return simulated_case(**TRANSLATING)
-
-
 def named(outcome: Outcome, name: str) -> list[Figure]:
     return [one for one in outcome.figures if one.name == name]
 
@@ -137,7 +128,7 @@ def test_members_are_told_by_how_far_the_round_moved_the_output() -> None:
 
 @pytest.mark.slow
 def test_shuffling_whose_images_moved_the_output_leaves_no_gain() -> None:
-    case = translating_case()
+    case = simulated_case(**TRANSLATING)
     both = joined(case.truth.train, case.truth.held_out)
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(5))
     inside, outside = (both.rows(some) for some in order.chunk(2))
@@ -147,7 +138,7 @@ def test_shuffling_whose_images_moved_the_output_leaves_no_gain() -> None:
 
 @pytest.mark.slow
 def test_the_key_is_tried_where_it_was_given_and_a_planted_generator_shows_it_whole() -> None:
-    case, outcome = translating_case(), outcome_of("image_generator", **TRANSLATING)
+    case, outcome = simulated_case(**TRANSLATING), outcome_of("image_generator", **TRANSLATING)
     (figure,) = named(outcome, "scrambled_blocks")
     assert figure.samples == 16
     assert outcome.is_proven("scrambled_blocks")
@@ -161,7 +152,7 @@ def test_the_key_is_tried_where_it_was_given_and_a_planted_generator_shows_it_wh
 
 @pytest.mark.slow
 def test_a_control_whose_client_learns_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = translating_case()
+    case = simulated_case(**TRANSLATING)
     assert image_generator.membership_control(case, case.streams).passed
     idle = replace(case.view, update={Part.IMAGE_GENERATOR: case.view.before.parts[Part.IMAGE_GENERATOR]})
     monkeypatch.setattr("audit.evidence.networks.of_simulated_client", lambda *some: idle)

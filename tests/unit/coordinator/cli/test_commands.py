@@ -287,10 +287,3 @@ def test_a_change_whose_connection_breaks_is_asked_for_once_more_and_not_made_tw
         thread.join(20)
     assert (code, "broke while the change was made: look whether it was" in error["message"]) == (4, True)
     assert keys[0] == keys[1] != []
-
-
-def test_a_command_without_a_coordinator_keeps_one_from_starting_only_while_it_steers(home: Home) -> None:
-    with home.locked():
-        assert home.is_held
-    ask(home, "federation", "pause")
-    assert not home.is_held  # a coordinator can start again

@@ -19,7 +19,7 @@ from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome,
 from fedcg.wire.parts import ReportField
 from tests.support.coordinator.federations import Federations
 from tests.support.coordinator.world import MakeWorld, RunningService
-from tests.support.page.pages import add_crowd, known_of
+from tests.support.page.pages import add_crowd
 from tests.support.waiting import wait_until
 
 
@@ -38,7 +38,7 @@ def test_where_a_federation_stands_that_no_coordinator_runs(
     if is_open:
         add_crowd(world.store, "tiny", 4, 2, time.time())
     world.store.set_status("tiny", status, "cleaning" if status is FederationStatus.PAUSED else "")
-    found = current_round(known_of(world), "tiny")
+    found = current_round(world.known(), "tiny")
     assert (found.phase, found.reason, found.waits_for) == stands
     assert (found.round_s, found.ends_at) == (480.0 if is_open else None, None)
 
@@ -47,9 +47,9 @@ def test_failed_attempts_stall_it_which_is_a_problem_that_a_resume_ends(make_wor
     world = make_world(clients=("a",), max_attempts=1)
     world.store.open_attempt("tiny", RoundAttempt(1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
     world.store.fail_attempt("tiny", RoundAttempt(1, 1), "no update came", 3.0)
-    found = current_round(known_of(world), "tiny")
+    found = current_round(world.known(), "tiny")
     assert (found.status, found.phase, found.ends_at) == ("running", "stalled", None)
-    (problem,) = (each for each in open_problems(known_of(world)) if each.subject == "tiny")
+    (problem,) = (each for each in open_problems(world.known()) if each.subject == "tiny")
     assert (problem.kind, problem.is_severe) == ("stalled", True)
     assert "`fedcg federation resume tiny`" in problem.remedy
 
@@ -62,7 +62,7 @@ def test_too_few_devices_have_a_remedy_of_a_lower_bound(make_world: MakeWorld, m
         made.devices["tiny"][0].start()
         services = made.coordinator.services
         wait_until(lambda: "tiny" in services and len(services["tiny"].state.online) == 1, "one of two is online")
-        known = known_of(made.world, services=services)
+        known = made.world.known(services["tiny"])
         (problem,) = (each for each in open_problems(known) if each.kind == "too few devices")
         assert f"`fedcg federation set tiny {lower}`" in problem.remedy
 
@@ -73,7 +73,7 @@ def test_a_rejected_update_and_a_declined_round_are_problems_with_remedies_of_th
     store.answer("tiny", RoundAttempt(1, 1), "a", ParticipantState.ACCEPTED, "")
     store.answer("tiny", RoundAttempt(1, 1), "b", ParticipantState.DECLINED, "no_data")
     store.end_update(UpdateRecord("tiny", 1, 1, "a", "1" * 64, 1, Outcome.REJECTED, "it holds NaN", None, 1.0, 2.0))
-    found = {each.device: each for each in open_problems(known_of(world)) if each.device}
+    found = {each.device: each for each in open_problems(world.known()) if each.device}
     assert (found["a"].kind, found["a"].what) == ("update rejected", "update rejected in round 1 of tiny: it holds NaN")
     assert "`fedcg device revoke`" in found["a"].remedy
     assert (found["b"].kind, found["b"].what) == ("no data", "declined round 1 of tiny: no data")
@@ -81,7 +81,7 @@ def test_a_rejected_update_and_a_declined_round_are_problems_with_remedies_of_th
     for paused in (True, None):
         condition = DeviceCondition(findings=(), paused=paused)
         store.presence.keep_condition("tiny", "b", 3.0 + (not paused), condition.model_dump_json())
-        is_open = any(each.kind == "paused by its owner" for each in open_problems(known_of(world)))
+        is_open = any(each.kind == "paused by its owner" for each in open_problems(world.known()))
         assert is_open is bool(paused)
 
 
@@ -94,7 +94,7 @@ def test_every_metric_is_in_the_docs_with_its_labels_and_its_figure_is_that_of_t
 ) -> None:
     world = make_world(rounds=9, clients=())
     add_crowd(world.store, "tiny", 20, 2, time.time())
-    text = metrics_text(known_of(world)).decode()
+    text = metrics_text(world.known()).decode()
     with_service = {"fedcg_messages_refused"}  # counted by running services alone
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -120,27 +120,27 @@ def test_every_metric_is_in_the_docs_with_its_labels_and_its_figure_is_that_of_t
 def test_neither_updates_to_the_open_round_nor_devices_that_are_gone_count_in_the_worth(make_world: MakeWorld) -> None:
     store = (world := make_world(rounds=9, clients=())).store
     add_crowd(store, "tiny", 20, 2, time.time())
-    before = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
+    before = worth(world.known(), "tiny").mean, model_versions(world.known(), "tiny")[0].accuracy
     told = '{"accuracy": 0.1, "shadow": 0.1}'
     store.end_update(UpdateRecord("tiny", 3, 1, "line-0000", "1" * 64, 1, Outcome.ACCEPTED, "", told, 1.0, time.time()))
-    after = worth(known_of(world), "tiny").mean, model_versions(known_of(world), "tiny")[0].accuracy
+    after = worth(world.known(), "tiny").mean, model_versions(world.known(), "tiny")[0].accuracy
     assert after == before
     assert [number for number, *_ in after[0]] == [1, 2]
-    losing = [each for each in worth(known_of(world), "tiny").clients if (each.gain or 0) < 0]
+    losing = [each for each in worth(world.known(), "tiny").clients if (each.gain or 0) < 0]
     assert [each.client for each in losing] == ["line-0005", "line-0013"]
     for each, ended in zip(losing, (DeviceState.REVOKED, DeviceState.LEFT), strict=True):
         store.register.end_membership(each.client, ended, "", 1.0)
-    found = worth(known_of(world), "tiny")
+    found = worth(world.known(), "tiny")
     assert (found.compared, found.negative, found.rate, found.worst) == (18, 0, 0.0, None)
     assert not {each.client for each in losing} & {each.client for each in found.clients}
-    assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(known_of(world)).decode()
+    assert 'fedcg_negative_transfer{federation="tiny"} 0.0' in metrics_text(world.known()).decode()
 
 
 def test_rounds_after_one_that_is_late_count_from_now(make_world: MakeWorld) -> None:
     world, now = make_world(rounds=9, clients=()), time.time()
     add_crowd(world.store, "tiny", 4, 2, now)
     with RunningService(world) as running:
-        known = replace(known_of(world, services={"tiny": running.service}), now=now + 86_400.0)
+        known = replace(world.known(running.service), now=now + 86_400.0)
         assert current_round(known, "tiny").ends_at == known.now + 6 * 480.0  # rounds 4 to 9
 
 
@@ -149,7 +149,7 @@ def test_a_public_backbone_is_stated_with_what_is_private_beside_it(make_world: 
     network = world.spec.network.model_copy(
         update={"split": "resnet18+project:16", "weights": "ab" * 32, "freeze": "all-but:layer4"}
     )
-    facts = sent(known_of(world, world.spec.model_copy(update={"network": network})), "tiny")
+    facts = sent(world.known(spec=world.spec.model_copy(update={"network": network})), "tiny")
     assert facts.start == (
         "backbone public (sha256 abababababab, frozen before layer4), projection from the cohort secret, or the public spec seed on a "
         "device without one"
@@ -161,14 +161,14 @@ def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: Ma
     world = make_world(rounds=1, clients=())
     counts = ReportField.LABEL_COUNTS
     spec = world.spec.model_copy(update={"report": (*world.spec.report, counts), "optional_report": (counts,)})
-    when = {field: why for field, (_, why) in sent(known_of(world, spec), "tiny").fields.items()}
+    when = {field: why for field, (_, why) in sent(world.known(spec=spec), "tiny").fields.items()}
     assert when["examples"] == "the method needs it; a device whose owner does not allow it declines"
     assert when["label_counts"] == "where a device's owner allows it; the method uses it then"
     optional = {when[name] for name in ("accuracy", "health", "shadow", "telemetry")}
     assert optional == {"where a device's owner allows it"}
-    assert sent(known_of(world), "tiny").fields["label_counts"][1] == "never: the method does not use it"
+    assert sent(world.known(), "tiny").fields["label_counts"][1] == "never: the method does not use it"
     needed = spec.model_copy(update={"optional_report": ()})
-    assert sent(known_of(world, needed), "tiny").fields["label_counts"][1] == when["examples"]
+    assert sent(world.known(spec=needed), "tiny").fields["label_counts"][1] == when["examples"]
 
 
 @pytest.mark.parametrize("reason", DeclineReason)

@@ -111,8 +111,7 @@ def test_no_number_that_a_policy_or_a_token_takes_breaks_a_page_or_an_answer(
         assert reader.ask("POST", "/api/v1/api-tokens", body, **as_program)[0] in (201, 400, 422)
     assert change('{"min_clients": 2, "min_cohort": 1, "max_clients": null, "fraction": 1, "over_selection": 0}')
     page.made.devices["tiny"][1].silent = True  # the round stays open for as long as it may
-    for device in page.made.devices["tiny"]:
-        device.start()
+    page.made.start()
     wait_until(lambda: bool(page.made.world.store.attempts("tiny")), "a round is opened by this policy")
     reader.post("/devices/a/enable", form_of="/confirm/disable/a")  # which forgets the facts of before
     answers = {path: reader.ask("GET", path, **as_program)[0] for path in GIVEN}

@@ -23,18 +23,11 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.wire.errors import _MAX_DETAIL, ALWAYS_REPORTED, MalformedError, Refusals, SignatureError
 from fedcg.wire.messages.schemas import CohortVerdict, Heartbeat, RoundAttempt
 from fedcg.wire.messages.topics import TopicKind
+from tests.support.clock import Clock
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:

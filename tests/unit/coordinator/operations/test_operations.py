@@ -95,7 +95,10 @@ def test_a_policy_of_fewer_clients_than_sealed_sums_take_is_refused_with_the_rea
 
 def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason_takes_over(doing: Operations) -> None:
     doing.store.add_device("casting", "cc" * 32, 1.0)
-    assert doing.start("casting").status is FederationStatus.RUNNING
+    doing.store.set_status("casting", FederationStatus.CREATED, "")
+    with pytest.raises(SteeringError, match="was not started yet; `fedcg federation start casting"):
+        doing.pause("casting")
+    assert [doing.start("casting").status for _ in range(2)] == [FederationStatus.RUNNING] * 2
     changes: tuple[Callable[..., Any], ...] = (doing.pause, doing.stop)
     for change in changes:
         reasons = [change("casting", reason).status_reason for reason in ("first", "", "second")]
@@ -105,6 +108,8 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
     assert [each.disabled_because for each in disabled] == ["first", "first", "second"]
     assert len({each.disabled_at for each in disabled}) == 1
     assert [doing.archive("casting").status for _ in range(2)] == [FederationStatus.ARCHIVED] * 2
+    with pytest.raises(SteeringError, match="was started already; it is archived"):
+        doing.start("casting")
     with pytest.raises(SteeringError, match=r"casting was archived \(second\); `fedcg"):
         doing.resume("casting")
     with pytest.raises(

@@ -38,11 +38,6 @@ def page(tmp_path: Path) -> Iterator[ServedPage]:
         yield running
 
 
-def start(page: ServedPage, federation: str = "tiny") -> None:
-    for device in page.made.devices[federation]:
-        device.start()
-
-
 def shows(reader: Reader, path: str, *texts: str) -> str:
     """Wait until a page shows all of these; returns it."""
     page = ""
@@ -87,7 +82,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     page.made.devices["tiny"][1].decline = DeclineReason.NO_DATA
     reader = page.reader()
     assert "It waits for: 2 more devices (quorum 2)" in reader.get("/f/tiny")[1]
-    start(page)
+    page.made.start()
     shows(reader, "/f/tiny", "1<small> of 3 wanted", "no data", "3<small> of 3 online")
     text = reader.get("/f/tiny")[1]
     for device, phase in (("a", "delivered"), ("b", "declined"), ("c", "training")):
@@ -147,7 +142,7 @@ class StillMerging(OddC):
 def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_by_page_and_commands(tmp_path: Path) -> None:
     why = f"not merged (quarantine): {TOO_LONG}; {REASON}"
     with tiny_page(tmp_path, clients=("a", "b", "c", "d"), make_worker=StillMerging) as page:
-        start(page)
+        page.made.start()
         reader, escaped = page.reader(), html.escape(why, quote=True).replace("&#x27;", "&#39;")
         shown = shows(reader, "/f/tiny", "3 delivered", "1 quarantined", "4<small> of 4 wanted")
         assert "Updates unlike the others" in shown
@@ -172,7 +167,7 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     device = page.made.devices["tiny"][0]
     for each in page.made.devices["tiny"]:
         each.silent = True
-    start(page)
+    page.made.start()
     reader = page.reader()
     shows(reader, "/f/tiny", "3 training")
 

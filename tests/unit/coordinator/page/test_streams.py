@@ -21,7 +21,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.wire.messages.schemas import RoundAttempt
 from tests.support.commands import run_fedcg, succeeds
 from tests.support.coordinator.world import MakeWorld
-from tests.support.page.pages import ServedPage, known_of, tiny_page
+from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
 
 
@@ -146,7 +146,7 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
     thread = threading.Thread(target=receiver.serve_forever, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{receiver.server_address[1]}/hook"
-    known = known_of(world)
+    known = world.known()
     world.store.open_attempt("tiny", RoundAttempt(1, 1), world.base_id, frozenset({"a"}), 1.0, 2e9)
     events = world.service_context().events
 
@@ -194,8 +194,7 @@ def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: 
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    for device in page.made.devices["tiny"]:
-        device.start()
+    page.made.start()
     watcher.join(60)
     assert found, "the command did not end with the federation"
     lines = [json.loads(line)["data"] for line in found[0].splitlines()]

@@ -12,7 +12,6 @@ import pytest
 
 from coordinator.config import RoundSettings
 from coordinator.facts.devices import LOOK, doctor_findings
-from coordinator.facts.known import Known
 from coordinator.facts.models import by_class, served_models
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.rounds.records import UpdateRecord
@@ -20,17 +19,7 @@ from coordinator.service.reports import ConditionBoard
 from coordinator.updates import receiver as receiver_module
 from fedcg.sentences import texts
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.schemas import (
-    COORDINATOR,
-    Carrier,
-    DeviceCondition,
-    DoctorFinding,
-    Outcome,
-    Readings,
-    SelfReport,
-    decode,
-    encode,
-)
+from fedcg.wire.messages import schemas
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, PrivacySpent, Report, RoundCost
 from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.coordinator.world import MakeWorld, RunningService
@@ -38,13 +27,13 @@ from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
 from tests.support.wire.golden_files import CONDITION
 
-NOTHING = DeviceCondition()
+NOTHING = schemas.DeviceCondition()
 BOOTS = ("1" * 32, "2" * 32)
 
 
-def report(device: str = "a", condition: DeviceCondition = NOTHING, **fields: Any) -> SelfReport:
-    about = {"federation": FEDERATION, "sender": device, "recipient": COORDINATOR, "boot": BOOTS[0]}
-    return SelfReport(**{**about, "condition": condition, **fields})
+def report(device: str = "a", condition: schemas.DeviceCondition = NOTHING, **fields: Any) -> schemas.SelfReport:
+    about = {"federation": FEDERATION, "sender": device, "recipient": schemas.COORDINATOR, "boot": BOOTS[0]}
+    return schemas.SelfReport(**{**about, "condition": condition, **fields})
 
 
 SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
@@ -89,7 +78,9 @@ def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the
         each.silent = True  # no report waits behind an update
         each.start()
     wait_until(lambda: device.session is not None, "a session")
-    read = Readings(temperature_c=81.4, limit_c=95.0, watts=7.3, battery=0.4, on_mains=False, slowed_by=("hardware",))
+    read = schemas.Readings(
+        temperature_c=81.4, limit_c=95.0, watts=7.3, battery=0.4, on_mains=False, slowed_by=("hardware",)
+    )
     told = Report(
         examples=9,
         accuracy=0.5,
@@ -122,8 +113,8 @@ def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the
     (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
     (update,) = attempt["updates"]
     assert update["report"].items() >= json.loads(told.model_dump_json(include={"audit", "epsilon", "cost"})).items()
-    schemas = json.loads(reader.get("/openapi.json")[1])["components"]["schemas"]
-    assert {"audit", "epsilon", "cost"} <= set(schemas["Report"]["properties"])
+    described = json.loads(reader.get("/openapi.json")[1])["components"]["schemas"]
+    assert {"audit", "epsilon", "cost"} <= set(described["Report"]["properties"])
     device.tell(report())
     wait_until(lambda: 'id="readings"' not in reader.get("/devices/a")[1], "the readings are gone")
 
@@ -246,14 +237,14 @@ def test_a_device_outside_the_cohort_is_a_problem_with_a_remedy(make_world: Make
 )
 def test_a_self_report_holds_nothing_but_known_codes_and_bounded_numbers(wrong: dict[str, Any]) -> None:
     good = report(condition=CONDITION, clock=1.5)
-    assert decode(encode(good)) == good
+    assert schemas.decode(schemas.encode(good)) == good
     with pytest.raises(MalformedError):
-        decode(json.dumps({**good.model_dump(mode="json"), "condition": wrong}).encode())
+        schemas.decode(json.dumps({**good.model_dump(mode="json"), "condition": wrong}).encode())
 
 
 def test_every_finding_that_a_device_can_report_has_a_sentence_and_a_remedy_and_every_figure_a_title() -> None:
     assert set(texts().audit_figures) == set(get_args(AuditFigure))
-    assert set(texts().findings) == set(DoctorFinding.model_json_schema()["properties"]["check"]["enum"])
+    assert set(texts().findings) == set(schemas.DoctorFinding.model_json_schema()["properties"]["check"]["enum"])
 
 
 def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(make_world: MakeWorld) -> None:
@@ -261,7 +252,7 @@ def test_accuracies_by_class_are_means_over_the_clients_and_name_who_loses_most(
     known = world.known()
 
     def delivery(**report: Any) -> UpdateRecord:
-        return UpdateRecord("tiny", 1, 1, "x", "", 1, Outcome.ACCEPTED, "", json.dumps(report), 0.0, 1.0)
+        return UpdateRecord("tiny", 1, 1, "x", "", 1, schemas.Outcome.ACCEPTED, "", json.dumps(report), 0.0, 1.0)
 
     count, nothing = world.spec.class_count, [None] * world.spec.class_count
     # Class 0: gains +0.2 and -0.4, so the mean is -0.1 and b loses most; class 1: only a, and nothing to compare with.
@@ -289,23 +280,18 @@ def test_updates_that_find_no_room_are_a_problem_until_there_is_room(
     monkeypatch.setattr(receiver_module, "MAX_PARTIAL_FILES", 1)
     world = make_world(pacing=RoundSettings(gather_s=60.0))
     a, b = world.devices["a"], world.devices["b"]
-    a.carrier = Carrier.HTTPS  # its update is under way for as long as nobody puts the chunks
+    a.carrier = schemas.Carrier.HTTPS  # its update is under way for as long as nobody puts the chunks
     with RunningService(world) as running:
-
-        def problems() -> dict[str, Problem]:
-            known = Known(world.store, lambda _: world.spec, world.root, {"tiny": running.service})
-            return {each.kind: each for each in open_problems(known)}
-
         b.silent = True
         world.start_devices()
         wait_until(lambda: running.service.receiver.is_busy("a"), "a occupies the folder")
-        assert "full partial store" not in problems()
+        assert "full partial store" not in world.problems(running.service)
         b.silent = False
         b.act()
-        wait_until(lambda: "full partial store" in problems(), "b has to wait")
-        found = problems()["full partial store"]
+        wait_until(lambda: "full partial store" in world.problems(running.service), "b has to wait")
+        found = world.problems(running.service)["full partial store"]
         assert (found.subject, "1 update can't be received yet" in found.what) == ("tiny", True)
         assert "max_clients" in found.remedy
         a.pending = None  # it does not announce its update again
         running.service.receiver.forget("a")
-        wait_until(lambda: "full partial store" not in problems(), "there is room again")
+        wait_until(lambda: "full partial store" not in world.problems(running.service), "there is room again")

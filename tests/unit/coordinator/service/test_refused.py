@@ -41,6 +41,7 @@ from tests.support.coordinator.world import (
     RunningService,
     World,
 )
+from tests.support.present import present
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import make_ref
 
@@ -118,9 +119,8 @@ def test_what_is_not_authentic_or_not_in_order_is_refused_and_counted(make_world
     with RunningService(world) as running:
         world.start_devices()
         wait_until(lambda: bool(a.of(Invite)), "an invite")
-        assert a.session is not None
         good = Manifest(**a.addressed(1, 1), artifact=make_ref(a.make_update(1, 1, world.base_id), 1024))
-        stamped = a.session.stamp(good)
+        stamped = present(a.session).stamp(good)
         forged: list[tuple[AnyMessage, SigningKey, str]] = [
             (stamped, SigningKey.generate(), "forged"),
             (stamped.model_copy(update={"sender": "stranger"}), a.key, "forged"),
@@ -286,8 +286,7 @@ def test_a_coordinator_that_was_killed_before_the_figures_came_decides_the_same(
     with RunningService(world):
         world.wait_event("finished")
     assert merged(world) == [["a", "b", "d"]]
-    odd = world.store.update("tiny", RoundAttempt(1, 1), "c")
-    assert odd is not None
+    odd = present(world.store.update("tiny", RoundAttempt(1, 1), "c"))
     assert odd.weight == 0
 
 

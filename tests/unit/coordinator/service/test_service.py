@@ -8,9 +8,8 @@ from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import SteeringError
 from coordinator.rounds.engine import Phase
-from coordinator.rounds.records import AttemptState, FederationStatus, UpdateRecord
+from coordinator.rounds.records import AttemptState, UpdateRecord
 from coordinator.storage.view_store import Presence
-from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import seal
 from tests.support.coordinator.fake_device import FakeDevice
@@ -147,11 +146,6 @@ def phase(made: Federations, federation: str) -> Phase:
     return made.coordinator.services[federation].state.phase
 
 
-def start(made: Federations, federation: str) -> None:
-    for device in made.devices[federation]:
-        device.start()
-
-
 def until_over(made: Federations, federation: str) -> None:
     wait_until(lambda: phase(made, federation) is Phase.FINISHED, f"{federation} is over")
     final = made.world.store.aggregates(federation)[-1].artifact
@@ -162,7 +156,7 @@ def until_over(made: Federations, federation: str) -> None:
 def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations) -> None:
     with made.running():
         for federation in ("tiny", "second"):
-            start(made, federation)
+            made.start(federation)
         for federation in ("tiny", "second"):
             until_over(made, federation)
     for federation in ("tiny", "second"):
@@ -195,7 +189,7 @@ def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monke
         slow.transport.publish(slow.topics.up_chunk("a"), first)
         parts = made.world.root / "artifacts" / ".partial"
         wait_until(lambda: bool(list(parts.rglob("a@*.part"))), "a part of it is stored")
-        start(made, "tiny")
+        made.start("tiny")
         until_over(made, "tiny")
         monkeypatch.setattr(slow, "in_session", take)  # its repeated manifest is answered with what is missing
         wait_until(lambda: bool(slow.receipts()), "the whole update is answered")
@@ -205,7 +199,7 @@ def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monke
 def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(made: Federations) -> None:
     made.operations.pause("tiny", "maintenance")
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         wait_until(lambda: len(made.coordinator.services["tiny"].state.online) == 3, "all are online")
         assert (phase(made, "tiny"), made.coordinator.services["tiny"].state.reason) == (Phase.PAUSED, "maintenance")
         made.operations.resume("tiny")
@@ -217,7 +211,7 @@ def test_a_federation_that_ran_out_of_attempts_is_resumed_while_the_coordinator_
     for device in made.devices["tiny"]:
         device.decline = schemas.DeclineReason.NO_DATA
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         wait_until(lambda: phase(made, "tiny") is Phase.STALLED, "no attempt is left")
         made.operations.disable("c")
         assert phase(made, "tiny") is Phase.STALLED
@@ -230,7 +224,7 @@ def test_a_federation_that_ran_out_of_attempts_is_resumed_while_the_coordinator_
 def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_new_epoch(made: Federations) -> None:
     devices = made.devices["tiny"]
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         made.world.wait_event("aggregate_stored")
         devices[0].silent = devices[1].silent = devices[2].silent = True
         made.operations.stop("tiny", "enough")
@@ -251,24 +245,11 @@ def test_stop_ends_the_devices_with_the_last_aggregate_and_extend_goes_on_in_a_n
         assert offers == sorted(offers)
 
 
-def test_a_forgotten_device_is_invited_no_more(made: Federations, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FederationSpec, "is_exact", True)
-    with made.running():
-        start(made, "tiny")
-        until_over(made, "tiny")
-        over = made.operations.forget("tiny", ["c"]).policy.rounds
-        until_over(made, "tiny")
-        wait_until(lambda: made.world.store.aggregates("tiny")[-1].round == over, "one more round")
-        assert made.coordinator.services["tiny"].state.barred == {"c": "forgotten in this federation"}
-    last = present(made.world.store.last_attempt("tiny"))
-    assert [each.client for each in made.world.store.participants("tiny", last.at)] == ["a", "b"]
-
-
 def test_a_disabled_device_is_not_invited_and_an_enabled_one_is_again(made: Federations) -> None:
     made.operations.disable("c", "dust on the lens")
     made.operations.disable("c", "another reason")
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         made.world.wait_event("aggregate_stored")
         assert made.coordinator.services["tiny"].state.barred == {"c": "disabled by an operator: another reason"}
         made.operations.enable("c")
@@ -280,26 +261,10 @@ def test_a_disabled_device_is_not_invited_and_an_enabled_one_is_again(made: Fede
     assert opened[-1]["participants"] == ["a", "b", "c"]
 
 
-def test_a_created_federation_starts_when_it_is_started(made: Federations) -> None:
-    made.world.store.set_status("second", FederationStatus.CREATED, "")
-    with made.running():
-        assert set(made.coordinator.services) == {"tiny"}
-        with pytest.raises(SteeringError, match="was not started yet; `fedcg federation start second`"):
-            made.operations.pause("second")
-        made.operations.start("second")
-        start(made, "second")
-        until_over(made, "second")
-        made.operations.start("second")  # again: it is left as it is
-        assert made.world.store.federation("second").status is FederationStatus.RUNNING
-        made.operations.archive("second")
-        with pytest.raises(SteeringError, match="was started already; it is archived"):
-            made.operations.start("second")
-
-
 def test_accuracy_that_rises_no_more_ends_a_federation(made: Federations) -> None:
     made.operations.change_policy("tiny", {"rounds": 9, "stop_patience": 2})
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         until_over(made, "tiny")
     record = made.world.store.federation("tiny")
     assert record.status.value == "stopped"
@@ -309,7 +274,7 @@ def test_accuracy_that_rises_no_more_ends_a_federation(made: Federations) -> Non
 
 def test_rounds_that_are_under_way_cannot_be_taken_back(made: Federations) -> None:
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         until_over(made, "tiny")
         with pytest.raises(SteeringError, match="rounds = 1: tiny is in round 2 already; stop it"):
             made.operations.change_policy("tiny", {"rounds": 1})
@@ -324,11 +289,11 @@ def test_what_another_federation_needs_is_not_pruned(made: Federations) -> None:
     made.operations.change_policy("tiny", {"rounds": 4})
     made.operations.pause("second")
     with made.running():
-        start(made, "tiny")
+        made.start("tiny")
         until_over(made, "tiny")
         assert made.world.events("pruned")
         made.operations.resume("second")  # its server state is equal to the first one of the other
-        start(made, "second")
+        made.start("second")
         until_over(made, "second")
 
 

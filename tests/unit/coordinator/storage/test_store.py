@@ -75,15 +75,6 @@ def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
     assert [person.state for person in store.participants(*KEY)] == [records.ParticipantState.INVITED] * 3
 
 
-def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) -> None:
-    open_attempt(store)
-    first = update("a")
-    store.end_update(first)
-    assert store.start_distilling(*KEY, 5.0) == [first]
-    assert store.end_update(update("b", artifact="2")) is None
-    assert store.updates(*KEY) == [first]
-
-
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
     open_attempt(store)
     store.close_attempt(records.AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0))
@@ -103,10 +94,12 @@ def test_the_engine_state_is_rebuilt_while_collecting_and_while_distilling(store
     open_attempt(store)
     store.end_update(update("a"))
     store.end_update(update("b", Outcome.REJECTED))
+    store.answer(*KEY, "a", records.ParticipantState.ACCEPTED)
+    store.answer(*KEY, "c", records.ParticipantState.DECLINED, "no_data")
     state = store.round_state("f")
     assert (state.phase, state.round, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1, 110.0)
-    assert (state.participants, state.updates, state.declined) == (frozenset("abc"), frozenset("a"), frozenset("b"))
-    assert state.online == frozenset()
+    assert (state.participants, state.updates, state.declined) == (frozenset("abc"), frozenset("a"), frozenset("bc"))
+    assert (state.online, state.accepted) == (frozenset(), frozenset("a"))
     store.start_distilling(*KEY, 50.0)
     assert store.round_state("f").phase is Phase.DISTILLING
 
@@ -133,13 +126,6 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_and_keeps_its_paus
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()
     assert isinstance(transition(state, Tick(), 40.0)[1][0], OpenAttempt)
-
-
-def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store) -> None:
-    open_attempt(store)
-    store.answer(*KEY, "b", records.ParticipantState.ACCEPTED)
-    store.answer(*KEY, "c", records.ParticipantState.DECLINED, "no_data")
-    assert store.round_state("f").accepted == {"b"}
 
 
 def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(store: Store) -> None:

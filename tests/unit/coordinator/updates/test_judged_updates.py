@@ -238,11 +238,6 @@ def test_a_step_against_the_others_has_their_cosine_with_the_sign_flipped() -> N
     assert actions == [None, None, None, "quarantine"]
 
 
-def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
-    updates = {client: movement([1.0, float(number)], number + 1.0) for number, client in enumerate("abc")}
-    assert robustness.figures_of(updates) == robustness.figures_of(dict(reversed(updates.items())))
-
-
 def test_distances_are_given_in_medians() -> None:
     updates = {"a": movement([1.0], 2.0), "b": movement([1.0], 3.0), "c": movement([1.0], 30.0)}
     assert robustness.figures_of(updates)["c"] == robustness.Figures(10.0, 1.0, 1.0)

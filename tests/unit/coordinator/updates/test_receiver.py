@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import insert
@@ -388,20 +389,15 @@ def test_an_artifact_is_read_once_for_all_that_wait_and_then_sent_at_once(reques
 
 
 def test_of_a_devices_requests_the_newest_is_served(requested: Requested, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    source = requested.published.source
-
-    def noted_source(artifact: str) -> ChunkFile:
-        reads.append(artifact)
-        return source(artifact)
-
-    monkeypatch.setattr(requested.published, "source", noted_source)
+    source = Mock(side_effect=requested.published.source)
+    monkeypatch.setattr(requested.published, "source", source)
     for _ in range(1000):
         for artifact in requested.ids:
             requested.ask("a", artifact)
     assert len(requested.work) == 1
     requested.read()
-    assert (reads, requested.sent) == ([requested.ids[-1]], [("a", requested.ids[-1], ((0, 1),))])
+    source.assert_called_once_with(requested.ids[-1])
+    assert requested.sent == [("a", requested.ids[-1], ((0, 1),))]
 
 
 def test_what_is_not_published_is_never_read_and_what_can_not_be_read_is_not_sent(requested: Requested) -> None:

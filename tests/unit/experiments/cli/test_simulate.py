@@ -98,17 +98,15 @@ def test_each_method_of_a_call_has_the_networks_that_it_needs(tmp_path: Path) ->
     assert json.loads((runs / names[0]).read_text())["network"]["generator"] == "mlp_small"
 
 
-def losses(record: dict[str, Any]) -> list[list[float]]:
-    return [client["curve"]["loss"] for client in record["clients"]]
-
-
 def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:
     plain, cropped = (
         records_of(fedcg_simulate(tmp_path / str(at), f"--method fedsplit --json {option}"))[0]
         for at, option in enumerate(("", "--crop 2"))
     )
     assert (plain["setting"]["crop"], cropped["setting"]["crop"]) == (0, 2)
-    assert losses(plain) != losses(cropped)
+    assert [client["curve"]["loss"] for client in plain["clients"]] != [
+        client["curve"]["loss"] for client in cropped["clients"]
+    ]
 
 
 def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:

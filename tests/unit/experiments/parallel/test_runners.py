@@ -122,7 +122,7 @@ def test_as_many_workers_as_cpus_but_not_more_than_clients_and_one_per_accelerat
     assert default_workers(8, "cuda:0") == 1
 
 
-@pytest.mark.parametrize("method", ["fedmd_cg", "local"])
+@pytest.mark.parametrize("method", ["fedmd_cg", "local", "fedproto"])
 def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tmp_path: Path) -> None:
     stages: list[Simulation] = []
     simulate(party_of(method), Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)
@@ -130,11 +130,17 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
     assert (store.newest(), store.rounds()) == (None, 0)
     store.save(stages[0], 1.5)
     older = (folder / "round-000001.pt").read_bytes()
-    store.save(stages[1], 3.0)
+    extras = {"raw": {"0.weight": torch.tensor([1.5, -2.0])}, "done": {"steps": torch.tensor([7])}}
+    states = {**stages[1].states, "b": replace(stages[1].states["b"], extras=extras)}
+    last = replace(stages[1], states=states, update_bytes=(7,))
+    store.save(last, 3.0)
     found, seconds = present(store.newest())
-    assert_same_simulation(found, stages[1])
-    assert (found.curves, found.shadows.keys()) == (stages[1].curves, stages[1].shadows.keys())
-    assert (seconds, store.rounds()) == (3.0, 2)
+    assert_same_simulation(found, last)
+    assert (found.curves, found.shadows.keys()) == (last.curves, last.shadows.keys())
+    assert (seconds, store.rounds(), found.update_bytes) == (3.0, 2, (7,))
+    assert found.states["a"].extras.keys() == last.states["a"].extras.keys()
+    assert found.states["b"].extras.keys() == extras.keys()
+    assert all(same(found.states["b"].extras[name], weights) for name, weights in extras.items())
     assert [path.name for path in folder.iterdir()] == ["round-000002.pt"]  # the older one is gone
     assert Checkpoints(folder, RunSetting(rounds=3)).newest() is None  # another setting's
     (folder / "round-000001.pt").write_bytes(older)
@@ -215,17 +221,3 @@ def test_a_part_of_a_larger_tensor_is_sent_without_the_rest() -> None:
     assert torch.equal(sent.images, part.images)
     assert sent.images.untyped_storage().nbytes() == 2 * 3 * 8 * 8
     assert sendable(sent) is sent
-
-
-def test_clients_extras_and_statistics_come_back(tmp_path: Path) -> None:
-    now = simulate(party_of("fedproto", ("a", "b")), Schedule(rounds=1))
-    extras = {"raw": {"0.weight": torch.tensor([1.5, -2.0])}, "done": {"steps": torch.tensor([7])}}
-    now = replace(now, states={**now.states, "b": replace(now.states["b"], extras=extras)}, update_bytes=(7,), sent={})
-    checkpoints = Checkpoints(tmp_path, RunSetting())
-    checkpoints.save(now, 2.5)
-    back, seconds = present(checkpoints.newest())
-    assert_same_simulation(back, now)
-    assert (seconds, back.update_bytes) == (2.5, (7,))
-    assert not back.states["a"].extras
-    assert back.states["b"].extras.keys() == extras.keys()
-    assert all(same(back.states["b"].extras[name], weights) for name, weights in extras.items())

@@ -14,6 +14,7 @@ from experiments.simulation.batch import RunSetting
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Simulation, simulate
+from tests.support.present import present
 from tests.support.simulations import SMALL, fedcg_simulate, records_of, run_of
 
 SHORT = {"gan_steps": 6, "obfuscation_steps": 4, "width": 4, "batch_size": 8}
@@ -69,9 +70,7 @@ def test_every_training_image_changes_and_validation_and_test_stay_real(tmp_path
         assert torch.equal(client.train.labels, truth.train.labels)
         assert bool((client.train.images != truth.train.images).flatten(1).any(dim=1).all())
         assert all(map(_same, (client.val, client.test), (truth.val, truth.test)))
-    assert defended.common is not None
-    assert real.common is not None
-    assert _same(defended.common, real.common)
+    assert _same(present(defended.common), present(real.common))
 
 
 def _same(one: ImageSet, other: ImageSet) -> bool:
@@ -113,13 +112,9 @@ def test_every_image_that_a_model_gets_is_encrypted_with_its_clients_key(tmp_pat
         (figures,) = (one for one in record["clients"] if one["id"] == name)
         for kind in ("personal", "common_personal", "local", "common_local"):
             assert figures[f"accuracy_{kind}"] > 0.5, kind
-    assert encrypted.common is not None
-    assert real.common is not None
-    assert _same(encrypted.common, real.common)
+    assert _same(present(encrypted.common), present(real.common))
     one, two = (client.input_layer for client in encrypted.datasets.values())
-    assert one is not None
-    assert two is not None
-    assert not torch.equal(one.source, two.source)
+    assert not torch.equal(present(one).source, present(two).source)
     assert record["defence"] == "etc"
     assert record["defended"]["client-1"] == {"steps": "IR,IA,IF,IS", "block": "4", "key": "device"}
 

@@ -9,7 +9,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from export.build import to_onnx
 from export.build.install_model import package_personal
@@ -24,7 +23,6 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, succeeds
 from tests.support.learning import export_models
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
@@ -100,9 +98,8 @@ def test_equal_weights_in_two_layers_both_stay(tmp_path: Path, spec: FederationS
     np.testing.assert_allclose(logits, _torch_logits(spec, even, pixels), rtol=1e-5)
 
 
-def test_no_weights_of_other_parts_are_in_the_file(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
-    export_personal(spec, parts, tmp_path / "model.onnx")
-    floats = sum(np.prod(one.dims) for one in onnx.load(tmp_path / "model.onnx").graph.initializer)
+def test_no_weights_of_other_parts_are_in_the_file(path: Path, spec: FederationSpec, parts: Parts) -> None:
+    floats = sum(np.prod(one.dims) for one in onnx.load(path).graph.initializer)
     expected = sum(tensor.numel() for part in (Part.EXTRACTOR, Part.CLASSIFIER) for tensor in parts[part].values())
     assert floats <= expected + 2 * spec.image.channels
 
@@ -255,31 +252,3 @@ def test_a_manifest_that_describes_another_model_is_refused(tmp_path: Path, take
     write_manifest(directory, manifest.model_copy(update=other))
     with pytest.raises(ManifestError, match="expected"):
         Model.load(directory)
-
-
-@pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts: Parts) -> tuple[Path, Path]:
-    """The same model twice, exported by the command: with its preprocessing, and without."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "spec.json").write_bytes(spec.canonical())
-    tensors = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
-    save_file(tensors, home / "weights.safetensors")
-    words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
-    for name, options in (("whole", ()), ("raw", ("--raw",))):
-        succeeds("export", *words, "--out", home / name, *options)
-    return home / "whole", home / "raw"
-
-
-def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = data_of(succeeds("infer", "--model", root, "--json", folder))["results"]
-    return results
-
-
-def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
-    whole, raw = roots
-    assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
-    assert succeeds("model", "verify", raw).startswith("0001  as its manifest says")
-    export_models.write_images(tmp_path)
-    answers = _answers(raw, tmp_path)
-    assert len(answers) == 12
-    assert answers == _answers(whole, tmp_path)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from export.model.image_files import expand
+from export.model.manifest import read_manifest
 from export.model.runtime import Model, load_all
 from fedcg.errors import NOT_FOUND
 from fedcg.wire.parts import Part
@@ -178,28 +179,34 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 24)
     assert "0002: verified on 64 inputs (noise)" in succeeds("export", *common, "--slot", "personal")
-
-
-def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
-    spec, weights = checkpoint
-    assert "--slot: best, personal" in fails(
-        2, "export", "--spec", spec, "--weights", weights, "--out", tmp_path / "out"
+    succeeds("export", *common, "--slot", "best", "--raw")
+    assert succeeds("model", "verify", out).count("  as its manifest says") == 3
+    assert [read_manifest(out / version).takes for version in ("0001", "0003")] == ["pixels", "normalised"]
+    whole, raw = (
+        data_of(succeeds("infer", "--model", out / version, "--json", folder)) for version in ("0001", "0003")
     )
-    assert not (tmp_path / "out").exists()
+    assert len(whole["results"]) == 24
+    assert whole["results"] == raw["results"]
 
 
 @pytest.mark.parametrize(
-    ("broken", "named"), [("spec", "spec.json"), ("weights", "state.safetensors"), ("unfitting weights", "do not fit")]
+    ("broken", "named"),
+    [
+        ("spec", "spec.json"),
+        ("weights", "state.safetensors"),
+        ("unfitting weights", "do not fit"),
+        ("slot", "--slot: best, personal"),
+    ],
 )
 def test_export_names_the_bad_input(checkpoint: tuple[Path, Path], tmp_path: Path, broken: str, named: str) -> None:
     spec, weights = checkpoint
     if broken == "unfitting weights":
         save_file({f"best/{part.value}/x": torch.zeros(1) for part in Part}, weights)
-    else:
+    elif broken != "slot":
         (spec if broken == "spec" else weights).write_text('{"format": 1}')
-    assert named in fails(
-        2, "export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out"
-    )
+    slot = () if broken == "slot" else ("--slot", "best")
+    assert named in fails(2, "export", "--spec", spec, "--weights", weights, *slot, "--out", tmp_path / "out")
+    assert broken != "slot" or not (tmp_path / "out").exists()
 
 
 def _loaded(*arguments: str | Path) -> str:

@@ -4,7 +4,7 @@ There is no card here: onnxruntime's list of providers is replaced, and its sess
 computes on the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from export.build import variants
 from export.build.variants import HeldOut, add_variants
 from export.model import runtime, versions
 from export.model.manifest import read_manifest
@@ -57,7 +56,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: made.present)
     monkeypatch.setattr(onnxruntime, "InferenceSession", made.session)
-    monkeypatch.setattr(variants, "TIMING_S", 0.02)
     return made
 
 
@@ -132,11 +130,9 @@ def test_without_a_card_no_engines_are_kept(root: Path) -> None:
 
 @pytest.mark.parametrize(("half_ms", "flag"), [(1.0, "True"), (3.0, "False")])
 def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
-    root: Path, card: Card, monkeypatch: pytest.MonkeyPatch, half_ms: float, flag: str
+    root: Path, card: Card, clock: Callable[..., None], half_ms: float, flag: str
 ) -> None:
-    monkeypatch.setattr(
-        variants, "_latencies", lambda forms, _: [half_ms if one.name == "trt_fp16" else 2.0 for one in forms]
-    )
+    clock(fp32=2.0, trt_fp16=half_ms)
     manifest = add_variants(root / "0002", _held_out(root), threads=1)
     half = next(one for one in manifest.variants if one.name == "trt_fp16")
     assert half.machine == runtime.machine()
@@ -147,10 +143,13 @@ def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
 
 
 def test_what_was_chosen_for_one_machine_is_not_used_on_another(
-    root: Path, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path,
+    card: Card,
+    clock: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    times = {"trt_fp16": 1.0}
-    monkeypatch.setattr(variants, "_latencies", lambda forms, _: [times.get(one.name, 2.0) for one in forms])
+    clock(trt_fp16=1.0)
     directory = root / "0002"
     assert add_variants(directory, _held_out(root), threads=1).serves == "trt_fp16"
     assert Model.load(directory, threads=1).served.name == "trt_fp16"

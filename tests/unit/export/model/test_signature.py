@@ -33,13 +33,6 @@ def directory(tmp_path: Path, key: SigningKey) -> Path:
     return install_model(tmp_path / "models", key=tmp_path / "signing.key")
 
 
-def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
-    assert signer_of(directory) == key.public.hex
-    read_manifest(directory, required(key.public.hex))
-    listed = data_of(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
-    assert [row["signed_by"] for row in listed] == [key.public.hex]
-
-
 def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what_is_refused(
     directory: Path, key: SigningKey, tmp_path: Path
 ) -> None:
@@ -53,7 +46,7 @@ def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what
     named = f"signature checked with {tmp_path / 'signing.pub'} (fingerprint {fingerprint})"
     assert named in run_fedcg("model", "verify", root).stdout
     [listed] = data_of(run_fedcg("model", "list", root, "--json").stdout)
-    assert (listed["state"], listed["signature"]) == ("sound", named)
+    assert (listed["state"], listed["signed_by"], listed["signature"]) == ("sound", key.public.hex, named)
     flip_bit(directory / "model.onnx", 1000)
     [row] = run_fedcg("model", "list", root).stdout.splitlines()[1:-1]
     assert "refused: " in row

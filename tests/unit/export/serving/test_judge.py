@@ -50,33 +50,25 @@ def test_a_candidate_like_the_version_in_service_passes_once_enough_was_compared
     assert str(comparison.progress()) == "40 images compared, 100% of them got the same class, 0 requests failed"
 
 
-def test_five_failures_reject_it_at_once() -> None:
-    comparison = judge.Comparison("0002", "0001", STAGE)
-    for _ in range(4):
-        comparison.add(_pair([0], None))
-        assert comparison.verdict(1.0) is None
-    comparison.add(_pair([0], None))
-    reason = "it failed at 5 of 5 requests that version 0001 answered"
-    assert comparison.verdict(1.0) == judge.VersionFault("0002", "errors", reason)
-
-
-def test_failures_are_borne_up_to_5_percent() -> None:
-    comparison = judge.Comparison("0002", "0001", judge.CandidateStage(images=1000))
-    for number in range(95):
-        comparison.add(_pair([number % 4], [number % 4]))
-    for _ in range(5):
-        comparison.add(_pair([0], None))
-    assert comparison.verdict(1.0) is None  # 5 of 100
-    comparison.add(_pair([0], None))
-    assert _verdict(comparison)[0] == "errors"  # 6 of 101
-
-
-def test_one_failure_of_three_rejects_it_when_the_time_is_up() -> None:
-    comparison = judge.Comparison("0002", "0001", STAGE)
-    for now in ([0], None, [0]):
-        comparison.add(_pair([0], now))
-    assert comparison.verdict(599.9) is None
-    assert _verdict(comparison, 600.0)[0] == "errors"
+@pytest.mark.parametrize(
+    ("images", "answered", "failed", "elapsed_s", "is_rejected"),
+    [
+        (40, 0, 4, 1.0, False),
+        (40, 0, 5, 1.0, True),
+        (1000, 95, 5, 1.0, False),  # 5 of 100, and 5 % are borne
+        (1000, 95, 6, 1.0, True),
+        (40, 2, 1, 599.9, False),
+        (40, 2, 1, 600.0, True),  # the time is up
+    ],
+)
+def test_five_failures_over_5_percent_reject_it_at_once_and_fewer_when_the_time_is_up(
+    images: int, answered: int, failed: int, elapsed_s: float, is_rejected: bool
+) -> None:
+    comparison = judge.Comparison("0002", "0001", judge.CandidateStage(images=images, limit_s=600.0))
+    for number in range(answered + failed):
+        comparison.add(_pair([number % 4], [number % 4] if number < answered else None))
+    reason = f"it failed at {failed} of {answered + failed} requests that version 0001 answered"
+    assert comparison.verdict(elapsed_s) == (judge.VersionFault("0002", "errors", reason) if is_rejected else None)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,6 @@ from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, loaders, quick_spec
 
 
-def test_averaging_changes_no_clients_own_tensors() -> None:
-    mine = {"w": torch.tensor([2.0]), "n": torch.tensor(1)}
-    averaging.weighted_average([(1, mine), (1, {"w": torch.tensor([4.0]), "n": torch.tensor(3)})])
-    assert mine["w"].item() == 2.0
-    assert mine["n"].item() == 1
-
-
 def test_no_client_and_a_client_without_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="no client"):
         averaging.weighted_average([])
@@ -64,14 +57,6 @@ def test_an_average_is_kept_up_as_updates_arrive_and_knows_no_order() -> None:
     value, count = outcomes.pop()
     assert value == pytest.approx(0.5 / 11, rel=1e-6)
     assert count == 9
-
-
-def test_who_is_not_in_the_round_does_not_count_in_its_average() -> None:
-    assert averaged(("a", "b", "c"), "ac") == (0.0, 4)
-
-
-def test_a_method_without_shared_parts_averages_nothing() -> None:
-    assert averaging.AverageAggregator(frozenset(), MemorySpill()).finish({"a": lambda: UPDATES["a"]})[0].parts == {}
 
 
 TERMS = st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.integers(1, 1 << 20)), min_size=2, max_size=5)

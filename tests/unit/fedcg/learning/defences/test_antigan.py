@@ -184,9 +184,8 @@ def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() 
 
 def test_a_window_larger_than_the_images_is_named_before_there_are_any_and_when_there_are() -> None:
     wide = SHORT.model_copy(update={"window": 9})
-    assert DEFENCE.check is not None
     with pytest.raises(DefenceError, match="window = 9 is larger than the images of 8x12 pixels: lower `window`"):
-        DEFENCE.check(wide, place(), (1, 8, 12))
+        present(DEFENCE.check)(wide, place(), (1, 8, 12))
     with pytest.raises(DefenceError, match="window = 9 is larger than the images of 8x8 pixels"):
         DEFENCE.apply(images(), wide, place())
 

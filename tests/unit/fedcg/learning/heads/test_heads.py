@@ -14,7 +14,6 @@ from fedcg.learning.heads.moments import (
     COUNTS,
     MOMENT,
     SUMS,
-    ClassGaussians,
     class_gaussians,
     feature_moments,
     moments_layout,
@@ -27,6 +26,7 @@ from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.spec import NetworkChoice
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
+from tests.support.present import present
 
 
 class TwoHalves(nn.Module):
@@ -43,12 +43,6 @@ def drawn_features(rows: int, seed: int, size: int = 6, classes: int = 3) -> tup
     labels = torch.randint(classes, (rows,), generator=stream)
     middle = torch.randn(classes, size, generator=torch.Generator().manual_seed(99)) + 2.0
     return (middle[labels] + 0.5 * torch.randn(rows, size, generator=stream)).clamp(min=0.0), labels
-
-
-def gaussians(moments: Weights) -> ClassGaussians:
-    found = class_gaussians(moments)
-    assert found is not None
-    return found
 
 
 def test_moments_are_counts_sums_and_products_of_features_by_image() -> None:
@@ -78,9 +72,7 @@ def test_mirror_images_count_where_the_spec_flips_and_fit_the_layout() -> None:
     }
     for name, tensor in of_network.items():
         low, high = layouts[name].low, layouts[name].high
-        assert low is not None
-        assert high is not None
-        assert low <= float(tensor.min()) <= float(tensor.max()) <= high
+        assert present(low) <= float(tensor.min()) <= float(tensor.max()) <= present(high)
 
 
 def test_features_above_the_clip_are_cut_and_the_owner_is_warned() -> None:
@@ -97,7 +89,7 @@ def test_features_above_the_clip_are_cut_and_the_owner_is_warned() -> None:
 
 def test_means_and_covariance_come_out_of_the_moments() -> None:
     features, labels = drawn_features(400, 0)
-    found = gaussians(moments_of(features, labels, 3))
+    found = present(class_gaussians(moments_of(features, labels, 3)))
     about = features.double() - found.means[labels]
     covariance = found.vectors * found.values @ found.vectors.T
     assert torch.allclose(covariance, about.T @ about / 400, atol=1e-5)
@@ -123,7 +115,7 @@ def test_the_head_of_merged_moments_is_that_of_pooled_features_however_images_ar
     owner = torch.tensor(owners)
     clients = [owner == one for one in set(owners)]
     merged = weighted_average((int(rows.sum()), moments_of(features[rows], labels[rows], 3)) for rows in clients)
-    head = lda_head(gaussians(merged), torch.full((3,), 1 / 3).log(), shrinkage, 1.0, "")
+    head = lda_head(present(class_gaussians(merged)), torch.full((3,), 1 / 3).log(), shrinkage, 1.0, "")
     pooled = pooled_head(features, labels, shrinkage)
     for name, tensor in head.items():
         assert torch.allclose(tensor.double(), pooled[name], rtol=1e-5, atol=1e-5 * float(pooled[name].abs().max()))
@@ -146,7 +138,7 @@ def pooled_head(features: torch.Tensor, labels: torch.Tensor, shrinkage: float) 
 def test_a_class_that_nobody_has_is_never_chosen_and_the_prior_of_a_box_moves_its_answers() -> None:
     features, labels = drawn_features(200, 1)
     labels = labels.clamp(max=1)
-    classes = gaussians(moments_of(features, labels, 3))
+    classes = present(class_gaussians(moments_of(features, labels, 3)))
     even = lda_head(classes, torch.zeros(3), 0.5, 2.0, "")
     assert int((features @ even["weight"].T + even["bias"]).argmax(1).max()) == 1
     skewed = lda_head(classes, torch.tensor([2.0, 0.0, 9.0]), 0.5, 2.0, "")
@@ -156,7 +148,7 @@ def test_a_class_that_nobody_has_is_never_chosen_and_the_prior_of_a_box_moves_it
 
 def test_validation_chooses_the_temperature_which_gives_the_prior_its_weight() -> None:
     features, labels = drawn_features(200, 2)
-    classes = gaussians(moments_of(features, labels, 3))
+    classes = present(class_gaussians(moments_of(features, labels, 3)))
     prior = torch.tensor([1.0, 0.0, 0.0])
     cold, warm = (lda_head(classes, prior, 0.5, one, "1.") for one in (1.0, 8.0))
     assert torch.allclose(cold["1.weight"], 8.0 * warm["1.weight"])
@@ -178,7 +170,7 @@ def test_calibration_repeats_bit_for_bit_and_teaches_a_head_the_classes() -> Non
     spec = cases.quick_spec("fedavg")
     head = initial_parts(spec, b"x")[Part.CLASSIFIER]
     features, labels = drawn_features(300, 3, size=16)
-    classes = gaussians(moments_of(features, labels, 3))
+    classes = present(class_gaussians(moments_of(features, labels, 3)))
     ctx = cases.context(spec)
     found = calibrated(head, classes, 1.0, ctx)
     assert cases.same(found, calibrated(head, classes, 3e-4, ctx))

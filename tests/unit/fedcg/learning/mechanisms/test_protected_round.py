@@ -269,7 +269,6 @@ def test_settings_are_read_from_pairs_and_name_a_run() -> None:
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
-        (["update_clip"], "write KEY=VALUE"),
         (["dp_sgd.=1"], "dp_sgd.KEY=VALUE"),
         (["clip=1"], "--mechanism clip: no such mechanism; there are update_clip, .*dp_sgd.noise_multiplier"),
         (["dp_sgd.sigma=1"], "--mechanism dp_sgd.sigma: no such mechanism"),

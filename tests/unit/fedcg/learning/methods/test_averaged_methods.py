@@ -22,7 +22,7 @@ from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training.classification import Penalty, with_downloaded_classifier
 from fedcg.wire.parts import Part
 from tests.support.learning import learning_cases as cases
-from tests.support.learning.networks import ARITHMETIC, FIRST, SECOND, Scale, drawn, on_labels
+from tests.support.learning.networks import ARITHMETIC, FIRST, SECOND, Answer, Scale, drawn, on_labels
 from tests.support.present import present
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
@@ -193,17 +193,6 @@ class Flat(nn.Module):
         return torch.zeros(len(images), 1)
 
 
-class Same(nn.Module):
-    """A classifier with one answer for everything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(3))
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.logits.expand(len(features), -1)
-
-
 @pytest.mark.parametrize(
     ("spilled", "answer"),
     [
@@ -221,7 +210,8 @@ class Same(nn.Module):
 def test_feddf_settles_where_the_divergence_from_the_weighted_ensemble_to_the_student_is_least(
     monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch.Tensor, int]], answer: tuple[float, ...]
 ) -> None:
-    nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: Same()}
+    nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: nn.Linear(1, 3)}  # of which the bias alone is trained
+    nn.init.zeros_(nets[Part.CLASSIFIER].get_parameter("bias"))
     monkeypatch.setattr(feddf, "load_part", lambda spec, part, weights, device: nets[part])
     spec = cases.quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
     spill = MemorySpill()
@@ -241,8 +231,7 @@ def test_a_teacher_of_feddf_answers_for_the_public_images_that_the_round_uses_no
     ctx, spill, start = cases.context(spec, root=b"coordinator"), MemorySpill(), initial_parts(spec, b"cohort")
     method.aggregator(method.init_server(spec, start), ctx, spill).add(Update("a", start, 3))
     used = feddf.public_order(10, 4, ctx.streams).unique()
-    assert ctx.public is not None
-    images = (ctx.public[used].to(torch.float32) / 255.0 - 0.5) / 0.25
+    images = (present(ctx.public)[used].to(torch.float32) / 255.0 - 0.5) / 0.25
     extractor, classifier = (load_part(spec, part, start[part]).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
     assert len(used) == 4
     assert torch.allclose(spill.get("a")["logits"], classifier(extractor(images)).detach(), atol=1e-5)
@@ -262,17 +251,6 @@ def test_feddf_without_public_images_says_what_to_configure() -> None:
             cases.aggregator_of(spec, replace(cases.context(spec), public=nothing))
 
 
-class Answer(nn.Module):
-    """A generator that answers row by row from a table."""
-
-    def __init__(self, *rows: tuple[float, ...]) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.tensor(rows))
-
-    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.rows[: len(labels)]
-
-
 def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_and_by_its_diversity() -> None:
     # Classifiers "times 1" with a quarter of the data and "times 5" with the rest: logits = (1/4 + 15/4) features = 4 features.
     # Features (ln 3 / 4, 0) and (0, 0), both of label 0: logits (ln 3, 0) cost ln 4/3, (0, 0) cost ln 2.
@@ -286,7 +264,7 @@ def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_a
     loss = fedgen.generator_objective(generator, jury, noise, labels, 0.1)
     assert loss.item() == pytest.approx(expected + 0.1 * spread)
     loss.backward()
-    assert present(generator.rows.grad).abs().sum() > 0
+    assert present(generator.value.grad).abs().sum() > 0
 
 
 def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> None:
@@ -330,7 +308,7 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
 def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_from_all() -> None:
     # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
     spec = cases.quick_spec("fedgen")
-    nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
+    nets = {Part.GENERATOR: Answer(0.0, math.log(3.0)), Part.CLASSIFIER: Scale(1.0)}
     uniform = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), cases.context(spec))
     _, labels = drawn(uniform, [1] * 400)
     assert all(torch.bincount(labels, minlength=spec.class_count) > 400 / spec.class_count * 0.7)
@@ -342,7 +320,8 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     # The generator answers (0, ln 3): a classifier "times 1" gives label 1 a probability of 3/4 and label 0 of 1/4.
     params, ctx = fedgen.FedgenParams(replay=0.5), cases.context(cases.quick_spec("fedgen"))
     classifier = Scale(1.0)
-    nets = {Part.GENERATOR: Answer((0.0, math.log(3.0)), (0.0, math.log(3.0))), Part.CLASSIFIER: classifier}
+    generator = Answer(0.0, math.log(3.0))
+    nets = {Part.GENERATOR: generator, Part.CLASSIFIER: classifier}
     penalty = on_labels(fedgen.replay_penalty(nets, params, ctx), [1, 0], classifier=classifier)
     nothing = torch.zeros(1, 2)
     of_label_1 = penalty(slice(0, 1), nothing, nothing)
@@ -350,5 +329,5 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     assert penalty(slice(1, 2), nothing, nothing).item() == pytest.approx(0.5 * math.log(4.0))
     of_label_1.backward()
     assert classifier.weight.grad is not None
-    assert nets[Part.GENERATOR].rows.grad is None
+    assert generator.value.grad is None
     assert fedgen.replay_penalty(nets, params.model_copy(update={"replay": 0.0}), ctx) is None

@@ -28,16 +28,7 @@ from fedcg.learning.training.evaluation import evaluate
 from fedcg.learning.training.stage import Batches, Nets, Tensors, run_stage
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import (
-    CLASSES,
-    GREY,
-    bright_images,
-    context,
-    plan,
-    quick_spec,
-    same,
-    usual_plan,
-)
+from tests.support.learning import learning_cases as cases
 from tests.support.learning.networks import networks_of
 
 TINY = Widths(generator=2, residual=1, discriminator=2, extractor=2, hidden=(8, 4))
@@ -49,7 +40,7 @@ PARTS = ("generator", "discriminator", "extractor", "classifier")
 
 
 def round_context(round_number: int = 1, *, flip: bool = False) -> RoundContext:
-    return context(quick_spec("ppidsg", augment_flip=flip).model_copy(update={"rounds": 50}), round_number)
+    return cases.context(cases.quick_spec("ppidsg", augment_flip=flip).model_copy(update={"rounds": 50}), round_number)
 
 
 def quick(**changed: object) -> ppidsg.PpidsgParams:
@@ -66,15 +57,17 @@ def learn(
 
 def blocks(data: ImageSet, params: ppidsg.PpidsgParams, ctx: RoundContext) -> list[Tensors]:
     """What a round goes over."""
-    return list(ppidsg.translation(networks_of(TINY, SIZE, len(CLASSES)), data, SCRAMBLE, params, ctx).batches.blocks)
+    return list(
+        ppidsg.translation(networks_of(TINY, SIZE, len(cases.CLASSES)), data, SCRAMBLE, params, ctx).batches.blocks
+    )
 
 
 def quick_round(
     data: ImageSet | None = None, ctx: RoundContext | None = None, **changed: object
 ) -> tuple[Nets, dict[str, float]]:
     """Tiny networks, the same ones in every call, after a quick round."""
-    nets = networks_of(TINY, SIZE, len(CLASSES))
-    losses = learn(nets, data or bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or round_context())
+    nets = networks_of(TINY, SIZE, len(cases.CLASSES))
+    losses = learn(nets, data or cases.bright_images(24, 0), SCRAMBLE, quick(**changed), ctx or round_context())
     return nets, losses
 
 
@@ -84,7 +77,7 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
 
 def changed_weights(nets: Nets) -> list[str]:
     """Which networks have other WEIGHTS than before their round; running statistics do not count."""
-    before = networks_of(TINY, SIZE, len(CLASSES))
+    before = networks_of(TINY, SIZE, len(cases.CLASSES))
     pairs = {name: zip(nets[name].parameters(), before[name].parameters(), strict=True) for name in PARTS}
     return [name for name in PARTS if not all(torch.equal(one, other) for one, other in pairs[name])]
 
@@ -113,8 +106,8 @@ def test_the_discriminator_is_to_give_one_on_encrypted_and_zero_on_generated_ima
 
 
 def test_each_network_is_moved_by_its_own_loss_alone() -> None:
-    data = bright_images(24, 0)
-    other_labels = replace(data, labels=(data.labels + 1) % len(CLASSES))
+    data = cases.bright_images(24, 0)
+    other_labels = replace(data, labels=(data.labels + 1) % len(cases.CLASSES))
     first, _ = quick_round(data, **NO_TERMS)
     assert changed_weights(first) == ["discriminator", "extractor", "classifier"]
     # Without the classification loss, labels reach the classifier and nothing else.
@@ -124,7 +117,7 @@ def test_each_network_is_moved_by_its_own_loss_alone() -> None:
     fourth, _ = quick_round(data, classification_weight=1.0)
     assert not same_state(third["generator"], fourth["generator"])
     # The encrypted images reach the generator through eq. 8 alone where D has no weight, and D always.
-    nets = networks_of(TINY, SIZE, len(CLASSES))
+    nets = networks_of(TINY, SIZE, len(cases.CLASSES))
     learn(nets, data, lambda images: 255 - images, quick(**NO_TERMS), round_context())
     assert [name for name in PARTS if not same_state(first[name], nets[name])] == ["discriminator"]
 
@@ -142,8 +135,8 @@ def test_learning_rates_are_constant_at_first_and_then_fall_on_a_line() -> None:
 
 
 def test_optimisers_are_adam_for_the_gan_and_sgd_with_momentum_for_the_rest() -> None:
-    nets, params = networks_of(TINY, SIZE, len(CLASSES)), ppidsg.PpidsgParams()
-    trained = ppidsg.translation(nets, bright_images(24, 0), SCRAMBLE, params, round_context(50)).trained
+    nets, params = networks_of(TINY, SIZE, len(cases.CLASSES)), ppidsg.PpidsgParams()
+    trained = ppidsg.translation(nets, cases.bright_images(24, 0), SCRAMBLE, params, round_context(50)).trained
     gan, task = (trained[name].optimiser.param_groups[0] for name in ("generator", "extractor"))
     assert (gan["betas"], gan["weight_decay"], gan["lr"]) == ((0.5, 0.999), 0.0, pytest.approx(2e-4 / 31))
     assert (task["momentum"], task["weight_decay"], task["lr"]) == (0.9, 0.001, pytest.approx(0.01 / 31))
@@ -186,11 +179,11 @@ class OneAnswer(ppidsg.ImagePool):
 def test_extractor_classifier_and_discriminator_are_trained_on_pooled_images_and_their_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nets, twins = (networks_of(TINY, SIZE, len(CLASSES)) for _ in range(2))
-    images, encrypted, pooled = (normalise(bright_images(6, seed).images, SQUARE) for seed in (1, 2, 3))
+    nets, twins = (networks_of(TINY, SIZE, len(cases.CLASSES)) for _ in range(2))
+    images, encrypted, pooled = (normalise(cases.bright_images(6, seed).images, SQUARE) for seed in (1, 2, 3))
     labels, pooled_labels = torch.zeros(6, dtype=torch.int64), torch.full((6,), 2)
     monkeypatch.setattr(ppidsg, "ImagePool", lambda size, stream: OneAnswer(pooled, pooled_labels))
-    stage = ppidsg.translation(nets, bright_images(6, 1), SCRAMBLE, quick(lr=1e-12), round_context())
+    stage = ppidsg.translation(nets, cases.bright_images(6, 1), SCRAMBLE, quick(lr=1e-12), round_context())
     one_batch = replace(stage, batches=Batches([(images, encrypted, labels)], 1, None))
     _, restoration, classification, judged = run_stage(one_batch, round_context())
     with torch.no_grad():
@@ -215,7 +208,7 @@ def test_without_a_pool_what_comes_is_given_back() -> None:
 
 
 def test_what_is_encrypted_is_the_augmented_image() -> None:
-    ctx, data = round_context(flip=True), bright_images(24, 0)
+    ctx, data = round_context(flip=True), cases.bright_images(24, 0)
     ((images, encrypted, _),) = blocks(data, quick(steps=3), ctx)
     pixels = ((images + 1) * 127.5).round().to(torch.uint8)
     assert torch.equal(normalise(SCRAMBLE(pixels), SQUARE), encrypted)
@@ -224,8 +217,8 @@ def test_what_is_encrypted_is_the_augmented_image() -> None:
 
 
 METHOD = get_method("ppidsg")
-SPEC = quick_spec("ppidsg")
-COHORT = quick_spec("ppidsg", key="cohort")
+SPEC = cases.quick_spec("ppidsg")
+COHORT = cases.quick_spec("ppidsg", key="cohort")
 
 
 def start(spec=SPEC) -> ClientState:  # type: ignore[no-untyped-def]
@@ -233,7 +226,7 @@ def start(spec=SPEC) -> ClientState:  # type: ignore[no-untyped-def]
 
 
 def trained(state: ClientState, number: int = 1, root: bytes = b"device", spec=SPEC) -> LocalResult:  # type: ignore[no-untyped-def]
-    return METHOD.local_round(state, bright_images(24, 0), None, context(spec, number, root))
+    return METHOD.local_round(state, cases.bright_images(24, 0), None, cases.context(spec, number, root))
 
 
 def test_the_generator_alone_is_shared_and_no_key_is_in_it() -> None:
@@ -246,15 +239,15 @@ def test_the_generator_alone_is_shared_and_no_key_is_in_it() -> None:
 
 def test_the_classifier_starts_every_round_from_its_key() -> None:
     first, key = trained(start()).private, start().extras["key"]
-    assert same(first.extras["key"], key)
-    assert not same(key, initial_parts(SPEC, b"cohort")[Part.CLASSIFIER])  # that one is public
-    assert not same(key, METHOD.init_client(SPEC, initial_parts(SPEC, b"another")).extras["key"])
-    assert not same(first.parts[Part.CLASSIFIER], key)
+    assert cases.same(first.extras["key"], key)
+    assert not cases.same(key, initial_parts(SPEC, b"cohort")[Part.CLASSIFIER])  # that one is public
+    assert not cases.same(key, METHOD.init_client(SPEC, initial_parts(SPEC, b"another")).extras["key"])
+    assert not cases.same(first.parts[Part.CLASSIFIER], key)
     other = {name: torch.zeros_like(tensor) for name, tensor in first.parts[Part.CLASSIFIER].items()}
     moved = replace(first, parts={**first.parts, Part.CLASSIFIER: other})
     one, two = (trained(state, 2).private for state in (first, moved))
-    assert same(one.parts[Part.CLASSIFIER], two.parts[Part.CLASSIFIER])
-    assert not same(
+    assert cases.same(one.parts[Part.CLASSIFIER], two.parts[Part.CLASSIFIER])
+    assert not cases.same(
         trained(replace(first, extras={**first.extras, "key": other}), 2).private.parts[Part.CLASSIFIER],
         one.parts[Part.CLASSIFIER],
     )
@@ -262,14 +255,14 @@ def test_the_classifier_starts_every_round_from_its_key() -> None:
 
 def test_a_box_keeps_its_scrambling_and_each_has_another() -> None:
     first, neighbour = trained(start()).private, trained(start(), root=b"neighbour").private
-    assert same(trained(first, 2).private.extras["scrambling"], first.extras["scrambling"])
-    assert not same(neighbour.extras["scrambling"], first.extras["scrambling"])
+    assert cases.same(trained(first, 2).private.extras["scrambling"], first.extras["scrambling"])
+    assert not cases.same(neighbour.extras["scrambling"], first.extras["scrambling"])
 
 
 def test_with_a_cohorts_key_all_boxes_scramble_alike_and_other_cohorts_otherwise() -> None:
     one, two = (trained(start(COHORT), root=root, spec=COHORT).private.extras["scrambling"] for root in (b"a", b"b"))
-    assert same(one, two)
-    assert not same(one, METHOD.init_client(COHORT, initial_parts(COHORT, b"another")).extras["scrambling"])
+    assert cases.same(one, two)
+    assert not cases.same(one, METHOD.init_client(COHORT, initial_parts(COHORT, b"another")).extras["scrambling"])
 
 
 def test_the_model_is_generator_extractor_and_classifier_in_this_order() -> None:
@@ -278,16 +271,16 @@ def test_the_model_is_generator_extractor_and_classifier_in_this_order() -> None
     generator, extractor, classifier = model.children()
     assert torch.equal(model(images), classifier(extractor(generator(images))))
     assert generator(images).shape == images.shape
-    assert evaluate(SPEC, parts, bright_images(24, 1)).images == 24
+    assert evaluate(SPEC, parts, cases.bright_images(24, 1)).images == 24
 
 
 @pytest.mark.parametrize(
     ("plan_", "problem"),
     [
-        (plan("ppidsg"), "network.split must be image_small or image_paper"),
-        (usual_plan("ppidsg").model_copy(update={"input": GREY}), "set every one to 0.5"),
-        (usual_plan("ppidsg", block=5), "block = 5 does not divide images of 16x16"),
-        (usual_plan("ppidsg", scrambling="IR,IC"), "IC permutes the channels of colour images"),
+        (cases.plan("ppidsg"), "network.split must be image_small or image_paper"),
+        (cases.usual_plan("ppidsg").model_copy(update={"input": cases.GREY}), "set every one to 0.5"),
+        (cases.usual_plan("ppidsg", block=5), "block = 5 does not divide images of 16x16"),
+        (cases.usual_plan("ppidsg", scrambling="IR,IC"), "IC permutes the channels of colour images"),
     ],
 )
 def test_a_federation_it_can_not_work_in_is_refused_with_the_setting(plan_: FederationPlan, problem: str) -> None:

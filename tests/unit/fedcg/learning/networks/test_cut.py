@@ -12,6 +12,7 @@ from fedcg.learning.networks.cut import split
 from fedcg.learning.networks.layers import built, described
 from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.spec import Layer
+from tests.support.present import present
 
 
 class Net(nn.Module):
@@ -41,8 +42,7 @@ def test_the_halves_are_the_network_and_the_classifier_is_data(way: Callable[[to
     net, inputs = Net(way).eval(), torch.randn(5, 6, 50)
     halves = split(net, after="features")
     assert torch.equal(halves.classifier(halves.extractor(inputs)), net(inputs))
-    layers = halves.layers()
-    assert layers is not None
+    layers = present(halves.layers())
     assert [layer.kind for layer in layers] == ["flatten", "linear", "relu", "linear"]
     again = built([Layer.model_validate_json(layer.model_dump_json()) for layer in layers])
     again.load_state_dict(dict(zip(again.state_dict(), halves.classifier.state_dict().values(), strict=True)))
@@ -64,8 +64,7 @@ def test_every_standard_layer_is_described_and_built_alike() -> None:
         nn.MaxPool2d(2), nn.Identity(), nn.Conv2d(8, 8, (1, 3)), nn.GroupNorm(2, 8), nn.SiLU(), nn.AvgPool2d(2, 1),
         nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten(), nn.LayerNorm(16), nn.Dropout(0.2), nn.Linear(16, 4), nn.GELU(), nn.Tanh(),
     )  # fmt: skip
-    found = described(layers)
-    assert found is not None
+    found = present(described(layers))
     flat = [module for module in layers.modules() if type(module) not in {nn.Sequential, nn.Identity}]
     assert [repr(module) for module in built(found)] == [repr(module) for module in flat]
 

@@ -1,6 +1,6 @@
 """Layers of our own, equal to torch's in value and gradient, and layers that draw their own random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from torch import nn
 from fedcg.learning.networks import fast_layers
 from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
 from fedcg.learning.networks.randomness import draw_weights, lent_generators
+from tests.support.present import present
+from tests.support.raising import raising
 
 SHAPES = [
     ((1, 1), (2, 2)),
@@ -32,8 +34,7 @@ def test_a_form_gives_convolution_and_gradients(smaller: tuple[int, int], kernel
     size = smaller if grows else (smaller[0] + kernel[0] - 1, smaller[1] + kernel[1] - 1)
     maps = drawn(3, 5, *size).requires_grad_()
     weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()
-    form = fast_layers.form_for(maps, weight, grows=grows)
-    assert form is not None
+    form = present(fast_layers.form_for(maps, weight, grows=grows))
     ours = fast_layers.ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
     theirs = (F.conv_transpose2d if grows else F.conv2d)(maps, weight)
     assert torch.allclose(ours, theirs, atol=1e-12)
@@ -76,9 +77,7 @@ def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -
     both.square().sum().backward()
     each.square().sum().backward()
     for one, other in zip(together.parameters(), apart.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.allclose(one.grad, other.grad, atol=1e-9)
+        assert torch.allclose(present(one.grad), present(other.grad), atol=1e-9)
     for buffer, expected in zip(together.buffers(), apart.buffers(), strict=True):
         assert torch.allclose(buffer, expected, atol=1e-10)
 
@@ -123,19 +122,8 @@ def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() ->
     assert independent == alone
 
 
-@pytest.fixture
-def untouched_global_state() -> Iterator[None]:
-    before = torch.get_rng_state()
-    yield
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.usefixtures("untouched_global_state")
 def test_generators_are_given_back_when_a_stage_fails() -> None:
-    def fail() -> None:
-        with lent_generators(7):
-            torch.rand(5)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), lent_generators(7):
+        raising(ZeroDivisionError)(torch.rand(5))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -303,10 +303,8 @@ OTHER = "timm:test_resnet"
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FederationSpec:
-    path = write_tiny_weights(tmp_path / "weights")
-    monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, str(path.parent))
-    plan = tiny_plan("fedsplit", path)
+def spec(weights: Path) -> FederationSpec:
+    plan = tiny_plan("fedsplit", weights)
     network = plan.network.model_copy(update={"backbones": (BackboneChoice(name=OTHER),)})
     return complete_spec(plan.model_copy(update={"network": network}))
 

@@ -1,14 +1,13 @@
 """A federation in one process: clients that fail or stay away, its measures, mechanisms of clients, and the commands that list methods."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
 
-from fedcg.learning.errors import DataError, PrivacyError
+from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, RoundContext
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -22,7 +21,7 @@ from fedcg.learning.simulation.simulation import Failure, Schedule, participants
 from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.commands import data_of, run_fedcg
+from tests.support.commands import data_of, run_fedcg, succeeds
 from tests.support.learning import learning_cases as cases
 
 
@@ -127,12 +126,13 @@ def test_the_method_local_has_no_shadow_for_it_is_its_own() -> None:
     assert simulate(cases.party_of("local"), Schedule(rounds=1)).shadows == {}
 
 
-@pytest.mark.parametrize("method", [pytest.param("fedcg", marks=pytest.mark.slow), "fedmd_cg"])
-def test_going_on_from_any_round_ends_where_the_uninterrupted_simulation_ends(method: str) -> None:
+@pytest.mark.parametrize("make", [lambda: private_party("fedcg"), lambda: cases.party_of("fedmd_cg")])
+def test_going_on_from_any_round_ends_where_the_uninterrupted_simulation_ends(make: Callable[[], Party]) -> None:
     stages: list[simulation.Simulation] = []
-    whole = simulate(cases.party_of(method), Schedule(rounds=3), on_round=stages.append)
-    resumed = simulate(cases.party_of(method), Schedule(rounds=3), resume=stages[0])
+    whole = simulate(make(), Schedule(rounds=3), on_round=stages.append)
+    resumed = simulate(make(), Schedule(rounds=3), resume=stages[0])
     cases.assert_same_simulation(resumed, whole)
+    assert resumed.spent == whole.spent
 
 
 def biased(one: Party, label: int) -> ClientState:
@@ -276,22 +276,12 @@ def test_a_generators_spread_is_one_where_it_varies_as_the_extractor_does(monkey
     assert spread == pytest.approx(0.5, abs=0.03)
 
 
-def command(*arguments: str) -> str:
-    code = (
-        "import sys; from fedcg.learning.cli.method_commands import method_app; "
-        f"method_app({list(arguments)!r}, standalone_mode=False); print('torch' in sys.modules)"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-
-
-def test_methods_are_listed_with_when_to_take_which_without_importing_torch() -> None:
-    lines = command("list").splitlines()
-    when = data_of(command("list", "--json"))
+def test_methods_are_listed_with_when_to_take_which() -> None:
+    lines = succeeds("method", "list").splitlines()
+    when = data_of(succeeds("method", "list", "--json"))
     assert when.keys() == set(method_names())
     assert all(when.values())
-    assert [" ".join(line.split()) for line in lines[1:-3]] == [f"{name} {text}" for name, text in when.items()]
-    assert lines[-1] == "False"
-    assert command("show", "--help").split()[-1] == "False"
+    assert [" ".join(line.split()) for line in lines[1:-2]] == [f"{name} {text}" for name, text in when.items()]
 
 
 def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
@@ -338,20 +328,6 @@ def test_a_client_whose_budget_ends_takes_no_part_any_more() -> None:
     assert "b" not in now.failures
     assert cases.same_parts(now.states["a"].parts, after_two.states["a"].parts)
     assert not cases.same_parts(now.states["b"].parts, after_two.states["b"].parts)
-
-
-def test_what_is_spent_survives_an_interruption() -> None:
-    party = private_party("fedcg")
-    whole, first = (simulate(party, Schedule(rounds=rounds, shadow=False)) for rounds in (2, 1))
-    resumed = simulate(party, Schedule(rounds=2, shadow=False), resume=first)
-    cases.assert_same_simulation(resumed, whole)
-    assert resumed.spent == whole.spent
-    assert set(whole.spent) == set(cases.NAMES)
-
-
-def test_a_run_whose_networks_cant_be_private_ends_before_its_first_round() -> None:
-    with pytest.raises(PrivacyError, match=r"network\.discriminator"):
-        simulate(replace(cases.party_of("fedcg"), privacy=private_party().privacy), Schedule(rounds=1))
 
 
 def test_the_server_gets_the_clipped_update_and_the_client_keeps_its_own() -> None:

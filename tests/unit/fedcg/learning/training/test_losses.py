@@ -1,6 +1,7 @@
 """Every loss against numbers worked out by hand; each test fails when a sign or a KL direction is reversed."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -107,22 +108,25 @@ TWO_CLASSES = torch.tensor([0, 1])
 NO_SCALE = torch.ones(3)
 
 
-def test_diversity_0_as_published_is_label_agnostic() -> None:
-    # B = 2: mean over the four pairs of (0, -0.5, -0.5, 0) = -0.25; exp(-0.25)
-    for labels in (ONE_CLASS, TWO_CLASSES):
-        assert losses.diversity_0(FEATURES, NOISE, labels, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
-
-
-def test_diversity_1_as_published_puts_the_one_hot_label_beside_the_noise() -> None:
-    # other label: distance of [z; y] = sqrt(0.01 + 2) = 1.417745; exp(-5 * 1.417745 / 2) = 0.028887
-    assert losses.diversity_1(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.028887, abs=1e-5)
-    assert losses.diversity_1(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
-
-
-def test_diversity_2_as_published_weights_pairs_of_two_classes_by_e_squared() -> None:
-    # one-hot vectors of two classes are 2 apart in the 1-norm: exp(-0.5 * e^2 / 2) = 0.157668
-    assert losses.diversity_2(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(0.157668, abs=1e-5)
-    assert losses.diversity_2(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(0.778801, abs=1e-5)
+@pytest.mark.parametrize(
+    ("diversity", "of_one_class", "of_two_classes"),
+    [
+        # Label-agnostic. B = 2: mean over the four pairs of (0, -0.5, -0.5, 0) = -0.25; exp(-0.25)
+        (losses.diversity_0, 0.778801, 0.778801),
+        # The one-hot label beside the noise: distance of [z; y] = sqrt(0.01 + 2) = 1.417745; exp(-5 * 1.417745 / 2) = 0.028887
+        (losses.diversity_1, 0.778801, 0.028887),
+        # One-hot vectors of two classes are 2 apart in the 1-norm, and weigh e^2: exp(-0.5 * e^2 / 2) = 0.157668
+        (losses.diversity_2, 0.778801, 0.157668),
+        # The authors': features 25 / 2 apart, noise 0.01, both orders of the pair of four: exp(-2 * 12.5 * 0.01 / 4); two classes
+        # weigh e^(2/3)
+        (losses.diversity_mean_squared, math.exp(-0.0625), math.exp(-0.0625 * math.exp(2 / 3))),
+    ],
+)
+def test_each_published_diversity_has_its_value_for_pairs_of_one_and_of_two_classes(
+    diversity: Callable[..., torch.Tensor], of_one_class: float, of_two_classes: float
+) -> None:
+    for labels, expected in ((ONE_CLASS, of_one_class), (TWO_CLASSES, of_two_classes)):
+        assert diversity(FEATURES, NOISE, labels, NO_SCALE).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_normalised_diversity_counts_pairs_of_one_class_in_units_of_their_real_distance() -> None:
@@ -144,8 +148,7 @@ def test_the_published_diversity_underflows_at_real_sizes_where_the_normalised_o
     for name, term in (("published", losses.diversity_2), ("normalised", losses.diversity_normalised)):
         features = spread.clone().requires_grad_()
         term(features, noise, torch.arange(16) % 2, torch.full((2,), 20.0)).backward()
-        assert features.grad is not None
-        gradients[name] = features.grad.abs().max().item()
+        gradients[name] = present(features.grad).abs().max().item()
     assert losses.diversity_2(spread, noise, torch.arange(16) % 2, torch.ones(2)).item() == 0.0
     assert gradients["published"] == 0.0
     assert gradients["normalised"] > 0.0
@@ -156,18 +159,8 @@ def test_the_normalised_diversity_pushes_a_collapsed_generator_apart() -> None:
     noise = torch.eye(2)
     features = torch.tensor([[0.0, 0.0], [1e-3, 0.0]], requires_grad=True)
     losses.diversity_normalised(features, noise, ONE_CLASS, torch.full((2,), 1.0)).backward()
-    assert features.grad is not None
-    step = features.detach() - 0.1 * features.grad
+    step = features.detach() - 0.1 * present(features.grad)
     assert (step[0] - step[1]).norm() > (features[0] - features[1]).norm()
-
-
-def test_the_authors_diversity_is_a_product_of_mean_squared_distances() -> None:
-    # features 25 / 2 apart, noise 0.01, both orders of the pair of four: exp(-2 * 12.5 * 0.01 / 4); classes weigh e^(2/3) between
-    assert losses.diversity_mean_squared(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(
-        math.exp(-0.0625)
-    )
-    between = math.exp(-0.0625 * math.exp(2 / 3))
-    assert losses.diversity_mean_squared(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(between)
 
 
 def test_the_authors_diversity_has_a_slope_at_real_sizes_and_where_two_rows_are_equal() -> None:

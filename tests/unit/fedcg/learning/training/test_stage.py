@@ -86,11 +86,6 @@ def same_outcome(one: tuple[tuple[float, ...], Tensors], other: tuple[tuple[floa
     return one[0] == other[0] and same(one[1], other[1])
 
 
-def rounds(case: str) -> Iterable[tuple[Callable[[], Stage], RoundContext, str]]:
-    """Each stage of a method: how to make it anew, its context, and what to call it."""
-    return ((one.again, one.ctx, f"{one.stage.name} of {case}") for one in stages_of(case))
-
-
 # Batches in pieces, for want of memory.
 
 NO_MEAN_OF_ROWS = {
@@ -167,27 +162,16 @@ def test_a_stage_in_pieces_keeps_fewer_activations_and_takes_the_same_steps(case
 # Checkpoints.
 
 
-class KilledError(Exception):
-    """The process ends."""
-
-
 def checkpoint(saved: Tensors, save: Callable[[Tensors], None] = lambda state: None) -> RoundCheckpoint:
     """One at the end of each block."""
     return RoundCheckpoint(save, saved, 0.0, clock=map(float, count()).__next__)
 
 
-def killed_after(block: int, stage: Stage, ctx: RoundContext) -> Tensors:
-    """What is kept of a stage whose process ends after some blocks."""
+def kept_states(stage: Stage) -> list[Tensors]:
+    """What a stage keeps at the end of each of its blocks."""
     kept: list[Tensors] = []
-
-    def save(state: Tensors) -> None:
-        kept.append(state)
-        if len(kept) == block:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        run_stage(stage, replace(ctx, checkpoint=checkpoint({}, save)))
-    return kept[-1]
+    run_stage(stage, replace(CTX, checkpoint=checkpoint({}, kept.append)))
+    return kept
 
 
 def assert_goes_on_after_any_block(make: Callable[[], Stage], ctx: RoundContext, blocks: int, what: str) -> None:
@@ -203,7 +187,7 @@ def assert_goes_on_after_any_block(make: Callable[[], Stage], ctx: RoundContext,
 def test_a_toy_killed_after_any_block_goes_on_to_the_same_bits(ending: dict[str, Any]) -> None:
     blocks = 2 if ending else 4  # the third block, whose mean is not much below the least one, is the last
     assert_goes_on_after_any_block(lambda: toy(**ending), CTX, blocks, "toy")
-    saved = killed_after(2, toy(**ending), CTX)
+    saved = kept_states(toy(**ending))[1]
     seen: list[int] = []
     ctx = replace(CTX, checkpoint=checkpoint(saved), callbacks=Callbacks(lambda phase, step, steps: seen.append(step)))
     assert same_outcome(outcome(toy(**ending)), outcome(toy(**ending), ctx))
@@ -234,13 +218,13 @@ class Followed:
 
 @every_case
 def test_what_is_called_after_each_step_finds_the_weights_as_it_left_them(case: str) -> None:
-    for make, ctx, what in rounds(case):
-        stage = make()
+    for one in stages_of(case):
+        stage = one.again()
         follower = Followed(stage)
         follower()
-        run_stage(replace(stage, after=(follower,)), ctx)
-        assert len(follower.seen) == 1 + stage.batches.steps, what
-        assert not any(torch.equal(earlier, later) for earlier, later in pairwise(follower.seen)), what
+        run_stage(replace(stage, after=(follower,)), one.ctx)
+        assert len(follower.seen) == 1 + stage.batches.steps, one.stage.name
+        assert not any(torch.equal(earlier, later) for earlier, later in pairwise(follower.seen)), one.stage.name
 
 
 def averaged_toy() -> tuple[Stage, MovingAverage]:
@@ -253,16 +237,14 @@ def test_a_moving_average_goes_on_through_a_checkpoint() -> None:
     stage, average = averaged_toy()
     run_stage(stage, CTX)
     found = average.extras()["ema_classifier"]
-    saved = killed_after(2, averaged_toy()[0], CTX)
+    saved = kept_states(averaged_toy()[0])[1]
     again, resumed = averaged_toy()
     run_stage(again, replace(CTX, checkpoint=checkpoint(saved)))
     assert same(resumed.extras()["ema_classifier"], found)
 
 
 def test_a_stage_that_something_follows_whose_state_would_be_lost_has_no_checkpoints() -> None:
-    kept: list[Tensors] = []
-    run_stage(toy(after=(lambda: None,)), replace(CTX, checkpoint=checkpoint({}, kept.append)))
-    assert kept == []
+    assert kept_states(toy(after=(lambda: None,))) == []
 
 
 # DP-SGD: one weight, 0 at first, whose row (x, t) has the loss (w x - t)², and 3 w beside it.
@@ -371,8 +353,7 @@ def test_a_toy_reports_every_step_the_mean_of_its_last_block_and_what_is_watched
 
     def noted(nets: Nets, batch: tuple[torch.Tensor, ...]) -> Descents:
         losses = yield from toy_step(nets, batch)
-        assert losses is not None
-        every.append(float(losses[0]))
+        every.append(float(present(losses)[0]))
         return losses
 
     losses = run_stage(replace(stage, step=noted), ctx)
@@ -396,19 +377,19 @@ def test_a_toy_whose_loss_is_lost_ends_and_names_the_loss(at: int, value: float)
 
 @every_case
 def test_a_stage_reports_every_step_and_one_with_a_weight_that_is_no_number_ends(case: str) -> None:
-    for make, ctx, what in rounds(case):
+    for one in stages_of(case):
         seen: list[tuple[str, int, int]] = []
-        stage = make()
-        run_stage(stage, replace(ctx, callbacks=Callbacks(lambda *told, seen=seen: seen.append(told))))
+        stage = one.again()
+        run_stage(stage, replace(one.ctx, callbacks=Callbacks(lambda *told, seen=seen: seen.append(told))))
         steps = stage.batches.steps
-        assert seen == [(stage.name, step, steps) for step in range(1, steps + 1)], what
-        stage = make()
+        assert seen == [(stage.name, step, steps) for step in range(1, steps + 1)], one.stage.name
+        stage = one.again()
         with torch.no_grad():
             for name in stage.trained:
                 next(stage.modules_of(name)[0].parameters()).fill_(math.nan)
         with pytest.raises(DivergedError) as caught:
-            run_stage(stage, ctx)
-        assert str(caught.value).startswith(tuple(f"{loss}: mean loss nan" for loss in stage.losses)), what
+            run_stage(stage, one.ctx)
+        assert str(caught.value).startswith(tuple(f"{loss}: mean loss nan" for loss in stage.losses)), one.stage.name
 
 
 # Precision.
@@ -430,7 +411,7 @@ def autocast_in(stage: Stage, ctx: RoundContext) -> Mapping[str, set[bool]]:
 
 @every_case
 def test_all_networks_run_in_bfloat16_but_the_exact_ones_and_weights_stay_in_float32(case: str) -> None:
-    for make, ctx, what in [(toy, CTX, "toy"), *rounds(case)]:
+    for make, ctx, what in [(toy, CTX, "toy"), *((one.again, one.ctx, one.stage.name) for one in stages_of(case))]:
         stage = make()
         dtypes = {name: one.dtype for name, one in outcome(make(), ctx)[1].items()}
         found = autocast_in(stage, replace(ctx, machine=replace(ctx.machine, precision="bf16")))
