@@ -23,7 +23,6 @@ from fedcg.event_log import log_text
 from fedcg.terminal import print_error, print_failure
 from fedcg.text_output import plain
 
-COMMANDS = "fedcg.commands"
 DEBUG_FLAG = "--debug"
 JSON_FLAG = "--json"
 HELP_FLAGS = {"-h", "--help"}
@@ -92,7 +91,7 @@ class _Fedcg(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands, in the order of the panels."""
         ordered = [name for names in PANELS.values() for name in names]
-        found = sorted(entry.name for entry in entry_points(group=COMMANDS))
+        found = sorted(entry.name for entry in entry_points(group="fedcg.commands"))
         return sorted(found, key=lambda name: ordered.index(name) if name in ordered else -1)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -102,7 +101,7 @@ class _Fedcg(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
-        entry = next((one for one in entry_points(group=COMMANDS) if one.name == cmd_name), None)
+        entry = next((one for one in entry_points(group="fedcg.commands") if one.name == cmd_name), None)
         if entry is None:
             return None
         try:

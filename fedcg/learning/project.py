@@ -32,12 +32,11 @@ def program_of(folder: Path) -> Program:
     Raises:
         ProgramError: the folder has none.
     """
-    program = Program(PROGRAM_NAME, folder.resolve())
     if not (folder / "client.py").is_file():
         raise ProgramError(
             f"{folder}: no client.py with a function client(site) in it; `fedcg new NAME` makes a project"
         )
-    return program
+    return Program(PROGRAM_NAME, folder.resolve())
 
 
 def written_plan(folder: Path) -> dict[str, Any]:
@@ -108,8 +107,8 @@ def _toml(value: object) -> str:
         return f"{{ {', '.join(f'{name} = {_toml(one)}' for name, one in value.items())} }}" if value else "{}"
     if isinstance(value, (list, tuple)):
         rows = [_toml(one) for one in value]
-        is_of_tables = any(isinstance(one, dict) for one in value)
-        return "[\n" + "".join(f"  {row},\n" for row in rows) + "]" if is_of_tables else f"[{', '.join(rows)}]"
+        in_lines = "[\n" + "".join(f"  {row},\n" for row in rows) + "]"
+        return in_lines if any(isinstance(one, dict) for one in value) else f"[{', '.join(rows)}]"
     return json.dumps(value)
 
 

@@ -94,10 +94,6 @@ class Held(ImageSet):
 
     kind: Kind = "train"
 
-    def to(self, device: str) -> Held:
-        """Itself."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
 class Task:

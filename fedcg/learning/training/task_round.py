@@ -77,7 +77,7 @@ def task_round(
         )
     report = Report(examples=len(task.held()[0]), loss=None)
     return LocalResult(
-        SharedResult({part: _copied(parts[part]) for part in sorted(shared)}), ClientState(parts), report
+        SharedResult(copy.deepcopy({part: parts[part] for part in sorted(shared)})), ClientState(parts), report
     )
 
 
@@ -108,10 +108,6 @@ def _signs_of_life(progress: Callable[[int, int], None]) -> Iterator[None]:
 
 def _all(parts: Mapping[Part, Weights]) -> Iterator[tuple[str, torch.Tensor]]:
     return (item for weights in parts.values() for item in weights.items())
-
-
-def _copied(weights: Weights) -> dict[str, torch.Tensor]:
-    return {name: one.clone() for name, one in weights.items()}
 
 
 def _check_same(task: Task, before: Mapping[Part, Weights], after: Mapping[Part, Weights]) -> None:

@@ -389,7 +389,5 @@ def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_smal
     assert len(extract_features(extractor, data.images, spec)) == 5
     assert seen == [1] * 5
     params = TrainingParams(steps=4, batch_size=2)
-    stage = classification(
-        extractor, networks.build_part(spec, Part.CLASSIFIER), data, params, cases.context(spec)
-    )
+    stage = classification(extractor, networks.build_part(spec, Part.CLASSIFIER), data, params, cases.context(spec))
     assert [len(labels) for _, labels in stage.batches.blocks] == [2, 2, 2, 2]
