@@ -16,7 +16,7 @@ from fedcg.errors import NOT_FOUND, FedcgError
 from fedcg.text_output import LIST, TABLE, wrong_value
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    import tomllib as tomllib
 else:
     import tomli as tomllib
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import tomllib
-
+from fedcg.config_file import tomllib
 from fedcg.errors import EXISTS
 from fedcg.learning.errors import ProgramError
 from fedcg.learning.program import Program
