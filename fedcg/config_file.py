@@ -16,7 +16,7 @@ from fedcg.errors import NOT_FOUND, FedcgError
 from fedcg.text_output import LIST, TABLE, wrong_value
 
 if sys.version_info >= (3, 11):
-    import tomllib as tomllib
+    import tomllib
 else:
     import tomli as tomllib
 
@@ -54,6 +54,23 @@ def listed(source: str, problems: Iterable[str]) -> str:
     return f"{source}: {len(lines)} problem{'s' if len(lines) != 1 else ''}{''.join(lines)}"
 
 
+def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, Any]]:
+    """The text of a TOML file, and what stands in it.
+
+    Raises:
+        Exception: a `failure`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
+    except FileNotFoundError as error:
+        raise failure(listed(str(path), ["can't be read: there is no such file"]), exit_code=NOT_FOUND) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise failure(listed(str(path), [f"can't be read: {error}"])) from error
+
+
 def read_toml(
     path: Path, model: type[ModelT], failure: type[FedcgError], change: Change = lambda _: ({}, [])
 ) -> ModelT:
@@ -68,15 +85,7 @@ def read_toml(
     Raises:
         Exception: a `failure` that lists every problem with its line and a hint.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
-    except FileNotFoundError as error:
-        raise failure(listed(str(path), ["can't be read: there is no such file"]), exit_code=NOT_FOUND) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise failure(listed(str(path), [f"can't be read: {error}"])) from error
+    text, values = read_values(path, failure)
     origins, problems = change(values)
     try:
         read = model.model_validate(values)

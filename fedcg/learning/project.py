@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fedcg.config_file import tomllib
+from fedcg.config_file import read_values
 from fedcg.errors import EXISTS
 from fedcg.learning.errors import ProgramError
 from fedcg.learning.program import Program
@@ -45,10 +45,7 @@ def written_plan(folder: Path) -> dict[str, Any]:
         ProgramError: it is not TOML.
     """
     path = folder / PLAN_FILE
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ProgramError(f"{path}: {error}") from error
+    return read_values(path, ProgramError)[1] if path.is_file() else {}
 
 
 def project_plan(folder: Path) -> dict[str, Any]:
