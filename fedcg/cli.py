@@ -146,7 +146,8 @@ class _Fedcg(TyperGroup):
                 raise shown from error
             if as_json:
                 print_failure(shown)
-            if (trace := users_trace(error.__cause__)) and not as_json:
+            is_ours = type(error).__module__.startswith(("fedcg.", "experiments."))  # what runs code of the user's own
+            if is_ours and not as_json and (trace := users_trace(error.__cause__)):
                 Console(stderr=True, highlight=False).print(trace, markup=False, soft_wrap=True)
             text = "\n".join(log_text(line, len(line)) for line in in_words(shown).split("\n"))
             Console(stderr=True, highlight=False).print(f"Error: {text}", markup=False, soft_wrap=True)
