@@ -96,7 +96,7 @@ class EnrolmentSection(Settings):
 
 
 class DataSection(Settings):
-    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, or an `.npz`.
+    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, or an `.npz`.
 
     docs/data.md has every form. `common_test` is for demos.
 

@@ -18,7 +18,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.learning.data.array_files import ArrayData
 from fedcg.learning.data.image_folder import LocalImages, from_arrays, read_images, split_source
-from fedcg.learning.data.sources import is_array_source, list_files, stamp
+from fedcg.learning.data.sources import list_files, stamp
 from fedcg.learning.defences.defence import SAMPLES_FILE, DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.scrambling import Scrambling
 from fedcg.learning.errors import DataError
@@ -217,7 +217,7 @@ class LocalData:
             if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
                 self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
             return _tensors(getattr(self._loaded[1], split))
-        if not self.root.is_dir() or is_array_source(self.root):
+        if not self.root.is_dir():
             return [], []
         chosen = snapshot.split(split)
         return [self.root / file.path for file in chosen], [file.label for file in chosen]
@@ -227,7 +227,7 @@ class LocalData:
         found = self._common_images(spec)
         if found is not None and isinstance(spec.input, TensorForm):
             return _tensors(found.images)
-        if found is None or self.common is None or not self.common.is_dir() or is_array_source(self.common):
+        if found is None or self.common is None or not self.common.is_dir():
             return [], []
         return [self.common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
 
@@ -266,7 +266,7 @@ class LocalData:
     def _list(self, spec: FederationSpec) -> tuple[object, ...]:
         if self.program is not None:
             return (object(),)  # whether its data has changed, only reading it shows
-        if not self.root.is_dir() or is_array_source(self.root):
+        if not self.root.is_dir():
             return (spec.digest, stamp(self.root))
         paths = [path for path, _ in list_files(self.root, spec.classes)]
         return (spec.digest, *((path, _stamp_of(self.root / path)) for path in paths))

@@ -1,4 +1,4 @@
-"""Opens the images that a person names: folders of image files, the digits in five domains, array files, data sets of torchvision.
+"""Opens the images that a person names: folders of image files, the digits in five domains, `.npz`, data sets of torchvision.
 
 The layouts of Digit5, Office-Caltech10 and DomainNet are among the folders. Only torchvision is imported on demand.
 """
@@ -34,7 +34,7 @@ def open_source(text: str) -> Source:
 
     Args:
         text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder: of class folders, of `train`,
-            `test` and perhaps `val` of such, of domains of either, or with IDX or CIFAR files. See docs/data.md.
+            `test` and perhaps `val` of such, or of domains of either. See docs/data.md.
 
     Raises:
         SourceError: nothing usable; names the file or folder and what was expected.

@@ -235,7 +235,7 @@ def sklearn_file(name: str) -> Path:
 
 
 def file_source(path: Path) -> Source:
-    """Read an `.npz`, or a folder with IDX or CIFAR files.
+    """Read an `.npz`.
 
     Raises:
         SourceError: damaged, over the limits, or with labels that don't fit; names the file.
@@ -244,9 +244,7 @@ def file_source(path: Path) -> Source:
         data = read_arrays(path)
     except DataError as error:
         raise SourceError(str(error)) from error
-    if data is None:
-        raise SourceError(f"{path} holds no IDX or CIFAR files")
-    return array_source(path.stem if path.suffix else path.name, data)
+    return array_source(path.stem, data)
 
 
 def array_source(name: str, data: ArrayData) -> Source:

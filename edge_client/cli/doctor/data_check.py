@@ -30,7 +30,7 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
             return "ok", f"{root.name}, sha256 {program.digest()}: called when a round begins", ""
         except ProgramError as error:
             return "failed", str(error), "correct `program` under [training], or install the package that has it"
-    if root.exists() and sources.is_array_source(root):
+    if root.is_file() and sources.is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"

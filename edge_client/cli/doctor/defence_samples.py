@@ -21,7 +21,7 @@ from edge_client.training.local_data import defence_place
 from edge_client.training.trainer_child import plan_here
 from fedcg.files import SECRET_BYTES, replace_durably
 from fedcg.learning.data.image_folder import read_images
-from fedcg.learning.data.sources import find_images, is_array_source, list_files
+from fedcg.learning.data.sources import find_images, list_files
 from fedcg.learning.defences.defence import DefencePlace, defence_label, defence_of
 from fedcg.learning.defences.sample_pictures import SHOWN
 from fedcg.learning.errors import DataError, LearningError
@@ -114,13 +114,13 @@ def _newest_spec(store: PrivateStore) -> FederationSpec | None:
 
 def _classes(root: Path) -> tuple[str, ...]:
     """The class folders of a device that has no spec yet."""
-    if not root.is_dir() or is_array_source(root):
+    if not root.is_dir():
         raise DataError(f"{root}: its classes are named by the federation's spec: start the agent first")
     return tuple(sorted({path.parent.name for path in find_images(root)[0]}))
 
 
 def _few_images(root: Path, classes: Sequence[str], form: ImageForm) -> ImageSet:
-    if root.is_dir() and not is_array_source(root):
+    if root.is_dir():
         listed, chosen = list_files(root, classes), []
         for label in sorted({label for _, label in listed})[:SHOWN]:
             chosen += [path for path, other in listed if other == label][:_PER_CLASS]

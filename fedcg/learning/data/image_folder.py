@@ -1,4 +1,4 @@
-"""Image data as one uint8 tensor: folders and array files in, batched normalisation out.
+"""Image data as one uint8 tensor: folders and `.npz` in, batched normalisation out.
 
 Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). Knows nothing of rounds, methods or devices of a federation.
 """
@@ -55,7 +55,7 @@ def read_images(
 
     Args:
         root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
-            distinguish them); a folder with IDX or CIFAR files; or an `.npz`.
+            distinguish them); or an `.npz`.
         classes: the spec's class names, in order; labels of arrays are indices into them.
         form: the spec's input form.
         subset: entries' paths to load, in this order, each of which must still be readable; all when None.
@@ -64,13 +64,12 @@ def read_images(
         DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
             `subset` can't be.
     """
-    if isinstance(form, TensorForm) and root.suffix != ".npz":
+    if isinstance(form, TensorForm) and not sources.is_array_source(root):
         raise DataError(
             f"{root}: tensors are read from an .npz with `inputs` [N, ...] and `labels` [N], and from nothing else"
         )
-    arrays = sources.read_arrays(root, form)
-    if arrays is not None:
-        return from_arrays(arrays, root, tuple(classes), form, subset)
+    if sources.is_array_source(root):
+        return from_arrays(sources.read_arrays(root, form), root, tuple(classes), form, subset)
     assert isinstance(form, ImageForm)
     return _from_files(root, tuple(classes), form, subset)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedcg.imaging import is_named_as_image
 from fedcg.learning.data.array_files import read_unlabelled
-from fedcg.learning.data.sources import IMAGE_SUFFIXES, decode_image, fit_pixels, read_arrays, read_image
+from fedcg.learning.data.sources import IMAGE_SUFFIXES, decode_image, fit_pixels, is_array_source, read_image
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm
@@ -37,8 +37,7 @@ def read_public(root: Path, form: ImageForm, most: int) -> PublicImages:
     """Read unlabelled images; labels, where there are any, are not looked at.
 
     Args:
-        root: a folder with images anywhere below it, an `.npz` with `images`, or a folder with IDX or CIFAR files (of which the
-            training part is read).
+        root: a folder with images anywhere below it, or an `.npz` with `images`.
         form: the spec's image form.
         most: at most so many; of more, evenly spread ones in the order of their paths or rows are taken.
 
@@ -72,8 +71,8 @@ def spread(count: int, most: int) -> list[int]:
 
 def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int], NDArray[np.uint8]]]:
     """The names of all images, and what decodes one of them."""
-    images = _arrays(root, form)
-    if images is not None:
+    if is_array_source(root):
+        images = read_unlabelled(root, form)
         return [f"{root}#{row}" for row in range(len(images))], lambda row: fit_pixels(images[row], form)
     if not root.is_dir():
         raise DataError(f"{root}: no such folder of public images, and no .npz")
@@ -81,10 +80,3 @@ def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int],
     if not paths:
         raise DataError(f"{root}: no public images; expected {', '.join(sorted(IMAGE_SUFFIXES))} files in it")
     return [str(path) for path in paths], lambda at: decode_image(read_image(paths[at]), form, str(paths[at]))
-
-
-def _arrays(root: Path, form: ImageForm) -> NDArray[np.uint8] | None:
-    if root.suffix == ".npz":
-        return read_unlabelled(root, form)
-    arrays = read_arrays(root, form)
-    return None if arrays is None else arrays.train.images

@@ -16,8 +16,7 @@ from fedcg import imaging
 from fedcg.errors import NOT_FOUND
 from fedcg.imaging import ImageError, Pixels, is_named_as_image
 from fedcg.input_form import ImageForm, InputForm, TensorForm
-from fedcg.learning.data.array_files import ArrayData, is_idx_name, read_idx_folder, read_npz
-from fedcg.learning.data.cifar import CIFAR_NAMES, read_cifar_folder
+from fedcg.learning.data.array_files import ArrayData, read_npz
 from fedcg.learning.errors import DataError
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
@@ -121,40 +120,23 @@ def _channels_first(pixels: Pixels) -> Pixels:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData | None:
-    """Read an `.npz` file, or a folder with IDX or CIFAR files.
+def is_array_source(root: Path) -> bool:
+    """Whether a source is an `.npz`, by its name alone; else its images are files of their own."""
+    return root.suffix == ".npz"
 
-    Args:
-        root: the file or folder.
-        form: of what is in an `.npz`, as for `read_npz`.
 
-    Returns:
-        The data set; None for a folder that holds none of these, whose images are files of their own.
+def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData:
+    """Read an `.npz`, as `read_npz` does.
 
     Raises:
-        DataError: a damaged file, or one over the limits; names it.
+        DataError: no such file, a damaged one, or one over the limits; names it.
     """
-    if root.suffix == ".npz":
-        if not root.is_file():
-            raise DataError(f"{root}: no such file", exit_code=NOT_FOUND)
-        return read_npz(root, form)
-    if not root.is_dir():
-        return None
-    return read_idx_folder(root) or read_cifar_folder(root)
+    if not root.is_file():
+        raise DataError(f"{root}: no such file", exit_code=NOT_FOUND)
+    return read_npz(root, form)
 
 
-def is_array_source(root: Path) -> bool:
-    """Whether `read_arrays` would read this path, by file names alone."""
-    if root.suffix == ".npz":
-        return True
-    return root.is_dir() and any(
-        path.is_file() and (is_idx_name(path.name) or path.name in CIFAR_NAMES) for path in root.iterdir()
-    )
-
-
-def stamp(root: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of the files that `read_arrays` may read: as long as they stay, so does the data."""
-    files = (
-        [root] if root.is_file() else sorted(path for path in root.iterdir() if path.is_file()) if root.is_dir() else []
-    )
-    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+def stamp(root: Path) -> tuple[str, int, int]:
+    """Name, size and time of an `.npz`: as long as they stay, so does the data."""
+    about = root.stat() if root.is_file() else None
+    return (root.name, about.st_size, about.st_mtime_ns) if about else (root.name, 0, 0)

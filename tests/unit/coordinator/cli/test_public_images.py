@@ -1,7 +1,6 @@
 """Public images on the coordinator: what is read, what is refused, and a FedDF federation that distils on them."""
 
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +58,6 @@ def test_labels_of_array_files_are_not_looked_at(tmp_path: Path) -> None:
     np.savez(tmp_path / "labelled.npz", train_images=pixels[..., None], train_labels=np.array([7, 700, 70000]))
     for name in ("bare.npz", "labelled.npz"):
         assert brightness(read_public(tmp_path / name, GREY, 9).images) == [0, 10, 20]
-    idx = tmp_path / "idx"
-    idx.mkdir()
-    (idx / "train-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, 3, 28, 28) + pixels.tobytes())
-    (idx / "train-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 3) + bytes([1, 2, 3]))
-    assert brightness(read_public(idx, GREY, 9).images) == [0, 10, 20]
 
 
 def test_what_can_not_be_read_is_refused_with_its_place(tmp_path: Path) -> None:

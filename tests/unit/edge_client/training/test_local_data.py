@@ -1,10 +1,8 @@
 """A box's own images: how they are split, what damaged and odd ones do, and that a snapshot is held to."""
 
-import gzip
 import itertools
 import os
 import shutil
-import struct
 from collections import Counter
 from pathlib import Path
 
@@ -75,16 +73,12 @@ def test_folders_train_val_and_test_are_the_splits(spec: FederationSpec, store: 
     assert all(file.path.startswith(f"{file.split}/") for file in data.snapshot.files)
 
 
-def test_idx_files_are_a_boxes_data_and_their_test_part_is_held_out(
+def test_arrays_are_a_boxes_data_and_their_test_part_is_held_out(
     spec: FederationSpec, store: PrivateStore, tmp_path: Path
 ) -> None:
-    for part, count in (("train", 30), ("t10k", 12)):
-        pixels = np.random.default_rng(count).integers(0, 256, (count, 16, 16), dtype=np.uint8)
-        head = b"\x00\x00\x08\x03" + struct.pack(">3I", count, 16, 16)
-        labels = b"\x00\x00\x08\x01" + struct.pack(">I", count) + bytes(row % 2 for row in range(count))
-        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
-        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
-    local = LocalData(tmp_path, None, store)
+    pixels, labels = np.random.default_rng(0).integers(0, 256, (42, 16, 16), dtype=np.uint8), np.arange(42) % 2
+    np.savez(tmp_path / "own.npz", x_train=pixels[:30], y_train=labels[:30], x_test=pixels[30:], y_test=labels[30:])
+    local = LocalData(tmp_path / "own.npz", None, store)
     data = local.for_round(spec, 1)
     assert len(data.test) == 12
     assert len(data.train) + len(data.val) == 30

@@ -1,6 +1,5 @@
 """Data sets in folders and array files: read as published, refused by the file's name, hashed, split, and cut into batches."""
 
-import gzip
 import io
 import struct
 import zipfile
@@ -12,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from fedcg.learning.data.array_files import MAX_BYTES, ArrayData
+from fedcg.learning.data.array_files import MAX_BYTES
 from fedcg.learning.data.image_folder import normalise, read_images, split_by_hash, usable_rows
-from fedcg.learning.data.sources import is_array_source, list_files, read_arrays
+from fedcg.learning.data.sources import list_files, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm, TensorForm
@@ -30,108 +29,10 @@ def pixels(count: int, *shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
 
 
-def idx(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
-
-
-def mnist(root: Path, train: np.ndarray, test: np.ndarray, prefix: str = "", test_name: str = "t10k") -> Path:
-    for part, images in (("train", train), (test_name, test)):
-        labels = np.arange(len(images), dtype=np.uint8) % 10
-        (root / f"{prefix}{part}-images-idx3-ubyte").write_bytes(idx(images))
-        (root / f"{prefix}{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
-    return root
-
-
-def read(root: Path) -> ArrayData:
-    return present(read_arrays(root))
-
-
-def test_idx_files_are_read_plain_and_gzipped(tmp_path: Path) -> None:
-    train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
-    data = read(mnist(tmp_path, train, test))
-    assert np.array_equal(data.train.images, train)
-    assert np.array_equal(present(data.test).images, test)
-    assert data.train.labels.tolist() == [*range(10), 0, 1]
-
-
-def test_emnist_is_turned_upright_and_its_letters_count_from_zero(tmp_path: Path) -> None:
-    images = pixels(3, 4, 4)
-    mnist(tmp_path, images, images, prefix="emnist-letters-", test_name="test")
-    for part in ("train", "test"):
-        labels = gzip.compress(idx(np.array([1, 26, 2], dtype=np.uint8)))
-        (tmp_path / f"emnist-letters-{part}-labels-idx1-ubyte.gz").write_bytes(labels)
-    data = read(tmp_path)
-    assert np.array_equal(data.train.images[1], images[1].T)
-    assert data.train.labels.tolist() == [0, 25, 1]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (idx(pixels(3, 4, 4))[:-1], "cut off"),
-        (idx(pixels(3, 4, 4)) + b"x", "longer than declared"),
-        (b"\x00\x00\x08\x03" + struct.pack(">3I", 4_000_000, 4096, 4096), "over the limit"),
-        (b"\x00\x00\x08\x03" + struct.pack(">3I", 0, 4, 4), "holds no image"),
-        (b"\x00\x00\x0d\x03" + b"\x00" * 12, "not an IDX file"),
-        (b"\x00", "not an IDX file"),
-    ],
-)
-def test_a_damaged_or_excessive_idx_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4))
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        read_arrays(tmp_path)
-    assert str(tmp_path / "train-images-idx3-ubyte") in str(caught.value)
-
-
-def test_a_broken_gzip_missing_labels_a_wrong_count_and_two_sets_are_named(tmp_path: Path) -> None:
-    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4))
-    labels = tmp_path / "train-labels-idx1-ubyte.gz"
-    labels.write_bytes(labels.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte\.gz: damaged"):
-        read_arrays(tmp_path)
-    labels.write_bytes(gzip.compress(idx(np.zeros(2, dtype=np.uint8))))
-    with pytest.raises(DataError, match=r"train-labels.*\[2\] labels for the 3 images"):
-        read_arrays(tmp_path)
-    labels.unlink()
-    with pytest.raises(DataError, match="no train-labels"):
-        read_arrays(tmp_path)
-    mnist(tmp_path, pixels(3, 4, 4), pixels(3, 4, 4), prefix="emnist-digits-")
-    with pytest.raises(DataError, match="several sets"):
-        read_arrays(tmp_path)
-
-
-def test_binary_cifar_10_has_all_batches_colour_last_and_its_class_names_and_a_cut_one_is_named(tmp_path: Path) -> None:
-    planes, labels = pixels(3, 3, 32, 32), np.array([7, 0, 9], dtype=np.uint8)
-    records = np.concatenate([labels[:, None], planes.reshape(3, -1)], axis=1).tobytes()
-    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
-        (tmp_path / name).write_bytes(records)
-    (tmp_path / "batches.meta.txt").write_text("\n".join(f"class-{label}" for label in range(10)) + "\n\n")
-    data = read(tmp_path)
-    assert (len(data.train), len(present(data.test))) == (6, 3)
-    assert np.array_equal(data.train.images[4], planes[1].transpose(1, 2, 0))
-    assert data.train.labels.tolist() == [7, 0, 9, 7, 0, 9]
-    assert present(data.classes)[7] == "class-7"
-    (tmp_path / "data_batch_2.bin").write_bytes(records[:-1])
-    with pytest.raises(DataError, match=r"data_batch_2\.bin: cut off"):
-        read_arrays(tmp_path)
-
-
-def test_binary_cifar_100_is_read_by_its_fine_labels(tmp_path: Path) -> None:
-    planes = pixels(2, 3, 32, 32)
-    record = b"".join(bytes([19, fine]) + plane.tobytes() for fine, plane in zip((42, 99), planes, strict=True))
-    (tmp_path / "train.bin").write_bytes(record)
-    data = read(tmp_path)
-    assert data.train.labels.tolist() == [42, 99]
-    assert data.test is None
-
-
-@pytest.mark.parametrize("name", ["data_batch_1", "train"])
-def test_cifar_pickles_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"")
-    assert is_array_source(tmp_path)
-    with pytest.raises(DataError, match=rf"{name}: .* pickles, .*\*\.bin.*torchvision:CIFAR10"):
-        read_arrays(tmp_path)
+def mnist(root: Path, train: np.ndarray, test: np.ndarray) -> Path:
+    labels = [np.arange(len(images)) % 10 for images in (train, test)]
+    np.savez(root / "m.npz", x_train=train, y_train=labels[0], x_test=test, y_test=labels[1])
+    return root / "m.npz"
 
 
 @pytest.mark.parametrize("names", [("train_images", "train_labels", "test_images", "test_labels"),
@@ -139,7 +40,7 @@ def test_cifar_pickles_are_refused_by_name(tmp_path: Path, name: str) -> None:
 def test_an_npz_may_come_in_parts_by_either_naming(tmp_path: Path, names: tuple[str, ...]) -> None:
     arrays = (pixels(3, 4, 4, 1), np.array([[0], [1], [2]]), pixels(2, 4, 4, 1, seed=1), np.array([[2], [0]]))
     np.savez_compressed(tmp_path / "d.npz", **dict(zip(names, arrays, strict=True)))  # type: ignore[arg-type]
-    data = read(tmp_path / "d.npz")
+    data = read_arrays(tmp_path / "d.npz")
     assert data.train.images.shape == (3, 4, 4)
     assert present(data.test).labels.tolist() == [2, 0]
 
@@ -232,7 +133,7 @@ def test_whatever_bytes_of_an_npz_are_damaged_the_answer_is_data_or_an_error_wit
             content[at] = generator.integers(256)
         path.write_bytes(content)
         try:
-            read(path)
+            read_arrays(path)
         except DataError as error:
             assert path.name in str(error)  # noqa: PT017 - some damage leaves a readable file
 
@@ -242,11 +143,11 @@ def test_an_agent_reads_arrays_as_files_of_the_same_pixels_part_by_part(tmp_path
     found = read_images(mnist(tmp_path, train, test), TEN, SMALL_GREY)
     assert np.array_equal(found.images.images[:12, 0].numpy(), train)
     paths = [entry.path for entry in found.entries[11:13]]
-    assert paths == ["train/train-images-idx3-ubyte#11", "test/t10k-images-idx3-ubyte#0"]
-    chosen = read_images(tmp_path, TEN, SMALL_GREY, subset=["test/t10k-images-idx3-ubyte#4"]).images
+    assert paths == ["train/m.npz#11", "test/m.npz#0"]
+    chosen = read_images(tmp_path / "m.npz", TEN, SMALL_GREY, subset=["test/m.npz#4"]).images
     assert np.array_equal(chosen.images[0, 0].numpy(), test[4])
     with pytest.raises(DataError, match=r"label 9; labels must lie in 0\.\.4"):
-        read_images(tmp_path, TEN[:5], SMALL_GREY)
+        read_images(tmp_path / "m.npz", TEN[:5], SMALL_GREY)
 
 
 def test_grey_arrays_become_colour_where_the_spec_asks_for_it(tmp_path: Path) -> None:
