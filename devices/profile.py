@@ -276,3 +276,20 @@ def batch_share(profile: DeviceProfile, place: str, free_bytes: int | None = Non
     if memory >= roomy:
         return 1.0
     return 0.5 if memory >= tight else 0.25
+
+
+UNAVAILABLE = "unavailable"
+
+
+def gib(memory_bytes: int | None) -> str:
+    """A size in words."""
+    return UNAVAILABLE if memory_bytes is None else f"{memory_bytes / GIB:.1f} GiB"
+
+
+def describe_gpu(gpu: Gpu | None) -> str:
+    """A GPU in words."""
+    if gpu is None:
+        return "none found"
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else UNAVAILABLE
+    shared = " (shared with the CPU)" if gpu.shares_memory else ""
+    return f"{gpu.name}, memory {gib(gpu.memory_bytes)}{shared}, compute capability {capability}, driver {gpu.driver or UNAVAILABLE}"

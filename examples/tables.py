@@ -1,30 +1,27 @@
 """Four hospitals federate a network that tells benign from malignant tumours by 30 measurements of their cells.
 
 The data is scikit-learn's, 569 patients dealt out: a hospital learns from 50 and is measured on the others.
-It shows FedAvg, in which the whole network leaves its site. 10 seconds on two CPUs.
+It shows FedAvg, in which the whole network leaves its site. Batch normalisation in front scales the columns, so
+that the exported model takes measurements as they are. 10 seconds on two CPUs.
 """
 
 import torch
 from sklearn.datasets import load_breast_cancer
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 import fedcg
 
 SITES = ["site-1", "site-2", "site-3", "site-4"]
+CLASSES = ["malignant", "benign"]
 
 
 def client(site: str) -> fedcg.Client:
-    table = load_breast_cancer()
-    mine = slice(SITES.index(site), None, len(SITES))
-    x, y = StandardScaler().fit_transform(table.data[mine]), table.target[mine]
-    net = nn.Sequential(nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU()), nn.Linear(16, 2))
-    return fedcg.Client(
-        model=fedcg.split(net, after="0"),
-        train=(x[:50], y[:50]),
-        test=(x[50:], y[50:]),
-        classes=list(table.target_names),
-    )
+    cells = load_breast_cancer(as_frame=True)
+    frame = cells.frame.assign(target=cells.target_names[cells.target]).iloc[SITES.index(site) :: len(SITES)]
+    columns = dict.fromkeys(cells.feature_names)  # all of them are numbers
+    train, test = (fedcg.table(part, columns, "target", CLASSES) for part in (frame[:50], frame[50:]))
+    features = nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU())
+    return fedcg.Client(fedcg.split(nn.Sequential(features, nn.Linear(16, 2)), after="0"), train, CLASSES, test)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ _FACE = {
     "TrainerContext": "fedcg.learning.networks.task:TrainerContext",
     "Split": "fedcg.learning.networks.cut:Halves",
     "audit": "experiments.audit_face:audit",
+    "signals": "fedcg.learning.data.frames:signals",
     "simulate": "experiments.face:simulate",
     "split": "fedcg.learning.networks.cut:split",
+    "table": "fedcg.learning.data.frames:table",
 }
 __all__ = [*_FACE]
 

@@ -29,7 +29,7 @@ HELP_FLAGS = {"-h", "--help"}
 INTERRUPTED = 130
 PANELS = {
     "For the operator": ("coordinator", "broker", "federation", "device", "token", "deploy"),
-    "On a box": ("enrol", "agent", "cohort", "doctor", "profile"),
+    "On a box": ("enrol", "agent", "cohort", "doctor"),
     "Models": ("infer", "model", "export"),
     "Research": ("demo", "simulate", "tables", "audit", "bench", "method", "network"),
 }

@@ -148,7 +148,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         "label_counts": list(data.train.label_counts()),
         **{key: _rounded(value) for key, value in {**figures_of(result, name), **averaged, **epsilon}.items()},
         "best_round": best.round,
-        "deployed": deployed_of(result, name).name,
+        "deployed": _deployed_of(result, name).name,
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),
         "shadow_failures": _failures(result.shadow_failures.get(name, ())),
@@ -161,7 +161,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
 
 def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
     """What a client's models came to, of which a record has the means over clients too."""
-    best, last, deployed = result.best(name), result.curves[name][-1], deployed_of(result, name)
+    best, last, deployed = result.best(name), result.curves[name][-1], _deployed_of(result, name)
     local = _local(result, name, best)
     return {
         "accuracy_personal": best.accuracy,
@@ -188,7 +188,7 @@ class Candidate:
     common: float | None
 
 
-def deployed_of(result: Simulation, name: str) -> Candidate:
+def _deployed_of(result: Simulation, name: str) -> Candidate:
     """Of a client's own of the best round, the moving average and the downloaded one of the last, and the local-only one."""
     best, last = result.best(name), result.curves[name][-1]
     local = _local(result, name, best)

@@ -20,7 +20,7 @@ from torch import nn
 from fedcg.input_form import InputForm, TensorForm
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.data.datasets import read_dataset
-from fedcg.learning.data.image_folder import normalise, split_by_hash
+from fedcg.learning.data.image_folder import normalise, placed, split_by_hash
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import FileEntry, ImageSet
 from fedcg.learning.networks.assembly import layout_of
@@ -44,7 +44,7 @@ class Client:
 
     Attributes:
         model: `fedcg.split(net, after="features")`, or `fedcg.Split(extractor, classifier)`.
-        train: what it trains on: a torch Dataset of (x, y), two arrays (inputs, labels), or rows with an input and a label; a tenth of it,
+        train: what it trains on: a torch Dataset of (x, y), two arrays (inputs, labels), `fedcg.table` or `fedcg.signals`, or rows with an input and a label; a tenth of it,
             by content, chooses the best model (validation). x is uint8, then scaled to [0, 1], or any number, as float32; all of one shape.
         classes: names of the classes; a label y is an index into them.
         test: what its models are measured on, of the same form; None: its validation samples.
@@ -106,8 +106,9 @@ class Client:
         if (task := self.own_task(name)) is not None:
             return ClientData(*task.held())
         rows = read_dataset(self.train, self.classes, f"client {name}: train")
+        blocks = getattr(self.train, "blocks", ())
         digests = [
-            FileEntry(str(row), ImageSet(rows.images[row], rows.labels[row], ()).digest(), 0)
+            FileEntry(str(row), placed(ImageSet(rows.images[row], rows.labels[row], ()).digest(), blocks, row), 0)
             for row in range(len(rows))
         ]
         parts = split_by_hash(digests, _SHARES)
@@ -131,7 +132,7 @@ class Client:
 
         def read(part: str, data: Any) -> LabelledImages:
             rows = read_dataset(data, self.classes, f"client {name}: {part}")
-            return LabelledImages(rows.images.numpy(), rows.labels.numpy(), Path(name))
+            return LabelledImages(rows.images.numpy(), rows.labels.numpy(), Path(name), getattr(data, "blocks", ()))
 
         return ArrayData(read("train", self.train), None if self.test is None else read("test", self.test))
 

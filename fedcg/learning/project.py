@@ -125,6 +125,7 @@ def new_project(folder: Path, template: str) -> list[Path]:
     for target in ("client.py", "pyproject.toml", "README.md", "test_client.py"):
         kept = f"client_{template}.py" if target == "client.py" else target
         text = source.joinpath(f"{kept}.template").read_text(encoding="utf-8")
-        (folder / target).write_text(Template(text).safe_substitute(name=name), encoding="utf-8")
+        extra = "[tables]" if template in ("signals", "tables") else ""
+        (folder / target).write_text(Template(text).safe_substitute(name=name, extra=extra), encoding="utf-8")
     (folder / PLAN_FILE).write_text(plan_text(project_plan(folder)) + "\n", encoding="utf-8")
     return sorted(folder.iterdir())

@@ -19,10 +19,15 @@ from tests.support.stack import wait_for
 CASES = {
     "images": ("fedcg", {"epochs": 2, "lr": 1e-3, "server_iterations": 20}),
     "trainer": ("fedsplit", {"epochs": 10, "lr": 3e-3}),
+    "tables": ("fedcg", {"epochs": 5, "lr": 1e-3, "server_iterations": 20}),
+    "signals": ("fedcg", {"epochs": 2, "lr": 1e-3, "server_iterations": 20}),
 }
+SLOW = {"tables", "signals"}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.slow] if one in SLOW else []) for one in CASES]
+)
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramStack]:
     root, (method, params) = tmp_path_factory.mktemp("programs"), CASES[request.param]
     made = run_fedcg("new", str(root / "shapes"), "--template", request.param)

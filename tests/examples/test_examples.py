@@ -67,7 +67,8 @@ def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(nam
     end = next(event for event in stack.events("site-1") if event["event"] == "finalised")
     model, client = Model.load(Path(end["model_dir"])), module.client("site-1")
     if client.trainer is None:
-        inputs, labels = client.test
+        held: Any = client.test
+        inputs, labels = held if isinstance(held, tuple) else (held.inputs, held.labels)
         answers = model.predict(np.asarray(inputs, model.manifest.input.dtype))
         assert answers.shape == (len(labels), len(client.classes))
         assert (answers.argmax(1) == labels).mean() > 0.15 + 1 / len(client.classes)

@@ -6,12 +6,11 @@ from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
-from devices.cli import UNAVAILABLE, describe_gpu, gib
 from devices.detect import detect, runtime_obstacle, runtime_providers
 from devices.eligibility import EligibilitySettings, obstacles
 from devices.files import LIVE_ROOT
 from devices.nvidia import torch_obstacle
-from devices.profile import DeviceProfile, NotTrainableError, plan_training
+from devices.profile import UNAVAILABLE, DeviceProfile, NotTrainableError, describe_gpu, gib, plan_training
 from devices.telemetry import Sensors, Telemetry, Zone, read_telemetry
 from edge_client.cli.doctor.findings import Finding, Result, existing_place, spec_of
 from edge_client.config import AUTO, AgentConfig
@@ -96,13 +95,17 @@ def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
     yield Finding("precisions", "ok", ", ".join(profile.precisions or ()) or UNAVAILABLE)
     obstacle = "" if providers is None else runtime_obstacle(profile)
     yield Finding("ONNX Runtime", "warning" if obstacle else "ok", ", ".join(providers or ()) or UNAVAILABLE, obstacle)
-    possible, reason = profile.trainable.possible, profile.trainable.reason
-    if possible:
-        yield Finding("training", "ok", reason)
+    if (builds := profile.builds) is not None:
+        detail = f"{profile.l4t or UNAVAILABLE}: torch {builds.torch}; onnxruntime {builds.onnxruntime}; Python {builds.python}"
+        yield Finding("builds for its GPU", "ok", detail)
+    try:
+        plan = plan_training(profile, gpu_problem=torch_obstacle() if root == LIVE_ROOT else "")
+    except NotTrainableError:
+        detail = f"can't train because {profile.trainable.reason}"
+        yield Finding("training", "failed", detail, "this device can run a model, but not take part")
     else:
-        yield Finding(
-            "training", "failed", f"can't train because {reason}", "this device can run a model, but not take part"
-        )
+        size = f"{plan.threads} threads, {plan.batch_scale:.0%} of the batch"
+        yield Finding("training", "ok", f"{plan.device}, {size}: {plan.reason}")
 
 
 def _zone(zone: Zone, settings: EligibilitySettings) -> Finding:

@@ -37,11 +37,13 @@ class LabelledImages:
         images: [N, H, W] (grey) or [N, H, W, 3] uint8; of tensors [N, ...] uint8 or float32, all numbers finite.
         labels: [N] int64, not negative.
         file: the file of the images, for messages and names.
+        blocks: the sha256 of what each row was cut from, which stays on one side of a split; none: rows go by their own.
     """
 
     images: NDArray[Any]
     labels: NDArray[np.int64]
     file: Path
+    blocks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -129,12 +129,17 @@ def from_arrays(
         image = parts[part].images[row]
         pixels[number] = sources.fit_row(image, form)
         digest = hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
-        entries.append(FileEntry(name, digest, int(parts[part].labels[row])))
+        entries.append(FileEntry(name, placed(digest, parts[part].blocks, row), int(parts[part].labels[row])))
     return LocalImages(_image_set(pixels, [entry.label for entry in entries], classes), entries)
 
 
 def _image_set(pixels: np.ndarray, labels: Sequence[int], classes: tuple[str, ...]) -> ImageSet:
     return ImageSet(torch.from_numpy(pixels), torch.tensor(labels, dtype=torch.int64), classes)
+
+
+def placed(digest: str, blocks: Sequence[str], row: int) -> str:
+    """The digest of a row with the beginning of that of its block, where there are blocks: by it `split_by_hash` places the row."""
+    return blocks[row][:16] + digest[16:] if blocks else digest
 
 
 def split_by_hash(entries: Sequence[FileEntry], fractions: Mapping[str, float]) -> dict[str, list[FileEntry]]:

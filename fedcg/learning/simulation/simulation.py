@@ -47,8 +47,6 @@ from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part, Report
 
-Updates = Mapping[str, Update]
-Screen = Callable[[int, Updates, Aggregate], Updates]
 """(round, the updates by client, the aggregate that they started from) -> the updates that are merged."""
 
 
@@ -63,7 +61,6 @@ class Schedule:
         participation: share of the clients that take part in a round, in (0, 1].
         early_stop: end after so many rounds without a better validation of any client; None: never.
         kept_updates: rounds whose updates stay in `Simulation.sent`.
-        screen: what the server does to a round's updates before it merges them; None: nothing.
     """
 
     rounds: int | None = None
@@ -72,7 +69,6 @@ class Schedule:
     participation: float = 1.0
     early_stop: int | None = None
     kept_updates: frozenset[int] = frozenset()
-    screen: Screen | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,6 @@ def spent_after_round(
 
 
 NONE_TRAINED = "no client of this round could train"
-NONE_MERGED = "no update of this round was let through"
 
 
 def simulate(
@@ -368,11 +363,7 @@ def _aggregate(
     """The server's state after a round, and why it stayed what it was, if it did."""
     if not results:
         return server, NONE_TRAINED
-    updates: Updates = {name: update_of(name, result) for name, result in results.items()}
-    if schedule.screen is not None:
-        updates = schedule.screen(number, updates, server.aggregate)
-        if not updates:
-            return server, NONE_MERGED
+    updates = {name: update_of(name, result) for name, result in results.items()}
     spill = MemorySpill()
     try:
         tasks = [TeacherTask(number, update) for update in updates.values()]

@@ -1,4 +1,4 @@
-"""Where and how large to train, and the command that shows it."""
+"""Where and how large to train."""
 
 import importlib.machinery
 from dataclasses import replace
@@ -19,7 +19,6 @@ from devices.profile import (
     batch_share,
     plan_training,
 )
-from tests.support.commands import data_of, succeeds
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 
@@ -137,17 +136,3 @@ def test_bf16_needs_instructions_of_the_place_that_trains(gpu: Gpu | None, devic
 @pytest.mark.parametrize(("free", "scale"), [(None, 1.0), (GIB, 1.0), (GIB - 1, 0.5), (GIB // 2 - 1, 0.25), (0, 0.25)])
 def test_half_of_what_is_available_is_left_to_others(free: int | None, scale: float) -> None:
     assert (batch_share(box(), "cpu", free), batch_share(box(memory=MIB), "cpu", free)) == (scale, 0.25)
-
-
-def test_the_profile_command_shows_the_plan_why_a_box_cannot_train_and_what_it_does_not_report(tmp_path: Path) -> None:
-    def shown(root: Path, *words: str) -> str:
-        return succeeds("profile", *words, "--root", root, environment={"COLUMNS": "200"})
-
-    told = data_of(shown(TREES / "jetson-orin-nano-8gb", "--json"))
-    assert (told["profile"]["kind"], told["profile"]["gpu"]["compute_capability"]) == ("jetson", [8, 7])
-    assert told["plan"]["device"] == "cuda"
-    assert data_of(shown(TREES / "jetson-nano", "--json"))["plan"] is None
-    assert "no, Jetson Nano" in shown(TREES / "jetson-nano")
-    # Model, processor, architecture, CPUs, memory, precisions, ONNX Runtime, temperature.
-    assert shown(tmp_path).count("unavailable") == 8
-    assert " 0 " not in shown(tmp_path)

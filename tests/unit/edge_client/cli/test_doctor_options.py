@@ -30,6 +30,9 @@ def find(tree: Path | str, store: Path, **settings: Any) -> dict[str, list[Findi
 def test_an_orin_shows_every_reading_and_nothing_keeps_it_from_training(tmp_path: Path) -> None:
     found = find("jetson-orin-nano-8gb", tmp_path)
     assert "known as Jetson Orin" in found["device"][0].detail
+    assert "compute capability 8.7" in found["GPU"][0].detail
+    assert found["training"][0].detail.startswith("cuda, 2 threads, 100% of the batch")
+    assert "torch 2.6.0rc1 or 2.7 from" in found["builds for its GPU"][0].detail
     assert [finding.detail for finding in found["power"]] == [
         "VDD_IN 5.61 W",
         "VDD_CPU_GPU_CV 2.02 W",

@@ -78,13 +78,15 @@ def test_a_projects_plan_follows_from_its_program_and_keeps_what_its_owner_wrote
         new_project(folder, "tables")
 
 
-def test_a_project_is_simulated_with_its_plan_and_errors_of_its_code_show_where(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["trainer", "signals", "tables"])
+def test_a_project_is_simulated_with_its_plan_and_errors_of_its_code_show_where(tmp_path: Path, template: str) -> None:
     folder = tmp_path / "again"
-    assert run_fedcg("new", str(folder), "--template", "trainer").exit_code == 0
+    assert run_fedcg("new", str(folder), "--template", template).exit_code == 0
     asked = ("simulate", str(folder), "--rounds", "1", "--local-epochs", "1", "--out", str(tmp_path / "out"), "--json")
     done = run_fedcg(*asked)
     assert done.exit_code == 0, done.output
-    assert '"method":"fedsplit"' in done.stdout.replace(" ", "")
+    method = "fedsplit" if template == "trainer" else "fedcg"
+    assert f'"method":"{method}"' in done.stdout.replace(" ", "")
     refused = run_fedcg("simulate", str(folder), "--partition", "iid", "--rounds", "1")
     assert refused.exit_code == 2
     assert "partition: of no use" in refused.output

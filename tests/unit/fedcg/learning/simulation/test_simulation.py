@@ -43,18 +43,6 @@ def test_a_client_that_cannot_train_keeps_its_state_and_the_others_go_on_as_if_i
     assert done.server_failures == ()
 
 
-def test_what_the_server_screens_out_is_not_merged_and_its_client_has_trained_all_the_same() -> None:
-    one = cases.party_of("fedavg", ("a", "b"))
-    alone = simulate(cases.party_of("fedavg", ("a",)), Schedule(rounds=1, shadow=False))
-    plain = simulate(one, Schedule(rounds=1, shadow=False))
-    first = Schedule(rounds=1, shadow=False, screen=lambda number, updates, base: {"a": updates["a"]})
-    screened = simulate(one, first)
-    assert cases.same_parts(screened.aggregate.parts, alone.aggregate.parts)
-    assert all(cases.same_parts(screened.states[name].parts, plain.states[name].parts) for name in "ab")
-    nobody = simulate(one, replace(first, screen=lambda number, updates, base: {}))
-    assert [failure.reason for failure in nobody.server_failures] == [simulation.NONE_MERGED]
-
-
 def test_what_owners_would_be_told_is_kept_by_client_and_round(monkeypatch: pytest.MonkeyPatch) -> None:
     method = get_method("fedavg")
 

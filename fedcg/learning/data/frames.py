@@ -1,0 +1,277 @@
+"""Tables and signals from files, as samples for `fedcg.Client`: rows of CSV and Parquet, which pandas reads, and WAV, which scipy reads.
+
+What is done to a sample before the user's own layers is a module in front of them, so that it is inside the exported model too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcg.errors import NOT_FOUND, told
+from fedcg.learning.data.input_layers import LogMel, OneHot
+from fedcg.learning.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Columns = Mapping[str, Sequence[str] | None]
+_Floats = NDArray[np.float32]
+_BLOCK = 5  # windows that overlap are split by blocks of this many lengths
+_FULL_SCALE = {"uint8": 128.0, "int16": 2.0**15, "int32": 2.0**31, "float32": 1.0, "float64": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples with their labels: what `fedcg.Client` takes as `train` and `test`, and a map-style data set of (x, y) for a trainer.
+
+    Attributes:
+        inputs: [N, *shape] float32.
+        labels: [N] int64, the index of a class; without classes [N] float32.
+        blocks: for each sample, what it was cut from: samples of one block stay on one side of a split; empty: each goes by itself.
+    """
+
+    inputs: _Floats
+    labels: NDArray[Any]
+    blocks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[_Floats, Any]:
+        return self.inputs[row], self.labels[row]
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Samples):
+    """The rows of a table; of a category the index of its value, -1 where that is none of them.
+
+    Attributes:
+        columns: as `table` got them.
+    """
+
+    columns: Columns = field(default_factory=dict)
+
+    def one_hot(self) -> OneHot:
+        """The layer in front of a network: categories as ones and zeros; its `width` is how many numbers the network gets."""
+        return OneHot(list(self.columns.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Signals(Samples):
+    """Windows [N, channels, samples].
+
+    Attributes:
+        rate: samples in a second, of sound.
+    """
+
+    rate: int = 0
+
+    def log_mel(self, bands: int = 40, n_fft: int = 512, hop: int = 160) -> LogMel:
+        """The layer in front of a network: windows to log-mel spectrograms [B, channels, bands, frames].
+
+        Args:
+            bands: number of mel bands.
+            n_fft: samples of a frame.
+            hop: samples between the starts of two frames.
+
+        Raises:
+            DataError: no sound, or windows that are shorter than a frame.
+        """
+        if not self.rate or n_fft > self.inputs.shape[2]:
+            raise DataError(
+                f"log_mel: needs sound, and an n_fft of at most {self.inputs.shape[2]}, the samples of a window"
+            )
+        return LogMel(self.rate, bands, n_fft, hop)
+
+
+def table(
+    source: str | Path | pd.DataFrame, columns: Columns, label: str = "label", classes: Sequence[str] | None = None
+) -> Table:
+    """The rows of a table.
+
+    Args:
+        source: a CSV file (UTF-8, a header, commas), a Parquet file, or a pandas.DataFrame.
+        columns: what the network gets, in this order: name to None for numbers, or to the values of a category.
+        label: the column of labels.
+        classes: the names that stand in it; None: it holds numbers.
+
+    Raises:
+        DataError: names the file, the row (from 1, behind the header) and the column, and what is wrong.
+    """
+    frame, where = _frame(source, [*columns, label])
+    read = [
+        _numbers(frame, name, where) if values is None else _codes(frame, name, values, where)
+        for name, values in columns.items()
+    ]
+    return Table(np.stack(read, axis=1).astype(np.float32), _labels(frame, label, classes, where), columns=columns)
+
+
+def signals(
+    source: str | Path | pd.DataFrame,
+    classes: Sequence[str],
+    samples: int,
+    hop: int | None = None,
+    *,
+    channels: Sequence[str] = (),
+    label: str = "label",
+    group: str | None = None,
+    rate: int = 0,
+) -> Signals:
+    """Windows of recordings. What is left at the end of a recording, shorter than a window, is dropped.
+
+    Args:
+        source: a folder of WAV files, `CLASS/*.wav`, whose channels are mixed to one; or a table as `table` takes it, whose rows are points in
+            time: rows of one label, and of one group, one after another are a recording.
+        classes: names of the classes.
+        samples: length of a window.
+        hop: samples between the starts of two windows; None: windows do not overlap.
+        channels: of a table, the columns to read.
+        label: of a table, the column of class names.
+        group: of a table, a column whose changes no window crosses, such as the number of the recording.
+        rate: of sound, samples in a second; no file is resampled.
+
+    Raises:
+        DataError: names the file, the row and the column, and what is wrong.
+    """
+    step = samples if hop is None else hop
+    if samples < 2 or step < 1:
+        raise DataError(
+            f"signals: samples is {samples} and hop {step}: a window has 2 samples or more, and hop is 1 or more"
+        )
+    sound = not channels
+    recordings = _sound(Path(str(source)), classes, rate) if sound else _runs(source, channels, label, group, classes)
+    cut = [(found, number) for number, recording in recordings for found in _windows(recording, samples, step)]
+    if not cut:
+        raise DataError(f"{_where(source)}: no recording has {samples} samples of one class, which is a window")
+    labels = np.concatenate([np.full(len(found), number, dtype=np.int64) for found, number in cut])
+    blocks = [hashlib.sha256(found[0].tobytes()).hexdigest() for found, _ in cut for _ in found]
+    inputs = np.concatenate([found for found, _ in cut])
+    return Signals(inputs, labels, tuple(blocks) if step < samples else (), rate=rate)
+
+
+def _windows(recording: _Floats, samples: int, hop: int) -> Iterator[_Floats]:
+    """[T, channels] to the windows of each block, [n, channels, samples]; where windows overlap, none crosses to the next block."""
+    length = _BLOCK * samples if hop < samples else max(len(recording), 1)
+    for start in range(0, len(recording) - samples + 1, length):
+        block = recording[start : start + length]
+        if len(block) >= samples:
+            yield np.lib.stride_tricks.sliding_window_view(block, samples, axis=0)[::hop]
+
+
+def _where(source: object) -> str:
+    return str(source) if isinstance(source, (str, Path)) else "the table"
+
+
+def _frame(source: Any, names: Sequence[str]) -> tuple[pd.DataFrame, str]:
+    where, pandas = _where(source), _package("pandas", _where(source))
+    frame = source
+    if not isinstance(source, pandas.DataFrame):
+        if not (path := Path(source)).is_file():
+            raise DataError(f"{path}: no such file", exit_code=NOT_FOUND)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # rows that are longer than the header
+                if path.suffix == ".parquet":
+                    frame = pandas.read_parquet(path)
+                else:
+                    frame = pandas.read_csv(path, dtype=str, index_col=False)
+        except Exception as error:
+            raise DataError(f"{path}: can't be read as a table: {told(error)}") from error
+    if missing := [name for name in names if name not in frame.columns]:
+        there = ", ".join(map(str, frame.columns[:20]))
+        raise DataError(f"{where}: column {missing[0]} is missing; there are {there or 'none'}")
+    if not len(frame):
+        raise DataError(f"{where}: has no row")
+    return frame, where
+
+
+def _package(name: str, where: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise DataError(f"{where}: needs the package {name}: pip install 'fedcg-edge[tables]'") from error
+
+
+def _numbers(frame: pd.DataFrame, name: str, where: str) -> NDArray[Any]:
+    column = _package("pandas", where).to_numeric(frame[name], errors="coerce")
+    numbers: NDArray[Any] = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    if len(wrong := np.flatnonzero(~(np.abs(numbers) <= np.finfo(np.float32).max))):
+        raise DataError(
+            f"{where}: row {wrong[0] + 1}: column {name}: {str(frame[name].iloc[wrong[0]])[:40]!r} is no number of float32; "
+            "what is missing is filled in before: a pandas.DataFrame is taken too"
+        )
+    return numbers
+
+
+def _codes(frame: pd.DataFrame, name: str, values: Sequence[str], where: str) -> NDArray[Any]:
+    """Of each row the index of its value; -1 where it is none of them."""
+    if isinstance(values, str) or not values or len(set(values)) < len(values):
+        raise DataError(f"{where}: column {name}: {values!r} is no list of different values")
+    place = {str(value): number for number, value in enumerate(values)}
+    return np.array([place.get(str(cell).strip(), -1) for cell in frame[name]])
+
+
+def _labels(frame: pd.DataFrame, name: str, classes: Sequence[str] | None, where: str) -> NDArray[Any]:
+    if classes is None:
+        return _numbers(frame, name, where).astype(np.float32)
+    labels = _codes(frame, name, classes, where)
+    if len(wrong := np.flatnonzero(labels < 0)):
+        raise DataError(
+            f"{where}: row {wrong[0] + 1}: column {name}: {str(frame[name].iloc[wrong[0]])[:40]!r} is no class; the classes are "
+            f"{', '.join(map(str, classes[:20]))}"
+        )
+    return labels.astype(np.int64)
+
+
+def _runs(
+    source: Any, channels: Sequence[str], label: str, group: str | None, classes: Sequence[str]
+) -> Iterator[tuple[int, _Floats]]:
+    """Label and numbers [T, channels] of the rows one after another that have one label and one group."""
+    frame, where = _frame(source, [*channels, label, *([] if group is None else [group])])
+    labels = _labels(frame, label, classes, where)
+    numbers = np.stack([_numbers(frame, name, where) for name in channels], axis=1).astype(np.float32)
+    changes = labels[1:] != labels[:-1]
+    if group is not None:
+        groups = frame[group].astype(str).to_numpy()
+        changes = changes | (groups[1:] != groups[:-1])
+    starts = [0, *(np.flatnonzero(changes) + 1), len(labels)]
+    return ((int(labels[start]), numbers[start:end]) for start, end in itertools.pairwise(starts))
+
+
+def _sound(root: Path, classes: Sequence[str], rate: int) -> Iterator[tuple[int, _Floats]]:
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder of CLASS/*.wav; of a table name the channels", exit_code=NOT_FOUND)
+    if unknown := sorted({path.name for path in root.iterdir() if path.is_dir()} - set(classes)):
+        raise DataError(f"{root / unknown[0]}: is no class; the classes are {', '.join(classes[:20])}")
+    for number, name in enumerate(classes):
+        for path in sorted(one for one in (root / name).glob("*") if one.suffix.lower() == ".wav"):
+            yield number, _read_wav(path, rate)
+
+
+def _read_wav(path: Path, rate: int) -> _Floats:
+    """[T, 1], of full scale 1."""
+    wavfile = _package("scipy.io.wavfile", str(path))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound
+            found, sound = wavfile.read(path)
+    except Exception as error:
+        raise DataError(f"{path}: can't be read as WAV: {told(error)}") from error
+    if found != rate:
+        raise DataError(f"{path}: has {found} Hz, and rate is {rate}: convert the file, none is resampled")
+    if (scale := _FULL_SCALE.get(str(sound.dtype))) is None:
+        raise DataError(f"{path}: samples of {sound.dtype} are not read")
+    mixed = sound.reshape(len(sound), -1).astype(np.float64) - (scale if sound.dtype == np.uint8 else 0)
+    if not np.isfinite(mixed).all():
+        raise DataError(f"{path}: sample {int(np.isfinite(mixed).all(1).argmin())} is not finite")
+    return np.asarray(mixed.mean(axis=1, keepdims=True) / scale, dtype=np.float32)
