@@ -23,7 +23,7 @@ from rich.console import Console
 
 from experiments.data.client_datasets import Cohort
 from experiments.errors import OptionError, RunError
-from experiments.settings import bad_input_ends, check
+from experiments.settings import bad_input_ends, check, check_params
 from experiments.simulation.batch import Batch, PlannedRun, RunSetting, has_record, record_path
 from experiments.simulation.batch_runner import BatchRunner, open_workers
 from experiments.simulation.curves import drawn
@@ -110,6 +110,7 @@ def simulate(
         except ValidationError as error:
             raise OptionError(problems_in_words(error, RunSetting)) from error
         check(setting)
+        check_params(setting)
         if get_method(method).needs.public:
             raise OptionError(
                 f"{method}: its server learns from public samples, and clients bring none: choose another"

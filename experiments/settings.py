@@ -19,11 +19,11 @@ from experiments.data.deal import DealOptions, Partition
 from experiments.data.open import open_source
 from experiments.data.source import DIGITS, Source
 from experiments.errors import ExperimentError, OptionError
-from fedcg.config_file import problems_in_words
+from fedcg.config_file import nearest, problems_in_words
 from fedcg.errors import FAILED, NOT_FOUND, BadInputError
 from fedcg.learning import spec, split_names
 from fedcg.learning.errors import LearningError, NetworkError
-from fedcg.learning.registry import method_names
+from fedcg.learning.registry import get_method, method_names
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
@@ -381,6 +381,25 @@ def options_of(
 
 def _is_typed(source: object) -> bool:
     return getattr(source, "name", "") == "COMMANDLINE"
+
+
+def check_params(setting: Setting) -> None:
+    """Check the parameters of a setting's method.
+
+    Raises:
+        OptionError: names the parameter, and the one that was probably meant.
+    """
+    method, params = get_method(setting.method), setting.all_params()
+    known = tuple(method.params_type.model_fields)
+    if unknown := sorted(params.keys() - set(known)):
+        raise OptionError(
+            f"{method.name} has no parameter {unknown[0]}; `fedcg method show {method.name}` prints those it has "
+            f"({nearest(unknown[0], known)})"
+        )
+    try:
+        method.params_type.model_validate(params)
+    except ValidationError as error:
+        raise OptionError(f"{method.name}: {problems_in_words(error, method.params_type)}") from error
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads no torch."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -8,11 +9,22 @@ from typing import Annotated
 import typer
 
 from edge_client.cli.shared_options import ConfigOption, read_config
+from fedcg.config_file import set_values
 from fedcg.errors import NOT_FOUND, BadInputError
+from fedcg.files import replace_durably
+from fedcg.learning.program import PROGRAM_PATTERN
 from fedcg.terminal import Result, confirm, prints
 from fedcg.text_output import seconds_of
 
 STDIN = "-"
+ProgramOption = Annotated[
+    str | None,
+    typer.Option(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        help="This box's own program, in the place of images (docs/programs.md).",
+    ),
+]
 
 
 @prints
@@ -33,6 +45,7 @@ def enrol_command(
     data: Annotated[
         str | None, typer.Option("--data", help="Folder or file with this box's images (docs/data.md).")
     ] = None,
+    program: ProgramOption = None,
 ) -> Result:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
@@ -49,10 +62,12 @@ def enrol_command(
         typer.echo("token: ", err=True, nl=False)
     parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     where = DATA if data is None else _place(data, ". The token was not used; correct --data, or leave it out")
+    _check_program(program, data)
     enrolled = enrol(parsed, out, url=url, device=device, data=where)
+    _write_program(enrolled.config, program)
     until = enrolled.certificate.not_valid_after_utc
     about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-    advice = "" if data is not None else f"Set [data] root in {enrolled.config}.\n"
+    advice = "" if data or program else f"Set [data] root in {enrolled.config}.\n"
     return {**about, "certificate_expires": until.isoformat()}, (
         f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
         f"the agent.\n{advice}{_next_steps(enrolled.config)}"
@@ -63,8 +78,11 @@ def enrol_command(
 def join_command(
     federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder, for agent.toml and the private store.")],
-    data: Annotated[str, typer.Option("--data", help="Folder or file with this box's images for it (docs/data.md).")],
+    data: Annotated[
+        str | None, typer.Option("--data", help="Folder or file with this box's images for it (docs/data.md).")
+    ] = None,
     config: ConfigOption = Path("agent.toml"),
+    program: ProgramOption = None,
 ) -> Result:
     """Take part in a second federation with this device's identity; each federation has an agent of its own.
 
@@ -73,9 +91,14 @@ def join_command(
     Example: fedcg agent join --federation welding --data /data/welding --out /etc/fedcg/welding
     """
     from edge_client.identity.enrol import join
+    from fedcg.agent_config import DATA
 
-    where, settings = _place(data), read_config(config)
+    _check_program(program, data)
+    if data is None and program is None:
+        raise BadInputError("give --data, or --program of this box's own program")
+    where, settings = DATA if data is None else _place(data), read_config(config)
     written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
+    _write_program(written, program)
     return {"device": settings.device, "federation": federation, "config": str(written)}, (
         f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
         f"Whether the coordinator has {federation}, with a place for this device, fedcg doctor asks it.\n"
@@ -156,6 +179,18 @@ def _place(data: str, advice: str = "") -> str:
     if not Path(data).exists():
         raise BadInputError(f"--data {data}: there is no such file or folder{advice}", exit_code=NOT_FOUND)
     return str(Path(data).absolute())
+
+
+def _check_program(program: str | None, data: str | None) -> None:
+    if program is not None and (data is not None or not re.fullmatch(PROGRAM_PATTERN, program)):
+        raise BadInputError(f'--program {program}: give MODULE:FUNCTION, such as "client:client", and leave --data out')
+
+
+def _write_program(config: Path, program: str | None) -> None:
+    """The line in agent.toml by which its owner lets the program run; a line of another federation goes."""
+    text = re.sub(r"(?m)^program\s*=", "# program =", config.read_text(encoding="utf-8"))
+    values = {} if program is None else {("training", "program"): program}
+    replace_durably(config, set_values(text, values).encode())
 
 
 def _leaving(device: str, federation: str, erased: Path | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from rich.console import Console
 
 from experiments.data.deal import deal_out
@@ -23,6 +23,7 @@ from experiments.settings import (
     Values,
     bad_input_ends,
     check,
+    check_params,
     data_text,
     free_folder,
     of_method,
@@ -32,7 +33,6 @@ from experiments.settings import (
     parse_seeds,
 )
 from experiments.simulation.batch import Batch, RunSetting, load_batch, plan_batch, save_batch
-from fedcg.config_file import problems_in_words
 from fedcg.learning.defences.defence import DefencePlace, defence_of
 from fedcg.learning.method import silent
 from fedcg.learning.privacy import PrivacySettings, parse_mechanisms
@@ -255,16 +255,8 @@ def _check_method(setting: RunSetting) -> None:
         generator_names,
     )
 
-    method, params = get_method(setting.method), setting.all_params()
-    unknown = sorted(params.keys() - method.params_type.model_fields.keys())
-    if unknown:
-        raise OptionError(
-            f"{method.name} has no parameter {', '.join(unknown)}; `fedcg method show {method.name}` prints those it has"
-        )
-    try:
-        method.params_type.model_validate(params)
-    except ValidationError as error:
-        raise OptionError(f"{method.name}: {problems_in_words(error, method.params_type)}") from error
+    check_params(setting)
+    method = get_method(setting.method)
     for kind, name, known in (
         ("generator", setting.generator, generator_names()),
         ("discriminator", setting.discriminator, DISCRIMINATORS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,8 +76,17 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     assert allowed == Program("client:client", code.parent).digest() != before
 
 
-def test_a_program_that_is_missing_on_a_box_is_named_by_the_doctor(stack: ProgramStack) -> None:
+def test_the_doctor_calls_the_program_and_names_what_is_wrong_with_it(stack: ProgramStack) -> None:
     device = stack.devices[2]
+    assert re.search(
+        r"client:client, sha256 \w{64}: (train \d+, test \d+|a trainer)$", stack.doctor(device)["data"]["detail"]
+    )
+    code = stack.config(device).parent / "client.py"
+    text = code.read_text()
+    code.write_text(text.replace("nn.ReLU()", "nn.PReLU()"))
+    assert re.search(r"not that of this program: network.\w+ has ", stack.doctor(device)["data"]["detail"])
+    code.write_text(f"{text}\nclient = None\n")
+    assert "no function client" in stack.doctor(device)["data"]["detail"]
     set_values(stack.config(device), {("training", "program"): "nowhere:client"})
     finding = stack.doctor(device)["data"]
     assert finding["state"] == "failed"

@@ -1,4 +1,4 @@
-"""The check of a device's images: their folders, their classes, and that they can be opened. Never imports torch."""
+"""The check of a device's images: their folders, their classes, and that they can be opened. Imports torch for a program alone."""
 
 import random
 import time
@@ -10,7 +10,7 @@ from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
 from fedcg.learning.data import sources
-from fedcg.learning.errors import DataError, ProgramError
+from fedcg.learning.errors import DataError, LearningError, ProgramError
 from fedcg.learning.program import Program
 from fedcg.learning.spec import ImageForm
 
@@ -27,15 +27,34 @@ def check_data(config: AgentConfig, now: datetime) -> Result:
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
     if (program := Program.of_source(root)) is not None:
         try:
-            return "ok", f"{root.name}, sha256 {program.digest()}: called when a round begins", ""
+            return "ok", _called(program, config), ""
         except ProgramError as error:
             return "failed", str(error), "correct `program` under [training], or install the package that has it"
+        except LearningError as error:
+            return "failed", str(error), f"correct {program.files()[0]}, or have the operator make a plan of it anew"
     if root.is_file() and sources.is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"
     spec = spec_of(config)
     return _images(root, expected, () if spec is None else spec.classes)
+
+
+def _called(program: Program, config: AgentConfig) -> str:
+    """What this device's program states: it is called as at the beginning of a round, and torch comes with it.
+
+    Raises:
+        LearningError: it can't be called, its data can't be used, or its network is not that of the federation.
+    """
+    client, spec = program.client(config.device, 0), spec_of(config)
+    if client.trainer is None:
+        parts = client.arrays(config.device).parts().items()
+        has = ", ".join(f"{name} {len(part)}" for name, part in parts)
+    else:
+        has = "a trainer"
+    if spec is not None:
+        client.bound(spec.network, spec.input, config.device)
+    return f"{program.name}, sha256 {program.digest()}: {has}"
 
 
 def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, list[str]]:

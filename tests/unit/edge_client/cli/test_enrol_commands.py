@@ -15,6 +15,7 @@ from edge_client.identity.enrol import enrol
 from edge_client.store.private_store import PrivateStore
 from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
+from fedcg.learning.program import Program
 from fedcg.wire.messages.envelopes import PinnedKey, SigningKey
 from fedcg.wire.parts import Part
 from tests.support.commands import data_of, fails, run_fedcg, succeeds
@@ -75,6 +76,7 @@ def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_
         ({"federation": FEDERATION}, BAD_INPUT, "is in it already"),
         ({"out": "box"}, EXISTS, "is not empty"),
         ({"data": "nowhere"}, NOT_FOUND, "there is no such file or folder"),
+        ({"program": "client:client"}, BAD_INPUT, "and leave --data out"),
     ],
 )
 def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
@@ -83,8 +85,22 @@ def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
     root = first.parent.parent
     words = ["--config", first, "--federation", change.get("federation", "second")]
     words += ["--out", root / change.get("out", "second"), "--data", root / change.get("data", "images")]
+    words += ["--program", change["program"]] if "program" in change else []
     assert why in fails(ends, "agent", "join", *words)
     assert not (root / "second").exists()
+
+
+def test_a_second_federation_trains_a_program_of_its_own_or_images_where_the_first_has_a_program(first: Path) -> None:
+    root, named = first.parent.parent, ("--config", first, "--federation", "second", "--out")
+    assert "give --data, or --program" in fails(BAD_INPUT, "agent", "join", *named, root / "none")
+    assert "give MODULE:FUNCTION" in fails(BAD_INPUT, "agent", "join", *named, root / "none", "--program", "a b")
+    succeeds("agent", "join", *named, root / "second", "--program", "client:client")
+    assert Program.of_source(load_config(root / "second" / "agent.toml", {}).data.root) == Program(
+        "client:client", root / "second"
+    )
+    first.write_text(set_values(first.read_text(), {("training", "program"): "client:client"}))
+    succeeds("agent", "join", *named, root / "third", "--data", root / "images")
+    assert load_config(root / "third" / "agent.toml", {}).data.root == root / "images"
 
 
 def run_enrol(*arguments: object, typed: str = "", environment: dict[str, str] | None = None) -> Result:
@@ -107,14 +123,15 @@ def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk
 
 
 def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
-    (tmp_path / "images.npz").touch()
-    words = ("--out", tmp_path / "box", "--device", "line-5", "--data", tmp_path / "images.npz", "--json")
+    words = ("--out", tmp_path / "box", "--device", "line-5", "--program", "client:client", "--json")
     done = run_enrol(*words, environment={"FEDCG_TOKEN": desk.token().text})
     assert done.exit_code == 0, done.output
     told = data_of(done.stdout)
     assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
     assert told["certificate_expires"].startswith("20")
-    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "images.npz"
+    assert Program.of_source(load_config(tmp_path / "box" / "agent.toml", {}).data.root) == Program(
+        "client:client", tmp_path / "box"
+    )
 
 
 def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
