@@ -5,10 +5,12 @@ The same runs, records, checkpoints and workers as the command `fedcg simulate` 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,7 +79,7 @@ def simulate(
         method: a name of `fedcg method list`.
         rounds: of the federation.
         seed: root of all randomness.
-        out: folder for records and checkpoints, which hold the private networks of all clients; None: a temporary one.
+        out: folder for records and checkpoints, which hold the private networks of all clients; None: one that goes when this process ends.
         workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
         track: where figures are sent while the run goes on: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
         keep_updates: rounds whose updates are recorded for `fedcg.audit`, with the clients' samples: "all", or "1,5,10".
@@ -119,7 +121,7 @@ def simulate(
         plan = plan_from_mapping(setting.plan_for(tuple(map(str, named[first].classes)), form))
         network = named[first].network(data[first], **_chosen(plan.network))
         spec = complete_spec(plan.model_copy(update={"network": network}))
-    folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-")) if out is None else Path(out)
+    folder = _passing_folder() if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     trained: dict[str, FederationSpec] = {
         name: spec.model_copy(update={"network": client.as_started_by(named[first], network, name)})
@@ -141,6 +143,13 @@ def simulate(
         raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from cause
     record = json.loads(record_path(folder, planned).read_text())
     return Run(folder, record, party_of(setting, spec, given.cohort, trained), recording, stood)
+
+
+def _passing_folder() -> Path:
+    """A folder for a run that nobody keeps: it goes when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client]:

@@ -16,7 +16,7 @@ from audit.errors import UnknownAttackError
 from audit.evidence import Case, Truth, View
 from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import TensorForm
+from fedcg.learning.spec import ImageForm, TensorForm
 from fedcg.wire.parts import Part
 
 
@@ -83,7 +83,7 @@ class Attack:
         carry_out: guesses from the trial's view, scores the guesses against its truth, and yields what it finds; raises nothing for
             a failed guess.
         parts: that have to be in the update. Whether it takes `auxiliary` images, the device's `private` networks, or `held_out` images.
-        images: whether it works on images alone, and not on tensors of other shapes.
+        least_side: of images, in pixels, where it works on images alone; 0: it works on tensors of any shape.
         lacking: what else keeps it from being tried on a case, as a sentence with the remedy; None where nothing does.
         not_quick: why a quick audit leaves it out; empty where it does not.
     """
@@ -97,14 +97,17 @@ class Attack:
     auxiliary: bool = False
     private: bool = False
     held_out: bool = False
-    images: bool = False
+    least_side: int = 0
     lacking: Callable[[Case], str | None] = lambda _: None
     not_quick: str = ""
 
     def lacks(self, case: Case) -> str | None:
         """Why it can't be tried on a case, as a sentence with the remedy; None where it can."""
-        if self.images and isinstance(form := case.view.spec.input, TensorForm):
+        form, least = case.view.spec.input, self.least_side
+        if least and isinstance(form, TensorForm):
             return f"{self.name} works on images, and the inputs are tensors of shape {list(form.shape)}"
+        if isinstance(form, ImageForm) and min(form.height, form.width) < least:
+            return f"{self.name} works on images of at least {least} x {least} pixels, not {form.height} x {form.width}"
         given = case.lacks(auxiliary=self.auxiliary, private=self.private, held_out=self.held_out, parts=self.parts)
         return given or self.lacking(case)
 

@@ -183,5 +183,5 @@ ATTACK = Attack(
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
     not_quick="it takes a whole local round: run it with default or thorough effort",
-    images=True,
+    least_side=1,
 )

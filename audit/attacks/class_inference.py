@@ -346,5 +346,5 @@ ATTACK = Attack(
     parts=frozenset({Part.CLASSIFIER}),
     auxiliary=True,
     lacking=_lacks,
-    images=True,
+    least_side=7,
 )

@@ -326,5 +326,5 @@ ATTACK = Attack(
     parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}),
     held_out=True,
     lacking=_lacks,
-    images=True,
+    least_side=7,
 )

@@ -394,5 +394,5 @@ ATTACK = Attack(
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
     lacking=_lacks,
-    images=True,
+    least_side=16,
 )

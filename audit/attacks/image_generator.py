@@ -341,5 +341,5 @@ ATTACK = Attack(
     auxiliary=True,
     held_out=True,
     lacking=_lacks,
-    images=True,
+    least_side=7,
 )

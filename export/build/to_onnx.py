@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import onnxruntime
@@ -35,6 +36,7 @@ from export.model.runtime import (
     load_all,
     load_image,
 )
+from fedcg.errors import in_words
 from fedcg.imaging import Pixels, fit_pixels
 from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.data.image_folder import normalise
@@ -146,15 +148,17 @@ def _convert(model: Served, spec: FederationSpec) -> tuple[onnx.ModelProto, str]
                 warnings.simplefilter("ignore")  # both exporters warn about torch's own internals
                 return convert(model, example), name
         except _EXPORTER_FAILURES as error:  # noqa: PERF203 - two exporters
-            _log.warning("the %s exporter cannot write %s: %s", name, spec.network.split, error)
-            failures.append(f"{name}: {error}")
+            _log.info("the %s exporter cannot write %s: %s", name, spec.network.split, error)
+            failures.append(f"{name}: {in_words(error)[:300]}")
     raise ConversionError(f"{spec.network.split} cannot be written as ONNX; " + "; ".join(failures))
 
 
 def _with_torchscript(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     import onnx
 
-    with tempfile.TemporaryDirectory(prefix="fedcg-export-") as folder:
+    # torch 2.7 to 2.13 prints the graph of a network that it can't write, on stdout, whatever its logging is set to.
+    silent = patch.object(torch._C, "_jit_onnx_log", create=True)  # noqa: SLF001
+    with silent, tempfile.TemporaryDirectory(prefix="fedcg-export-") as folder:
         path = Path(folder) / "model.onnx"
         torch.onnx.export(
             model,

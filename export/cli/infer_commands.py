@@ -302,11 +302,12 @@ def _version_row(installed: ModelVersions, version: Version) -> dict[str, object
         (manifest, signature), signer = installed.verify(version.name), signer_of(version.directory)
     except ExportError as error:
         return row | {"state": f"refused: {error}"}
+    accuracy = manifest.verification.accuracy_onnx  # None where the device's own program has the data
     return row | {
         "state": "sound",
         "federation": manifest.federation,
         "round": manifest.round,
-        "accuracy": manifest.verification.accuracy_onnx,
+        "accuracy": manifest.metrics.get("accuracy_personal.test") if accuracy is None else accuracy,
         "verification": manifest.verification.model_dump(mode="json"),
         "created": manifest.created.isoformat(),
         "serves": manifest.serves,

@@ -48,6 +48,8 @@ def test_the_same_file_trains_on_four_agents_and_each_model_answers(stack: Progr
         answers = model.predict(np.zeros((3, *form.shape), form.dtype))
         assert answers.shape == (3, len(model.manifest.classes) or 1)
         assert np.isfinite(answers).all()
+        listed = data_of(stack.command("model", "list", str(Path(end["model_dir"]).parent), "--json"))
+        assert listed[-1]["accuracy"] > 0.05
 
 
 def test_an_update_names_the_digest_of_the_code_and_holds_no_private_tensor(stack: ProgramStack) -> None:

@@ -73,6 +73,18 @@ def test_a_client_with_pixels_is_audited_as_one_with_images() -> None:
     assert audited.report["subject"]["auxiliary"] == 80
 
 
+def test_an_attack_whose_networks_need_larger_images_is_not_tried() -> None:
+    halves = fedcg.Split(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 2))
+    small = {
+        name: fedcg.Client(halves, (pictures(seed)[0][..., 4:12, 4:12], pictures(seed)[1]), ("dark", "bright"))
+        for seed, name in enumerate("ab")
+    }
+    run = fedcg.simulate(small, "fedavg", 1, keep_updates="all", **QUICK)
+    found = results(fedcg.audit(run, "a", attacks=("inversion", "labels"), effort="quick"))
+    assert found["inversion"] == ("inversion works on images of at least 16 x 16 pixels, not 8 x 8", 0)
+    assert found["labels"][0] is None
+
+
 def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path) -> None:
     run = fedcg.simulate(clients(), "local", 1, **QUICK)
     with pytest.raises(BadInputError, match=r'was not recorded: run fedcg.simulate\(..., keep_updates="all"\) first'):

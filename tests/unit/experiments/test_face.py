@@ -1,5 +1,8 @@
 """`import fedcg`: a federation of a program's own network and data."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -133,3 +136,35 @@ def test_a_wrong_option_is_named() -> None:
         fedcg.simulate(clients(), rounds=1, flip=True)
     with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Audit, Client"):
         getattr(fedcg, "simulat")  # noqa: B009 - mypy knows that it is not there
+
+
+UNUSUAL = """
+import sys, tempfile
+import torch
+from torch import nn
+import fedcg
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft(x).abs()
+
+def client(seed):
+    x = torch.randn(60, 16, generator=torch.Generator().manual_seed(seed))
+    return fedcg.Client(fedcg.Split(Spectrum(), nn.Linear(9, 2)), (x, (x[:, 0] > 0).long()), ["no", "yes"])
+
+run = fedcg.simulate([client(1), client(2)], "fedsplit", 1, local_epochs=1)
+run.clients["client-1"].export(sys.argv[1])
+print(run.folder.is_dir())
+"""
+
+
+def test_a_run_without_a_folder_leaves_none_and_an_exporter_that_fails_before_the_other_prints_nothing(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", UNUSUAL, str(tmp_path / "m.onnx")]
+    (tmp_path / "passing").mkdir()
+    there = {**os.environ, "TMPDIR": str(tmp_path / "passing")}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert (tmp_path / "m.onnx").stat().st_size > 0
+    assert not list((tmp_path / "passing").glob("fedcg-*"))
