@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from audit.attacks.attack import Attack, Effort, chosen_attacks, get_attack
 from audit.choices import parse_gate
 from audit.errors import CaptureError
-from audit.evidence import Case, RecordedUpdates, own_view, read_secret, read_truth, read_updates
+from audit.evidence import Case, RecordedUpdates, own_view, read_secret, read_truth, read_updates, with_images
 from audit.measures import Outcome
 from audit.report import Finding, GateResult, finding_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
@@ -240,8 +240,9 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     if options.auxiliary is not None:
         auxiliary = read_images(options.auxiliary, spec.classes, spec.input).images
     secret = None if options.cohort is None else read_secret(options.cohort)
-    view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private)
+    view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private, options.data)
     truth = read_truth(view, options.data, options.private, options.held_out)
+    view = replace(view, spec=with_images(view.spec))
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from audit.attacks.attack import Attack, Effort, chosen_attacks
-from audit.evidence import Case, Truth, joined, read_private, read_updates
+from audit.evidence import Case, Truth, joined, read_private, read_updates, with_images
 from audit.measures import Outcome
 from audit.report import Finding, finding_of, render, report_of, subject_of
 from audit.run import progress_bars
@@ -27,7 +27,6 @@ from fedcg.errors import BadInputError
 from fedcg.files import replace_durably
 from fedcg.learning.data.datasets import read_dataset
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def audit(
         raise BadInputError(
             f'{run.folder}: what the clients sent was not recorded: run fedcg.simulate(..., keep_updates="all") first'
         )
-    chosen, spec = chosen_attacks(attacks), party.spec.model_copy(update={"input": _images_if(party.spec.input)})
+    chosen, spec = chosen_attacks(attacks), with_images(party.spec)
     recorded = replace(
         read_updates(recording), spec=spec
     )  # this process has the network's code, and a recording has none
@@ -148,12 +147,3 @@ def _outcome(
         outcome = Outcome.failure(attack.name, error)
     finish(outcome)
     return outcome
-
-
-def _images_if(form: InputForm) -> InputForm:
-    """Pixels of one or three channels as images, which more attacks work on; every other form as it is."""
-    channels, *sides = form.shape if isinstance(form, TensorForm) and form.dtype == "uint8" else (0,)
-    if channels not in (1, 3) or len(sides) != 2 or min(sides) < 4 or max(sides) > 1024:
-        return form
-    mean, std = form.mean or (0.0,) * channels, form.std or (1.0,) * channels
-    return ImageForm(mode="L" if channels == 1 else "RGB", height=sides[0], width=sides[1], mean=mean, std=std)

@@ -20,7 +20,7 @@ from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.plans import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, ImageForm, TensorForm
 from fedcg.wire.parts import Part, Report
 
 _SECRET_BYTES, _CHECK_BYTES = 32, 32
@@ -232,3 +232,14 @@ class Case:
         if held_out and len(self.truth.held_out) < 2:
             return "there are no images of the device that were not trained on: give some as --held-out"
         return None
+
+
+def with_images(spec: FederationSpec) -> FederationSpec:
+    """The spec, with pixels of one or three channels as images, which more attacks work on than on tensors."""
+    form = spec.input
+    channels, *sides = form.shape if isinstance(form, TensorForm) and form.dtype == "uint8" else (0,)
+    if channels not in (1, 3) or len(sides) != 2 or min(sides) < 4 or max(sides) > 1024:
+        return spec
+    mean, std = form.mean or (0.0,) * channels, form.std or (1.0,) * channels
+    images = ImageForm(mode="L" if channels == 1 else "RGB", height=sides[0], width=sides[1], mean=mean, std=std)
+    return spec.model_copy(update={"input": images})

@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 
 from audit.errors import DecodeError, TruthError
 from audit.evidence.case import Truth, View
-from fedcg.learning.data.image_folder import read_images, split_source
+from fedcg.learning.client import Client
+from fedcg.learning.data.image_folder import LocalImages, from_arrays, read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks.assembly import layout_of
 from fedcg.learning.networks.own_backbone import device_spec
+from fedcg.learning.program import Program
+from fedcg.learning.seeds import Streams, spec_root
 from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
@@ -28,7 +31,7 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
 
     Args:
         view: the update.
-        data: the images as the agent has them; what it does not train on is held out.
+        data: the images as the agent has them, or FOLDER/program:MODULE:FUNCTION; what it does not train on is held out.
         private: the agent's store, or a file of a simulation with `before/` and `after/`.
         held_out: more images of the same kind that were not trained on.
 
@@ -37,7 +40,7 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
         TruthError: they are not those of the update, or the weights are not those of the round.
     """
     spec = view.spec
-    found = read_images(data, spec.classes, spec.input)
+    found = _read(view, data)
     where = split_source(data, found.entries, spec.classes)
     seen, unseen_rows = (
         [row for row, one in enumerate(found.entries) if (where[one.path] == "train") is is_train]
@@ -50,6 +53,23 @@ def read_truth(view: View, data: Path, private: Path | None = None, held_out: Pa
     if private is None:
         return Truth(train, unseen)
     return Truth(train, unseen, *read_private(view, private))
+
+
+def _read(view: View, data: Path) -> LocalImages:
+    client = _client_of(view, data)
+    if client is None:
+        return read_images(data, view.spec.classes, view.spec.input)
+    return from_arrays(client.arrays(view.client), data, view.spec.classes, view.spec.input, None)
+
+
+def _client_of(view: View, data: Path) -> Client | None:
+    """What the device's own program states, with the start that anybody knows; None where it has none."""
+    if (program := Program.of_source(data)) is None:
+        return None
+    if not view.spec.classes:
+        raise TruthError("an audit attacks classification: the data of a fedcg.Trainer is its own")
+    spec = view.spec
+    return program.client(view.client, Streams(spec_root(spec.seed)).at(spec.federation, "initial").seed("program"))
 
 
 def joined(some: ImageSet, more: ImageSet) -> ImageSet:
@@ -106,13 +126,22 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
     return before, after, _tensors(file, "extras")
 
 
-def own_view(view: View, place: Path | None) -> View:
-    """The view with the networks of the device that an agent's store belongs to, where each device has a backbone of its own.
+def own_view(view: View, place: Path | None, data: Path) -> View:
+    """The view with the networks of the device, where each has a program or a backbone of its own.
+
+    Args:
+        view: of its update.
+        place: the agent's store, or a simulation's file.
+        data: as of `read_truth`.
 
     Raises:
         DecodeError: the store can't be read.
-        NetworkError: it names a backbone that the spec does not list.
+        LearningError: it names a backbone that the spec does not list; or the program can't be used.
+        TruthError: the program is a trainer's.
     """
+    if (client := _client_of(view, data)) is not None:
+        network = client.bound(view.spec.network, view.spec.input, view.client)
+        return replace(view, spec=view.spec.model_copy(update={"network": network}))
     if not view.spec.network.backbones or place is None or not place.is_dir():
         return view
     found = {one.round: one.backbone for one in map(_generation, sorted((place / "generations").glob("*")))}

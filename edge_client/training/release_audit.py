@@ -10,7 +10,7 @@ from pathlib import Path
 
 from audit.attacks.attack import Attack, Effort, chosen_attacks
 from audit.choices import parse_gate
-from audit.evidence import Case, Truth, View, joined
+from audit.evidence import Case, Truth, View, joined, with_images
 from audit.measures import Outcome
 from audit.report import PAGE_FILE, GateResult, finding_of, judge, largest_gains, subject_of, write_report
 from edge_client.config import AgentConfig
@@ -139,7 +139,7 @@ def _case(release: Release, auxiliary: ImageSet | None) -> Case:
     """The bytes as a coordinator decodes them, beside the truth."""
     sent, private = _decoded(release), get_method(release.spec.method).payload.private
     view = View(
-        release.spec,
+        with_images(release.spec),
         sent.header.client or "",
         sent.header.round,
         to_weights(sent.parts),

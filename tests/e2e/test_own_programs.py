@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,9 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made = run_fedcg("new", str(root / "shapes"), "--template", request.param)
     assert made.exit_code == 0, made.output
     one = ProgramStack(root / "stack", project=root / "shapes", params=params, method=method)
+    one.prepare()
+    audit: dict[tuple[str, str], Any] = {("audit", "before_publish"): "quick", ("audit", "attacks"): ["labels"]}
+    set_values(one.config(one.devices[3]), audit)
     with one.up(agents=True):
         one.wait_finished()
         yield one
@@ -58,6 +63,23 @@ def test_an_update_names_the_digest_of_the_code_and_holds_no_private_tensor(stac
     sent = str(data_of(stack.command("agent", "sent", "--config", str(stack.config(device)), "--json")))
     assert digest in sent
     assert "extractor" not in sent
+
+
+def test_what_a_program_sends_is_audited_before_it_leaves_and_afterwards(stack: ProgramStack, tmp_path: Path) -> None:
+    device = stack.devices[3]
+    config, is_trainer = stack.config(device), stack.method == "fedsplit"
+    judged = [event for event in stack.events(device) if event["event"] == "audited"]
+    assert [event["passed"] for event in judged] == [True, True]
+    (about,) = json.loads((stack.store(device) / "audit" / "report.json").read_text())["attacks"]
+    assert (about["skipped"] is None) != is_trainer
+    words = ["--updates", str(stack.home), "--client", device, "--data", str(config.parent / "program:client:client")]
+    words += ["--private", str(stack.store(device)), "--effort", "quick", "--attacks", "labels,inversion"]
+    done = run_fedcg("audit", "run", *words, "--out", str(tmp_path / "report"), "--json")
+    if is_trainer:
+        assert "the data of a fedcg.Trainer is its own" in done.output
+        return
+    assert done.exit_code == 0, done.output
+    assert [one["skipped"] for one in data_of(done.stdout)["attacks"]] == [None, None]
 
 
 def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramStack) -> None:
