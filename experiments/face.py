@@ -27,7 +27,7 @@ from experiments.data.client_datasets import Cohort
 from experiments.errors import OptionError, RunError
 from experiments.settings import bad_input_ends, check, check_params
 from experiments.simulation.batch import Batch, PlannedRun, RunSetting, has_record, record_path
-from experiments.simulation.batch_runner import BatchRunner, open_workers
+from experiments.simulation.batch_runner import BatchRunner, open_ray_workers, open_workers
 from experiments.simulation.curves import drawn
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.recorded_updates import UPDATES_FOLDER
@@ -65,6 +65,7 @@ def simulate(
     *,
     out: str | Path | None = None,
     workers: int = 1,
+    ray: str | None = None,
     track: str | None = None,
     keep_updates: str | None = None,
     **settings: Any,
@@ -81,6 +82,7 @@ def simulate(
         seed: root of all randomness.
         out: folder for records and checkpoints, which hold the private networks of all clients; None: one that goes when this process ends.
         workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
+        ray: a running Ray cluster that this machine is a node of, "auto" or HOST:PORT, in the place of workers.
         track: where figures are sent while the run goes on: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
         keep_updates: rounds whose updates are recorded for `fedcg.audit`, with the clients' samples: "all", or "1,5,10".
         settings: options of `fedcg simulate` under their names with `_` for `-`: local_epochs, batch_size, lr, device,
@@ -132,7 +134,7 @@ def simulate(
     batch = Batch(runs=(PlannedRun(setting=setting),))
     batch = batch if keep_updates is None else batch.keeping(keep_updates)
     [planned], recording = batch.runs, folder / UPDATES_FOLDER / setting.name
-    with open_workers(workers, setting.threads) as opened:
+    with open_workers(workers, setting.threads) if ray is None else open_ray_workers(ray, [setting], print) as opened:
         runner = BatchRunner(folder, opened, Console(stderr=True), tracks=tracks, picture=False, given=given)
         is_unrecorded = keep_updates is not None and not recording.exists()
         is_lost = has_record(folder, planned) and (is_unrecorded or runner.stands(planned) is None)

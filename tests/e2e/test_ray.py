@@ -3,6 +3,8 @@
 import json
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -106,6 +108,27 @@ def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
     monkeypatch.setattr(simulation, "local_task", partial(ray_cases.noted, tmp_path))
     assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), expected)
     assert len(list(tmp_path.iterdir())) == 2  # a name per node
+
+
+PROGRAM = """
+import sys
+import fedcg
+import torch
+from tests.unit.experiments.test_face import QUICK, clients
+
+settings = {**QUICK, "params": {"server_iterations": 5}}
+here, there = (fedcg.simulate(clients(), "fedcg", 2, ray=ray, **settings) for ray in (None, sys.argv[1]))
+assert here.record["clients"] == there.record["clients"]
+for name, one in here.clients.items():
+    pairs = zip(one.model.state_dict().values(), there.clients[name].model.state_dict().values(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+"""
+
+
+def test_a_program_of_ones_own_is_simulated_on_a_cluster(nodes: TwoNodes) -> None:
+    command = [sys.executable, "-c", PROGRAM, nodes.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_task_whose_worker_is_killed_is_repeated(
