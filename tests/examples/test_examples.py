@@ -11,7 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+from scipy.io import wavfile
+from torch import nn
 
 import fedcg
 from export.model.runtime import Model
@@ -83,3 +86,22 @@ def test_the_short_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})  # noqa: S102 - our own page
     assert (tmp_path / "model.onnx").stat().st_size > 1000
+
+
+def test_the_programs_of_the_page_on_tables_and_signals_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = (EXAMPLES.parent / "docs" / "tables-and-signals.md").read_text().split("```python\n")
+    table, signals = (block.split("```")[0] for block in blocks[1:3])
+    ages = np.arange(20, 80)
+    rows = {"age": ages, "pressure": ages * 2.0, "ward": "b", "outcome": np.where(ages > 50, "stays", "home")}
+    moves = {"x": ages, "y": ages, "z": ages, "activity": "walk", "recording": 1}
+    monkeypatch.chdir(tmp_path)
+    for site in "ab":
+        pd.DataFrame(rows).to_csv(f"{site}.csv", index=False)
+    pd.DataFrame(moves).loc[np.repeat(range(60), 5)].to_parquet("a.parquet")
+    (tmp_path / "sounds" / "walk").mkdir(parents=True)
+    wavfile.write("sounds/walk/one.wav", 16000, np.zeros(40_000, np.int16))
+    names: dict[str, Any] = {"fedcg": fedcg, "nn": nn, "CLASSES": ["walk"], "site": "a"}
+    exec(table + signals, names)  # noqa: S102 - our own page
+    assert (names["moves"].inputs.shape, names["sound"].inputs.shape) == ((3, 3, 128), (2, 1, 16000))
+    run = fedcg.simulate({site: names["client"](site) for site in "ab"}, "fedsplit", 1, local_epochs=1)
+    assert list(run.table().index) == ["a", "b"]

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedcg.errors import told
+from fedcg.learning.data.frames import Samples
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 
@@ -35,6 +36,8 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
     Raises:
         DataError: names `where`, the sample and what is wrong with it.
     """
+    if isinstance(data, Samples):
+        data = (data.inputs, data.labels)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(hasattr(one, "shape") for one in data):
         inputs, labels = _array(data[0], where), _array(data[1], where)
         if len(inputs) != len(labels) or not len(labels):
