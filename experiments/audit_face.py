@@ -26,6 +26,7 @@ from experiments.simulation.recorded_updates import truth_file
 from fedcg.errors import BadInputError
 from fedcg.files import replace_durably
 from fedcg.learning.data.datasets import read_dataset
+from fedcg.learning.errors import DataError
 from fedcg.learning.seeds import Streams
 
 
@@ -122,8 +123,11 @@ def audit(
         known = reduce(joined, (data.test for name, data in party.datasets.items() if name != client))
     else:
         known = read_dataset(auxiliary, spec.classes, "auxiliary")
+    data = party.datasets[client]
+    if known.images.shape[1:] != data.train.images.shape[1:] or known.images.dtype != data.train.images.dtype:
+        raise DataError("auxiliary: its samples have another shape or type than those of the clients")
     view = recorded.view(client, round_number, known)
-    data, private = party.datasets[client], read_private(view, truth_file(recording, client, view.round))
+    private = read_private(view, truth_file(recording, client, view.round))
     truth = Truth(data.train, joined(data.val, data.test), *private)
     case = Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {seed}".encode()).digest()))
     with progress_bars(Console(stderr=True), [attack.name for attack in chosen]) as (advance, finish):

@@ -81,8 +81,14 @@ class TensorForm(Settings):
         Literal["uint8", "float32"],
         Field(description="of the data; uint8 is scaled to [0, 1] before it is normalised, float32 is not"),
     ] = "float32"
-    mean: Annotated[_Means, Field(description="one per index of the first dimension; none: not normalised")] = ()
-    std: Annotated[_Deviations, Field(description="as `mean`; both or neither", validate_default=True)] = ()
+    mean: Annotated[
+        tuple[Annotated[float, Field(ge=-1e30, le=1e30)], ...],
+        Field(description="one per index of the first dimension; none: not normalised"),
+    ] = ()
+    std: Annotated[
+        tuple[Annotated[float, Field(ge=1e-30, le=1e30)], ...],
+        Field(description="as `mean`; both or neither", validate_default=True),
+    ] = ()
 
     @property
     def channels(self) -> int:

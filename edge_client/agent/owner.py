@@ -30,7 +30,7 @@ from edge_client.firewall import check_kept, check_spec, widened
 from edge_client.session.state import SessionState
 from edge_client.store.checked_files import SentRecord
 from edge_client.store.own_backbone import own_backbone
-from edge_client.store.owner_record import MAX_REASON, Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.owner_record import MAX_REASON, NO_CODE, Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import CONTROL_FOLDER, DeliveryRecord, PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.files import PRIVATE, READABLE, is_locked
@@ -305,8 +305,12 @@ class OwnerControl:
             self._consent.allow_program(spec.digest, digest)
             self._events.write("program_allowed", program=program.name, sha256=digest)
         elif known != digest:
-            changed = f"the code of program {program.name} has changed: sha256 {digest[:12]}, before {known[:12]}"
-            return DeclineReason.NEEDS_APPROVAL, changed
+            why = "has changed" if known != NO_CODE else "may not run any more: its owner took that back"
+            before = "" if known == NO_CODE else f", before {known[:12]}"
+            return (
+                DeclineReason.NEEDS_APPROVAL,
+                f"the code of program {program.name} {why}: sha256 {digest[:12]}{before}",
+            )
         return None
 
     def outbox_may_leave(self, reporter: EventReporter) -> bool:

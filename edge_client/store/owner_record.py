@@ -21,6 +21,8 @@ from fedcg.wire.messages.schemas import DeclineReason, Sha256
 WRITTEN_EVERY_BYTES = 1_000_000
 MAX_REASON = 200
 MOST_WAITING = 32
+NO_CODE = "0" * 64
+"""In the place of a program's digest: its owner took the permission back."""
 _Seconds = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
 
 
@@ -85,7 +87,7 @@ class Consent:
     def wait_for(self, digest: str, reason: DeclineReason, detail: str, now: float) -> bool:
         """Record that a spec waits for approval; returns whether that is new."""
         kept = self.read()
-        if digest in kept.waiting:
+        if digest in kept.waiting and kept.waiting[digest].detail == detail[:4096]:
             return False
         newest = sorted(kept.waiting.items(), key=lambda item: item[1].since)[-MOST_WAITING + 1 :]
         one = WaitingSpec(since=now, reason=reason.value, detail=detail[:4096])
@@ -111,11 +113,12 @@ class Consent:
         self._write(kept.model_copy(update={"programs": {**kept.programs, digest: program}}))
 
     def revoke(self, digest: str) -> bool:
-        """Revoke an approval; returns whether there was one."""
+        """Revoke the approval of a spec and the permission of the program under it; returns whether there was one."""
         kept = self.read()
         approved = {name: at for name, at in kept.approved.items() if name != digest}
-        self._write(kept.model_copy(update={"approved": approved}))
-        return digest in kept.approved
+        programs = {name: NO_CODE if name == digest else code for name, code in kept.programs.items()}
+        self._write(kept.model_copy(update={"approved": approved, "programs": programs}))
+        return digest in kept.approved or kept.programs.get(digest, NO_CODE) != NO_CODE
 
     def _write(self, content: ConsentFile) -> None:
         _write(self._path, content)

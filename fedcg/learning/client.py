@@ -20,6 +20,7 @@ from torch import nn
 from fedcg.input_form import InputForm, TensorForm
 from fedcg.learning.data.array_files import ArrayData, LabelledImages
 from fedcg.learning.data.datasets import read_dataset
+from fedcg.learning.data.frames import Table
 from fedcg.learning.data.image_folder import normalise, placed, split_by_hash
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import FileEntry, ImageSet
@@ -84,6 +85,9 @@ class Client:
                 raise NetworkError(
                     "train and classes are needed, two classes or more; for another task than classification give a trainer"
                 )
+            columns = [list(part.columns.items()) for part in (self.train, self.test) if isinstance(part, Table)]
+            if columns[1:] not in ([], columns[:1]):
+                raise NetworkError("test has other columns than train, or in another order")
             modules = [*self.model.extractor.named_modules(), *self.model.classifier.named_modules()]
             private = {id(one) for one in self.model.extractor.parameters()}
             if tied := [name for name, one in self.model.classifier.named_parameters() if id(one) in private]:
@@ -116,7 +120,7 @@ class Client:
         if len(train) < 2 or not len(val):
             raise DataError(
                 f"client {name}: of {len(rows)} samples of train {len(train)} are to train on and {len(val)} to validate with "
-                "(copies stay together): give it more, and different ones"
+                "(copies, and windows that overlap, stay together): give it more, and different ones"
             )
         test = val if self.test is None else read_dataset(self.test, self.classes, f"client {name}: test")
         if test.images.shape[1:] != train.images.shape[1:] or test.images.dtype != train.images.dtype:

@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +72,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
         "coordinator": lambda config, now: coordinator,
         "carrier": _carrier,
         "store": _store,
-        "data": check_data,
+        "data": check_data if only is None else partial(check_data, calls=False),  # the agent imports no torch
         "defence": _defence,
         "policy": _policy,
         "cohort secret": _cohort_secret,

@@ -9,6 +9,7 @@ from pathlib import Path
 from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
+from edge_client.store.owner_record import Consent
 from fedcg.learning.data import sources
 from fedcg.learning.errors import DataError, LearningError, ProgramError
 from fedcg.learning.program import Program
@@ -21,12 +22,20 @@ SORTED_IN = "move each image into a folder named as its class, e.g. good/ and cr
 _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 
 
-def check_data(config: AgentConfig, now: datetime) -> Result:
-    """The images of this device can be read."""
+def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Result:
+    """The images of this device can be read; a program is called where `calls` says so, and its owner let its code in."""
     root = config.data.root
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
     if (program := Program.of_source(root)) is not None:
         try:
+            digest, allowed = program.digest(), Consent(config.store).read().programs.values()
+            has_changed = bool(allowed) and digest not in allowed
+            if has_changed or not calls:
+                told = (
+                    "its owner was not asked yet for the code of now" if has_changed else "called when a round begins"
+                )
+                advice = "start the agent, and type `fedcg agent approve` when it asks" if has_changed else ""
+                return "warning" if has_changed else "ok", f"{program.name}, sha256 {digest}: {told}", advice
             return "ok", _called(program, config), ""
         except ProgramError as error:
             return "failed", str(error), "correct `program` under [training], or install the package that has it"

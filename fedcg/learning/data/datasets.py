@@ -37,6 +37,10 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
         DataError: names `where`, the sample and what is wrong with it.
     """
     if isinstance(data, Samples):
+        if data.classes not in (None, tuple(classes)):
+            raise DataError(
+                f"{where}: its labels were read as {', '.join(data.classes)}: name the client's classes alike"
+            )
         data = (data.inputs, data.labels)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(hasattr(one, "shape") for one in data):
         inputs, labels = _array(data[0], where), _array(data[1], where)

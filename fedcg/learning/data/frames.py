@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcg.errors import NOT_FOUND, told
+from fedcg.imaging import is_named_as_image
 from fedcg.learning.data.input_layers import LogMel, OneHot
 from fedcg.learning.errors import DataError
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 Columns = Mapping[str, Sequence[str] | None]
 _Floats = NDArray[np.float32]
+_POINT_ZERO = re.compile(r"(?<=\d)\.0+$")
 _BLOCK = 5  # windows that overlap are split by blocks of this many lengths
 _FULL_SCALE = {"uint8": 128.0, "int16": 2.0**15, "int32": 2.0**31, "float32": 1.0, "float64": 1.0}
 
@@ -37,11 +40,13 @@ class Samples:
     Attributes:
         inputs: [N, *shape] float32.
         labels: [N] int64, the index of a class; without classes [N] float32.
+        classes: whose indices the labels are; None: they are numbers.
         blocks: for each sample, what it was cut from: samples of one block stay on one side of a split; empty: each goes by itself.
     """
 
     inputs: _Floats
     labels: NDArray[Any]
+    classes: tuple[str, ...] | None = None
     blocks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -63,7 +68,7 @@ class Table(Samples):
 
     def one_hot(self) -> OneHot:
         """The layer in front of a network: categories as ones and zeros; its `width` is how many numbers the network gets."""
-        return OneHot(list(self.columns.values()))
+        return OneHot(self.columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +113,18 @@ def table(
     Raises:
         DataError: names the file, the row (from 1, behind the header) and the column, and what is wrong.
     """
+    if not isinstance(columns, Mapping) or not columns:
+        raise DataError('columns: give a mapping such as {"age": None, "ward": ["a", "b"]}')
     frame, where = _frame(source, [*columns, label])
     read = [
         _numbers(frame, name, where) if values is None else _codes(frame, name, values, where)
         for name, values in columns.items()
     ]
-    return Table(np.stack(read, axis=1).astype(np.float32), _labels(frame, label, classes, where), columns=columns)
+    for name, found in zip(columns, read, strict=True):
+        if columns[name] is not None and found.max() < 0:
+            warnings.warn(f"{where}: column {name}: no row has one of the values {columns[name]}", stacklevel=2)
+    labels, named = _labels(frame, label, classes, where), None if classes is None else tuple(map(str, classes))
+    return Table(np.stack(read, axis=1).astype(np.float32), labels, named, columns=columns)
 
 
 def signals(
@@ -156,7 +167,7 @@ def signals(
     labels = np.concatenate([np.full(len(found), number, dtype=np.int64) for found, number in cut])
     blocks = [hashlib.sha256(found[0].tobytes()).hexdigest() for found, _ in cut for _ in found]
     inputs = np.concatenate([found for found, _ in cut])
-    return Signals(inputs, labels, tuple(blocks) if step < samples else (), rate=rate)
+    return Signals(inputs, labels, tuple(map(str, classes)), tuple(blocks) if step < samples else (), rate=rate)
 
 
 def _windows(recording: _Floats, samples: int, hop: int) -> Iterator[_Floats]:
@@ -184,12 +195,14 @@ def _frame(source: Any, names: Sequence[str]) -> tuple[pd.DataFrame, str]:
                 if path.suffix == ".parquet":
                     frame = pandas.read_parquet(path)
                 else:
-                    frame = pandas.read_csv(path, dtype=str, index_col=False)
+                    frame = pandas.read_csv(path, dtype=str, index_col=False, na_filter=False)
+                    frame.columns = pandas.read_csv(path, dtype=str, header=None, nrows=1, na_filter=False).iloc[0]
         except Exception as error:
             raise DataError(f"{path}: can't be read as a table: {told(error)}") from error
-    if missing := [name for name in names if name not in frame.columns]:
-        there = ", ".join(map(str, frame.columns[:20]))
-        raise DataError(f"{where}: column {missing[0]} is missing; there are {there or 'none'}")
+    there = list(frame.columns)
+    if wrong := [name for name in names if there.count(name) != 1]:
+        fault = "is there twice" if wrong[0] in there else f"is missing; there are {', '.join(map(str, there[:20]))}"
+        raise DataError(f"{where}: column {wrong[0]} {fault}")
     if not len(frame):
         raise DataError(f"{where}: has no row")
     return frame, where
@@ -203,12 +216,14 @@ def _package(name: str, where: str) -> Any:
 
 
 def _numbers(frame: pd.DataFrame, name: str, where: str) -> NDArray[Any]:
+    if frame[name].dtype.kind in "mM":
+        raise DataError(f"{where}: column {name} holds times: make numbers of them, such as hours or days")
     column = _package("pandas", where).to_numeric(frame[name], errors="coerce")
     numbers: NDArray[Any] = column.to_numpy(dtype=np.float64, na_value=np.nan)
     if len(wrong := np.flatnonzero(~(np.abs(numbers) <= np.finfo(np.float32).max))):
         raise DataError(
-            f"{where}: row {wrong[0] + 1}: column {name}: {str(frame[name].iloc[wrong[0]])[:40]!r} is no number of float32; "
-            "what is missing is filled in before: a pandas.DataFrame is taken too"
+            f"{where}: row {wrong[0] + 1}: column {name}: no number of float32; what is missing is filled in before: a "
+            "pandas.DataFrame is taken too"
         )
     return numbers
 
@@ -217,8 +232,10 @@ def _codes(frame: pd.DataFrame, name: str, values: Sequence[str], where: str) ->
     """Of each row the index of its value; -1 where it is none of them."""
     if isinstance(values, str) or not values or len(set(values)) < len(values):
         raise DataError(f"{where}: column {name}: {values!r} is no list of different values")
-    place = {str(value): number for number, value in enumerate(values)}
-    return np.array([place.get(str(cell).strip(), -1) for cell in frame[name]])
+    place, column = {str(value): number for number, value in enumerate(values)}, frame[name]
+    texts = ["" if gone else str(cell).strip() for cell, gone in zip(column, column.isna(), strict=True)]
+    # pandas makes 1.0 of 1 where a number is missing in the column, and writes it so.
+    return np.array([place.get(text, place.get(_POINT_ZERO.sub("", text), -1)) for text in texts])
 
 
 def _labels(frame: pd.DataFrame, name: str, classes: Sequence[str] | None, where: str) -> NDArray[Any]:
@@ -227,8 +244,7 @@ def _labels(frame: pd.DataFrame, name: str, classes: Sequence[str] | None, where
     labels = _codes(frame, name, classes, where)
     if len(wrong := np.flatnonzero(labels < 0)):
         raise DataError(
-            f"{where}: row {wrong[0] + 1}: column {name}: {str(frame[name].iloc[wrong[0]])[:40]!r} is no class; the classes are "
-            f"{', '.join(map(str, classes[:20]))}"
+            f"{where}: row {wrong[0] + 1}: column {name}: no class; the classes are {', '.join(map(str, classes[:20]))}"
         )
     return labels.astype(np.int64)
 
@@ -254,7 +270,7 @@ def _sound(root: Path, classes: Sequence[str], rate: int) -> Iterator[tuple[int,
     if unknown := sorted({path.name for path in root.iterdir() if path.is_dir()} - set(classes)):
         raise DataError(f"{root / unknown[0]}: is no class; the classes are {', '.join(classes[:20])}")
     for number, name in enumerate(classes):
-        for path in sorted(one for one in (root / name).glob("*") if one.suffix.lower() == ".wav"):
+        for path in sorted(one for one in (root / name).glob("*") if is_named_as_image(one, frozenset({".wav"}))):
             yield number, _read_wav(path, rate)
 
 
@@ -263,7 +279,8 @@ def _read_wav(path: Path, rate: int) -> _Floats:
     wavfile = _package("scipy.io.wavfile", str(path))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound
+            warnings.simplefilter("error", wavfile.WavFileWarning)
+            warnings.filterwarnings("ignore", "Chunk", wavfile.WavFileWarning)  # those beside the sound
             found, sound = wavfile.read(path)
     except Exception as error:
         raise DataError(f"{path}: can't be read as WAV: {told(error)}") from error
@@ -271,7 +288,9 @@ def _read_wav(path: Path, rate: int) -> _Floats:
         raise DataError(f"{path}: has {found} Hz, and rate is {rate}: convert the file, none is resampled")
     if (scale := _FULL_SCALE.get(str(sound.dtype))) is None:
         raise DataError(f"{path}: samples of {sound.dtype} are not read")
-    mixed = sound.reshape(len(sound), -1).astype(np.float64) - (scale if sound.dtype == np.uint8 else 0)
+    mixed = sound.reshape(len(sound), sound[:1].size or 1).astype(np.float64) - (
+        scale if sound.dtype == np.uint8 else 0
+    )
     if not np.isfinite(mixed).all():
         raise DataError(f"{path}: sample {int(np.isfinite(mixed).all(1).argmin())} is not finite")
     return np.asarray(mixed.mean(axis=1, keepdims=True) / scale, dtype=np.float32)

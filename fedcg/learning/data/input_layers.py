@@ -3,7 +3,7 @@
 What they compute with is part of no stored state: it follows from how they were made, leaves no device, and is inside exported models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,22 +18,27 @@ class OneHot(nn.Module):
     """[B, columns] to [B, width]: numbers as they are; of a category 1 at its value, all 0 where it has none.
 
     Args:
-        columns: for each, the values of a category, or None for numbers.
+        columns: by name the values of a category, or None for numbers.
     """
 
     source: torch.Tensor
     code: torch.Tensor
 
-    def __init__(self, columns: Sequence[Sequence[str] | None]) -> None:
+    def __init__(self, columns: Mapping[str, Sequence[str] | None]) -> None:
         super().__init__()
+        self.columns = dict(columns)
         made = [
             (place, -2.0 if values is None else float(code))  # -2: no code
-            for place, values in enumerate(columns)
+            for place, values in enumerate(columns.values())
             for code in range(1 if values is None else len(values))
         ]
         self.width = len(made)
         self.register_buffer("source", torch.tensor([place for place, _ in made]), persistent=False)
         self.register_buffer("code", torch.tensor([code for _, code in made]), persistent=False)
+
+    def extra_repr(self) -> str:
+        """What it makes ones and zeros of, by which two are told apart."""
+        return str(self.columns)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows as the network gets them."""

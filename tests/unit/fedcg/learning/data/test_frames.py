@@ -16,7 +16,7 @@ from torch import nn
 
 import fedcg
 from fedcg.learning.data.image_folder import from_arrays, split_by_hash
-from fedcg.learning.errors import DataError
+from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.spec import TensorForm
 
 CLASSES = ["walk", "rest"]
@@ -109,13 +109,14 @@ def test_sound_of_every_kind_is_read_alike_and_channels_are_mixed(
     ("content", "words"),
     [
         (b"x,y,who\n1,2,p\n", "d.csv: column label is missing; there are x, y, who"),
-        (b"x,y,label\n1,2,walk\n1,zwei,walk\n", "d.csv: row 2: column y: 'zwei' is no number of float32"),
-        (b"x,y,label\n1,,walk\n", "d.csv: row 1: column y: 'nan' is no number"),
-        (b"x,y,label\n1,1e39,walk\n", "d.csv: row 1: column y: '1e39' is no number of float32"),
-        (b"x,y,label\n1,2,jump\n", "d.csv: row 1: column label: 'jump' is no class; the classes are walk, rest"),
+        (b"x,y,label\n1,2,walk\n1,zwei,walk\n", "d.csv: row 2: column y: no number of float32"),
+        (b"x,y,label\n1,,walk\n", "d.csv: row 1: column y: no number"),
+        (b"x,y,label\n1,1e39,walk\n", "d.csv: row 1: column y: no number of float32"),
+        (b"x,y,label\n1,2,jump\n", "d.csv: row 1: column label: no class; the classes are walk, rest"),
         (b"x,y,label\n1,2,walk\n1,2,walk,3\n", "d.csv: can't be read as a table"),
         (b"x,y,label\n1,2,walk,3\n", "d.csv: can't be read as a table"),
         (b"x,y,label\n" + b"1,2,walk\n" * 3, "no recording has 4 samples of one class"),
+        (b"x,y,x,label\n1,2,1,walk\n", "d.csv: column x is there twice"),
         (b"x,y,label\n", "d.csv: has no row"),
         (b"", "d.csv: can't be read as a table"),
         (b"x,y,label\n\xff\xfe\0", "d.csv: can't be read as a table"),
@@ -138,15 +139,22 @@ SAMPLES = struct.pack("<4f", *WAVE)
         ({"bits": 64, "data": SAMPLES[:8] + b"\xff" * 8}, "sample 1 is not finite"),
         ({"data": SAMPLES[:-4] + struct.pack("<f", np.nan)}, "sample 3 is not finite"),
         ({"kind": 2}, "can't be read as WAV"),
+        ({"bits": 16, "kind": 1, "cut": 3}, "can't be read as WAV: Reached EOF prematurely"),
     ],
 )
 def test_sound_that_is_of_another_kind_or_damaged_is_refused(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    wav(tmp_path / "rest" / "s.wav", **{"kind": 3, "bits": 32, "data": SAMPLES, **changes})
+    cut = changes.pop("cut", 0)
+    path = wav(tmp_path / "rest" / "s.wav", **{"kind": 3, "bits": 32, "data": SAMPLES, **changes})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
     with pytest.raises(DataError, match=words):
         fedcg.signals(tmp_path, CLASSES, samples=2, rate=8000)
-    (tmp_path / "rest" / "s.wav").write_bytes(b"RIFF no sound")
+    wav(path, 1, 16, b"")
+    with pytest.raises(DataError, match="no recording has 2 samples"):
+        fedcg.signals(tmp_path, CLASSES, samples=2, rate=8000)
+    path.write_bytes(b"RIFF no sound")
+    (tmp_path / "rest" / "._s.wav").write_bytes(b"hidden")
     with pytest.raises(DataError, match=r"s\.wav: can't be read as WAV"):
         fedcg.signals(tmp_path, CLASSES, samples=2, rate=8000)
     (tmp_path / "jump").mkdir()
@@ -215,6 +223,23 @@ def test_csv_parquet_and_frames_are_read_alike_and_without_pandas_it_says_what_i
         assert found.labels.tolist() == [0, 1]
         assert found.one_hot()(torch.from_numpy(found.inputs)).tolist() == [[70, 0, 1, 5], [50.5, 0, 0, -1]]
     assert found.one_hot().width == 4
+    whole = pd.DataFrame(
+        {"level": [1, None, 2], "label": [True, False, True], "at": pd.to_datetime(["2026-01-01"] * 3)}
+    )
+    whole.to_parquet(tmp_path / "w.parquet")  # pandas makes floats of these levels
+    whole.to_csv(tmp_path / "w.csv")
+    for path in (tmp_path / "w.parquet", tmp_path / "w.csv"):
+        levels = fedcg.table(path, {"level": ["1", "2"]}, classes=["True", "False"])
+        assert (levels.inputs.tolist(), levels.labels.tolist()) == ([[0], [-1], [1]], [0, 1, 0])
+    with pytest.raises(DataError, match="column at holds times"):
+        fedcg.table(whole, {"at": None}, classes=["True", "False"])
+    with pytest.warns(UserWarning, match="column level: no row has one of the values"):
+        fedcg.table(whole, {"level": ["one"]}, classes=["True", "False"])
+    halves = fedcg.Split(nn.Linear(3, 2), nn.Linear(2, 2))
+    with pytest.raises(DataError, match="its labels were read as walk, rest: name the client's classes alike"):
+        fedcg.Client(halves, found, CLASSES[::-1]).arrays("a")
+    with pytest.raises(NetworkError, match="test has other columns than train"):
+        fedcg.Client(halves, found, CLASSES, test=fedcg.table(frame, dict(reversed(PATIENTS.items())), classes=CLASSES))
     assert fedcg.table(frame, {"bp": None}, label="age").labels.tolist() == [70, 50.5]
     with pytest.raises(DataError, match=r"the table: column ward: \['a', 'a'\] is no list of different values"):
         fedcg.table(frame, {"ward": ["a", "a"]}, classes=CLASSES)
