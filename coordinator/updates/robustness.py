@@ -20,12 +20,12 @@ from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.parts import Part
 
 NORM_BOUND = 1e5
-"""Largest L2 norm of a part that has no base: networks of this size have 10 to 1,000."""
+"""Largest L2 norm of a part that has no base, or one of zeros: networks of this size have 10 to 1,000."""
 DISTANCE_BOUND = 10.0
 """An update farther from the base than so many times its norm, and the last round's median distance, is rejected; honest
 ones stayed below 2 times (docs/security.md)."""
 SMALL_NORM = 1.0
-"""A part whose base has a smaller norm (it may start at 0) is measured as if it had this one."""
+"""A part whose base has a smaller norm is measured as if it had this one."""
 MIN_MEDIAN = 3
 """A median of fewer updates is not that of a majority of honest ones."""
 SKETCH_NUMBERS = 4096
@@ -70,10 +70,11 @@ class Yardstick:
 
         Statistics are computed anew in every round, near no base: the bounds of their layout hold for them.
         """
+        norms = {part: _norm(arrays, {}) for part, arrays in self.base.parts.items() if part is not Part.STATISTICS}
+        # All zeros stand for weights that only devices can draw: whole ones come in the first round.
         return {
-            part: DISTANCE_BOUND * max(_norm(arrays, {}), SMALL_NORM, self.typical.get(part, 0.0))
-            for part, arrays in self.base.parts.items()
-            if part is not Part.STATISTICS
+            part: DISTANCE_BOUND * max(norm, SMALL_NORM, self.typical.get(part, 0.0)) if norm else NORM_BOUND
+            for part, norm in norms.items()
         }
 
     def distances(self, parts: PartArrays) -> dict[Part, float]:
