@@ -215,14 +215,6 @@ def test_orders_are_judged_over_seeds_that_both_rows_have() -> None:
     assert cells[2:] == ("FedSplit < FedCG", "accuracy", "+2.85", "+3.00 ± 0.00", "3", "confirmed")
 
 
-def test_an_order_is_judged_by_the_line_of_a_row_with_the_most_seeds() -> None:
-    other = record("fedcg", 0, 0.40, generator="mini", reduced={"generator": ["conv", "aaa"]})  # sorted before mlp
-    mlp = [record("fedcg", seed, 0.50, generator="mlp", reduced={"generator": ["conv", "mlp"]}) for seed in range(3)]
-    split = [record("fedsplit", seed, 0.44) for seed in range(3)]
-    (order,) = _only(other, *mlp, *split).orders
-    assert (order.verdict.seeds, order.verdict.difference) == pytest.approx((3, 6.0))
-
-
 def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
     alone = [record("local", seed, share) for seed, share in ((0, 0.40), (1, 0.42), (2, 0.50))]
     shared = [record("fedavg", seed, 0.45, after=share) for seed, share in ((0, 0.50), (1, 0.52))]
@@ -279,17 +271,6 @@ def test_rows_with_different_published_networks_and_rates_stand_in_one_table_of_
     assert cells[-1] == "network image_small (published image_paper)"
 
 
-def test_local_only_models_of_another_network_are_nobodys_baseline() -> None:
-    alone = record("local", 0, 0.40, network="lenet5_relu")
-    assert _line(_only(alone, record("fedsplit", 0, 0.30)), "fedsplit").compared == 0
-    assert _line(_only(alone, record("fedsplit", 0, 0.30, network="lenet5_relu")), "fedsplit").losing == 2
-
-
-def test_a_row_that_cannot_be_run_is_shown_with_what_it_needs() -> None:
-    found = _only(record("fedavg", 0, 0.4, paper="antigan:table3:digits-2", whole=0.8))
-    assert _row(found, "Anti-GAN without C")[-1].startswith("can't be run: needs a GAN that compares pixels")
-
-
 def test_the_command_prints_everything_without_torch_and_names_what_it_could_not_use(tmp_path: Path) -> None:
     write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
     (tmp_path / "torn.json").write_text("{")
@@ -306,14 +287,6 @@ def test_the_command_prints_everything_without_torch_and_names_what_it_could_not
     assert "| FedCG | 47.52 ± 0.68 | 50.00 ± 0.00 (3) | +2.48 ! |" in shown.stdout
     assert "3 simulated runs" in shown.stderr
     assert "Damaged: torn.json" in shown.stderr
-
-
-def test_a_group_shows_its_stand_ins_that_have_runs(tmp_path: Path) -> None:
-    write(tmp_path, record("ppidsg", 0, 0.5, paper="ppidsg:table7:digits", variant="no-semantic"))
-    for group in ("ppidsg:table7", "ppidsg:table7@small"):
-        content = data_of(run_fedcg("tables", "--runs", tmp_path, "--paper", group, "--json").stdout)
-        assert [table["preset"]["name"] for table in content["tables"]] == ["ppidsg:table7:digits"]
-        assert "digits (stand-in for MNIST)" in run_fedcg("tables", "--runs", tmp_path, "--paper", group).stdout
 
 
 def test_an_unknown_table_or_folder_is_named(tmp_path: Path) -> None:
