@@ -429,7 +429,12 @@ def decide(
         )
     if is_approval:
         if (program := Program.of_source(config.data.root)) is not None:
-            consent.allow_program(digest, program.digest())
+            code, waits = program.digest(), consent.read().waiting.get(digest)
+            if waits is not None and "sha256 " in waits.detail and code[:12] not in waits.detail:
+                changed = f"the code of program {program.name} has changed again: sha256 {code[:12]}"
+                consent.wait_for(digest, DeclineReason.NEEDS_APPROVAL, changed, now)
+                raise OwnerRequestError(f"{changed}; nothing is approved: look at it, then type the command again")
+            consent.allow_program(digest, code)
         consent.approve(digest, now)
     elif not consent.revoke(digest):
         raise OwnerRequestError(f"spec {digest} is not approved; `fedcg agent approve --list` names those that are")

@@ -10,7 +10,7 @@ from edge_client.store.owner_record import Consent
 from edge_client.store.private_store import PrivateStore
 from fedcg.learning.client import Client
 from fedcg.learning.data.array_files import ArrayData
-from fedcg.learning.errors import DataError, NetworkError
+from fedcg.learning.errors import DataError, NetworkError, ProgramError
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import PROGRAM, TRAINER, FederationSpec
@@ -35,6 +35,7 @@ class OwnProgram:
     store: PrivateStore
     digest: str = field(default="", init=False)
     _bound: dict[str, FederationSpec] = field(default_factory=dict, init=False)
+    _stated: dict[str, str] = field(default_factory=dict, init=False)
 
     def bound(self, spec: FederationSpec) -> FederationSpec:
         """The spec with the program's network; itself where it names another.
@@ -52,6 +53,7 @@ class OwnProgram:
                     f"program {self.program.name} has the classes {', '.join(client.classes)}, and the federation {', '.join(spec.classes)}"
                 )
             network = client.bound(spec.network, spec.input, self.device)
+            self._stated[spec.digest] = str(client.model)
             self._bound[spec.digest] = spec.model_copy(update={"network": network})
         return self._bound[spec.digest]
 
@@ -63,6 +65,10 @@ class OwnProgram:
             RoundError, LearningError: as of `bound`.
         """
         client = self._client(spec)
+        if self._stated.setdefault(spec.digest, str(client.model)) != str(client.model):
+            self._bound.clear()
+            self._stated.clear()
+            raise ProgramError(f"program {self.program.name} states another network than before: the next round has it")
         found = client.arrays(self.device)
         for part, rows in found.parts().items():
             if (form := client.form(rows.images)) != spec.input:
@@ -76,6 +82,7 @@ class OwnProgram:
         if self.digest not in ("", digest):
             self.program.forget()
             self._bound.clear()
+            self._stated.clear()
         self.digest = digest
         root = self.store.cohort_secret() or spec_root(spec.seed)
         return self.program.client(self.device, Streams(root).at(spec.federation, "initial").seed("program"))

@@ -156,7 +156,13 @@ class Client:
             images = images if images.dtype == torch.uint8 else images.to(torch.float32)
         shape, dtype = tuple(images.shape[1:]), str(images.dtype).removeprefix("torch.")
         return TensorForm.model_validate(
-            {"kind": "tensor", "shape": shape, "dtype": dtype, "mean": tuple(self.mean), "std": tuple(self.std)}
+            {
+                "kind": "tensor",
+                "shape": shape,
+                "dtype": dtype,
+                "mean": tuple(self.mean or ()),
+                "std": tuple(self.std or ()),
+            }
         )
 
     def network(self, data: ClientData, **chosen: Any) -> NetworkChoice:

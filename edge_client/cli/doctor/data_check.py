@@ -39,6 +39,8 @@ def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Res
             return "ok", _called(program, config), ""
         except ProgramError as error:
             return "failed", str(error), "correct `program` under [training], or install the package that has it"
+        except DataError as error:
+            return "failed", str(error), f"repair the data, or correct {program.files()[0]}"
         except LearningError as error:
             return "failed", str(error), f"correct {program.files()[0]}, or have the operator make a plan of it anew"
     if root.is_file() and sources.is_array_source(root):

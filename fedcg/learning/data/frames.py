@@ -92,9 +92,9 @@ class Signals(Samples):
         Raises:
             DataError: no sound, or windows that are shorter than a frame.
         """
-        if not self.rate or n_fft > self.inputs.shape[2]:
+        if not self.rate or not 16 <= n_fft <= self.inputs.shape[2] or hop < 1 or bands < 1:
             raise DataError(
-                f"log_mel: needs sound, and an n_fft of at most {self.inputs.shape[2]}, the samples of a window"
+                f"log_mel: needs sound, an n_fft of 16 to {self.inputs.shape[2]}, the samples of a window, and a hop of 1 or more"
             )
         return LogMel(self.rate, bands, n_fft, hop)
 
@@ -113,8 +113,8 @@ def table(
     Raises:
         DataError: names the file, the row (from 1, behind the header) and the column, and what is wrong.
     """
-    if not isinstance(columns, Mapping) or not columns:
-        raise DataError('columns: give a mapping such as {"age": None, "ward": ["a", "b"]}')
+    if not isinstance(columns, Mapping) or not columns or label in columns:
+        raise DataError('columns: give a mapping such as {"age": None, "ward": ["a", "b"]}, without the label')
     frame, where = _frame(source, [*columns, label])
     read = [
         _numbers(frame, name, where) if values is None else _codes(frame, name, values, where)
@@ -155,7 +155,7 @@ def signals(
         DataError: names the file, the row and the column, and what is wrong.
     """
     step = samples if hop is None else hop
-    if samples < 2 or step < 1:
+    if not isinstance(samples, int) or not isinstance(step, int) or samples < 2 or step < 1:
         raise DataError(
             f"signals: samples is {samples} and hop {step}: a window has 2 samples or more, and hop is 1 or more"
         )
@@ -165,9 +165,15 @@ def signals(
     if not cut:
         raise DataError(f"{_where(source)}: no recording has {samples} samples of one class, which is a window")
     labels = np.concatenate([np.full(len(found), number, dtype=np.int64) for found, number in cut])
-    blocks = [hashlib.sha256(found[0].tobytes()).hexdigest() for found, _ in cut for _ in found]
+    blocks = [block for found, _ in cut for block in [_name_of(found)] * len(found)]
     inputs = np.concatenate([found for found, _ in cut])
     return Signals(inputs, labels, tuple(map(str, classes)), tuple(blocks) if step < samples else (), rate=rate)
+
+
+def _name_of(block: _Floats) -> str:
+    """By its first window that is not silent: it stays when the recording grows."""
+    first = next((window for window in block if window.min() != window.max()), block[0])
+    return hashlib.sha256(first.tobytes()).hexdigest()
 
 
 def _windows(recording: _Floats, samples: int, hop: int) -> Iterator[_Floats]:
@@ -216,8 +222,8 @@ def _package(name: str, where: str) -> Any:
 
 
 def _numbers(frame: pd.DataFrame, name: str, where: str) -> NDArray[Any]:
-    if frame[name].dtype.kind in "mM":
-        raise DataError(f"{where}: column {name} holds times: make numbers of them, such as hours or days")
+    if frame[name].dtype.kind in "mMc":
+        raise DataError(f"{where}: column {name} is {frame[name].dtype}: make numbers of it, such as hours or days")
     column = _package("pandas", where).to_numeric(frame[name], errors="coerce")
     numbers: NDArray[Any] = column.to_numpy(dtype=np.float64, na_value=np.nan)
     if len(wrong := np.flatnonzero(~(np.abs(numbers) <= np.finfo(np.float32).max))):

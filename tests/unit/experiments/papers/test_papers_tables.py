@@ -205,16 +205,6 @@ def test_about_equal_is_judged_against_its_margin_and_two_common_seeds_decide_no
     assert judge({0: 1.0}, {1: 2.0}).difference is None
 
 
-def test_orders_are_judged_over_seeds_that_both_rows_have() -> None:
-    split = [record("fedsplit", seed, 0.44 + seed / 100) for seed in range(4)]
-    found = _only(*split, *(record("fedcg", seed, 0.47 + seed / 100) for seed in range(3)))
-    (order,) = found.orders
-    assert (order.claim.lower, order.claim.higher, order.verdict.seeds) == ("fedsplit", "fedcg", 3)
-    assert order.published == pytest.approx(47.52 - 44.67)
-    (cells,) = orders_sheet([found]).rows
-    assert cells[2:] == ("FedSplit < FedCG", "accuracy", "+2.85", "+3.00 ± 0.00", "3", "confirmed")
-
-
 def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
     alone = [record("local", seed, share) for seed, share in ((0, 0.40), (1, 0.42), (2, 0.50))]
     shared = [record("fedavg", seed, 0.45, after=share) for seed, share in ((0, 0.50), (1, 0.52))]
