@@ -9,6 +9,7 @@ from pathlib import Path
 from edge_client.cli.doctor.findings import Result, spec_of
 from edge_client.cli.status import LEFT_OUT_ADVICE
 from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
 from edge_client.store.owner_record import Consent
 from fedcg.learning.data import sources
 from fedcg.learning.errors import DataError, LearningError, ProgramError
@@ -39,6 +40,8 @@ def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Res
             return "ok", _called(program, config), ""
         except ProgramError as error:
             return "failed", str(error), "correct `program` under [training], or install the package that has it"
+        except EdgeError as error:
+            return "failed", str(error), "the owner's decisions can't be read: so the program is not called"
         except DataError as error:
             return "failed", str(error), f"repair the data, or correct {program.files()[0]}"
         except LearningError as error:
