@@ -212,7 +212,8 @@ def abandon(pool: ProcessPoolExecutor) -> None:
     waits_for_ever = sys.version_info < (3, 11, 7) or (3, 12) <= sys.version_info < (3, 12, 1)
     if waits_for_ever and (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
         queue._reader.close()  # noqa: SLF001
-    pool.shutdown(cancel_futures=True)
+    with contextlib.suppress(OSError):  # Python 3.11.2 may close a pipe that the pool's own thread has just closed
+        pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -18,8 +19,9 @@ import pytest
 from edge_client.agent.owner import OwnerRequest, success
 from edge_client.cli import support_file
 from edge_client.store.checked_files import LEDGER_FILE, SENT_FILE, SentRecord, append_line
-from edge_client.store.owner_record import Consent, Pause, PauseFile, TrafficCounter
+from edge_client.store.owner_record import NO_CODE, Consent, Pause, PauseFile, TrafficCounter
 from edge_client.store.private_store import PrivateStore
+from fedcg.config_file import set_values
 from fedcg.errors import BAD_INPUT, EXISTS, NOT_FOUND
 from fedcg.event_log import EventLog, log_text
 from fedcg.wire.artifacts.artifacts import artifact_id
@@ -155,6 +157,20 @@ def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Pa
     assert revoked == {"device": DEVICE, "spec": STATISTICS.digest, "approved": False}
     assert data_of(run(device, "approve", "--list", "--json").stdout) == {"waiting": {}, "approved": {}}
     assert "No spec waits" in run(device, "approve", "--list").stdout
+
+
+def test_code_is_approved_as_it_was_shown_and_its_permission_is_taken_back(device: Path) -> None:
+    code, consent = device.parent / "client.py", Consent(device.parent / "store")
+    device.write_text(set_values(device.read_text(), {("training", "program"): "client:client"}))
+    code.write_text("shown = 1")
+    shown, again = (sha256(text).hexdigest() for text in (b"shown = 1", b"other = 2"))
+    consent.wait_for(STATISTICS.digest, DeclineReason.NEEDS_APPROVAL, f"has changed: sha256 {shown[:12]}", 1e9)
+    code.write_text("other = 2")
+    assert f"has changed again: sha256 {again[:12]}; nothing is approved" in run(device, "approve", "--yes").stderr
+    assert run(device, "approve", "--yes").exit_code == 0
+    assert consent.read().programs == {STATISTICS.digest: again}
+    assert run(device, "approve", "--revoke", STATISTICS.digest).exit_code == 0
+    assert consent.read().programs == {STATISTICS.digest: NO_CODE}
 
 
 def test_an_approval_goes_to_the_running_agent(device: Path, asked: list[OwnerRequest]) -> None:

@@ -222,7 +222,6 @@ def test_csv_parquet_and_frames_are_read_alike_and_without_pandas_it_says_what_i
         assert found.inputs.tolist() == [[70, 1, 5], [50.5, -1, -1]]
         assert found.labels.tolist() == [0, 1]
         assert found.one_hot()(torch.from_numpy(found.inputs)).tolist() == [[70, 0, 1, 5], [50.5, 0, 0, -1]]
-    assert found.one_hot().width == 4
     whole = pd.DataFrame(
         {"level": [1, None, 2], "label": [True, False, True], "at": pd.to_datetime(["2026-01-01"] * 3)}
     )
@@ -269,8 +268,7 @@ def test_batch_norm_in_front_scales_a_table_by_each_clients_own_rows_in_the_expo
     clients = {name: patients(tmp_path / f"{name}.csv", seed, 100.0 * seed) for seed, name in enumerate("abc")}
     run = fedcg.simulate(clients, "fedsplit", 4, local_epochs=5, batch_size=8, lr=1e-2)
     assert (run.table()["own model"] > 90).all()
-    row = torch.tensor([[220.0, 1, 0.0], [200.0, 0, 0.0]])
-    logits = run.clients["c"].model(row)
+    logits = run.clients["c"].model(row := torch.tensor([[220.0, 1, 0.0], [200.0, 0, 0.0]]))
     assert logits.argmax(1).tolist() == [0, 1]
     session = onnxruntime.InferenceSession(run.clients["c"].export(tmp_path / "c.onnx"))
     np.testing.assert_allclose(session.run(["logits"], {"input": row.numpy()})[0], logits.detach().numpy(), atol=1e-3)
