@@ -78,6 +78,8 @@ def _commands() -> Iterator[Page]:
         index += [f"## {panel}", _table("command, purpose", rows)]
     yield "cli", index
     for name, command in found.items():
+        for inner in getattr(command, "commands", {}).values():
+            inner.short_help = next(_prose(inner.help))  # else it is cut after 45 characters
         text = get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="fedcg")
         text = re.sub(r"\n\*\*Options\*\*:\n\n\* `--help`: .*\n|\* `--help`: .*\n", "", text)
         yield f"cli/{name}", [re.sub(r"^Example: (.*(?:\n.+)*)", r"```sh\n\1\n```", text, flags=re.MULTILINE).rstrip()]
@@ -92,10 +94,10 @@ def _settings(schema: Any, node: Any, place: str = "") -> Iterator[tuple[str, ..
         for key in keys.split(", ")
     }
     for name, field in node.get("properties", {}).items():
-        inner = _resolved(schema, field)
-        if "properties" in inner:
-            yield from _settings(schema, inner, f"{place}{name}.")
-        else:
+        inner = [_resolved(schema, one) for one in field.get("anyOf", [field])]
+        for one in inner:
+            yield from _settings(schema, one, f"{place}{name}.")
+        if not any("properties" in one for one in inner):
             default = "required" if name in node.get("required", ()) else _code(field.get("default"))
             yield place, name, _kind(schema, field), default, field.get("description") or said.get(name, "")
 

@@ -1,13 +1,20 @@
-"""The text that people read: pages of bounded length, short sentences, the words of the glossary, no phrase of the list."""
+"""The text that people read: short pages of short sentences, no phrase of a list; commands, options, fields and code that there are."""
 
 import ast
 import re
+import textwrap
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomllib
 
-from docs.build_reference import pages
+from docs import build_reference
+from fedcg.cli import app
 from tests.architecture.test_imports import ROOT
+from tests.support.commands import commands_of
 
 BANNED = re.compile(
     r"\b(so many(?! more)|of (its|their|his|our|one's) own|what (comes|came) back|something came back|nobody|tells|goes on|go on|"
@@ -15,6 +22,7 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 WORDS, LONGEST = 1500, 25
+pages = cache(build_reference.pages)
 DOCS = ROOT / "docs"
 PEOPLE = sorted(
     page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in ("decisions", "reference", "research")
@@ -68,3 +76,50 @@ def test_the_reference_is_that_of_the_code() -> None:
     differing = [name for name, text in written.items() if (DOCS / "reference" / name).read_text("utf-8") != text]
     assert differing == [], "run `make reference`"
     assert len(written) > 30
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of each command line in the code of a page, after `fedcg`, up to a pipe or a comment."""
+    code = re.findall(r"^ *```(?:sh|console)\n(.*?)^ *```|`([^`\n]+)`", text, re.MULTILINE | re.DOTALL)
+    lines = re.findall(
+        r"(?:^|(?<!-u)[ /(])fedcg ([a-z][^\n|#>;)]*)",
+        "\n".join(block or span for block, span in code).replace("\\\n", " "),
+        re.MULTILINE,
+    )
+    return [re.sub(r"[\[\],'\"]", " ", line).split() for line in lines]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
+    there = dict(commands_of(app))
+    text = page.read_text(encoding="utf-8")
+    for words in commands(text):
+        name = next((name for length in (3, 2, 1) if (name := tuple(words[:length])) in there), None)
+        assert name is not None or words[0] in {known[0] for known in there}, words
+        meant = [command for known, command in there.items() if name and known[: len(name)] == name]
+        options = {option for each in meant for one in each.params for option in (*one.opts, *one.secondary_opts)}
+        named = {word.partition("=")[0].rstrip(".:") for word in words if re.match(r"--?[a-z]", word)}
+        assert named <= options | {"--help", "--debug", "--json"}, words
+
+
+def fields_of(table: Mapping[str, Any]) -> set[str]:
+    """The names of all fields of a table, but of those that a method or a defence defines."""
+    inner = [
+        value for name, value in table.items() if isinstance(value, dict) and not name.endswith(("params", "examples"))
+    ]
+    return set(table).union(*map(fields_of, inner))
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_of_a_page_is_python_and_its_settings_exist(page: Path) -> None:
+    reference = "".join(pages()[f"{name}.md"] for name in ("agent", "coordinator", "plan"))
+    known = set(re.findall(r"^(?:\| |## )`\[?([\w]+)", reference, re.MULTILINE))
+    known |= {each for name in re.findall(r"^## `\[([\w.]+)", reference, re.MULTILINE) for each in name.split(".")}
+    for language, indented in re.findall(
+        r"^ *```(python|toml)\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        block = textwrap.dedent(indented)
+        if language == "python":
+            ast.parse(block)
+        elif "[project" not in block:  # which is a package's
+            assert fields_of(tomllib.loads(block)) <= known, block
