@@ -205,7 +205,7 @@ def coordinator_rotate_key(directory: Directory) -> Result:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
     The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
-    revoked and listed. For a key that was stolen see docs/operations.md.
+    revoked and listed. For a key that was stolen see docs/how-to/upgrade.md.
 
     Example: fedcg coordinator rotate-key --dir /var/lib/fedcg
     """

@@ -45,7 +45,7 @@ def federation_plan(
         ),
     ] = None,
 ) -> Result:
-    """Check a plan, or print an example of one, or that of a program of your own; docs/plan.md has every field.
+    """Check a plan, or print an example of one, or that of a program of your own; docs/reference/plan.md has every field.
 
     --from runs the project's code in this process.
 
@@ -231,7 +231,7 @@ def federation_set(
         ),
     ],
 ) -> Result:
-    """Change fields of the policy while the federation runs; docs/plan.md has them. `none` clears one.
+    """Change fields of the policy while the federation runs; docs/reference/plan.md has them. `none` clears one.
 
     Example: fedcg federation set rounds=40 min_clients=4
     """

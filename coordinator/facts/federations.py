@@ -77,7 +77,7 @@ class UpdateFacts(BaseModel, from_attributes=True, frozen=True):
     Attributes:
         weight: the number of examples that it counts for in the merge; 0 in quarantine, None when it is not merged (yet).
         distances: L2 distance of each part from the round's base.
-        figures: what it does beside the attempt's other updates (docs/security.md), and the action and reasons where that is odd.
+        figures: what it does beside the attempt's other updates (docs/explanation/robustness.md), and the action and reasons where that is odd.
     """
 
     client: str

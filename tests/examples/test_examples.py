@@ -82,7 +82,7 @@ def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(nam
 
 
 def test_the_short_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (EXAMPLES.parent / "docs" / "comparison-code.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "how-to" / "python.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})  # noqa: S102 - our own page
     assert (tmp_path / "model.onnx").stat().st_size > 1000
