@@ -94,7 +94,7 @@ def _settings(schema: Any, node: Any, place: str = "") -> Iterator[tuple[str, ..
         for key in keys.split(", ")
     }
     for name, field in node.get("properties", {}).items():
-        inner = [_resolved(schema, one) for one in field.get("anyOf", [field])]
+        inner = [_resolved(schema, one) for one in field.get("oneOf", field.get("anyOf", [field]))]
         for one in inner:
             yield from _settings(schema, one, f"{place}{name}.")
         if not any("properties" in one for one in inner):

@@ -82,7 +82,7 @@ def commands(text: str) -> list[list[str]]:
     """Words of each command line in the code of a page, after `fedcg`, up to a pipe or a comment."""
     code = re.findall(r"^ *```(?:sh|console)\n(.*?)^ *```|`([^`\n]+)`", text, re.MULTILINE | re.DOTALL)
     lines = re.findall(
-        r"(?:^|(?<!-u)[ /(])fedcg ([a-z][^\n|#>;)]*)",
+        r"(?:^|(?<!-u)[ (]|bin/)fedcg ([a-z][^\n|#>;)]*)",
         "\n".join(block or span for block, span in code).replace("\\\n", " "),
         re.MULTILINE,
     )
@@ -94,9 +94,10 @@ def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
     there = dict(commands_of(app))
     text = page.read_text(encoding="utf-8")
     for words in commands(text):
-        name = next((name for length in (3, 2, 1) if (name := tuple(words[:length])) in there), None)
-        assert name is not None or words[0] in {known[0] for known in there}, words
-        meant = [command for known, command in there.items() if name and known[: len(name)] == name]
+        heads = (tuple(words[:length]) for length in (3, 2, 1))
+        meant = next(
+            filter(None, ([each for name, each in there.items() if name[: len(head)] == head] for head in heads))
+        )
         options = {option for each in meant for one in each.params for option in (*one.opts, *one.secondary_opts)}
         named = {word.partition("=")[0].rstrip(".:") for word in words if re.match(r"--?[a-z]", word)}
         assert named <= options | {"--help", "--debug", "--json"}, words
