@@ -39,13 +39,26 @@ class Reader:
         command = python if words[0] in ("fedcg", "python", ".venv/bin/python") else words
         if any(f"fedcg {server}" in line for server in SERVERS):
             return self.start(command)
-        typed = self.tokens[words[words.index("--out") + 1]] if "enrol" in words else self.code
-        done = subprocess.run(command, input=f"{typed}\n", capture_output=True, text=True, timeout=280, cwd=self.folder)
+        if "join" in words:
+            return self.answer(command)
+        typed = self.tokens[words[words.index("--out") + 1]] + "\n" if "enrol" in words else None
+        done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=280, cwd=self.folder)
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
         self.code = next(iter(re.findall(r"^  ([A-Z0-9-]{40,})$", done.stdout, re.MULTILINE)), self.code)
         if "--device" in words:
             self.tokens[words[words.index("--device") + 1]] = done.stdout.split()[0]
         return done.stdout
+
+    def answer(self, command: list[str]) -> str:
+        """Type the cohort's code at a terminal, where it is not shown."""
+        path = self.folder / "terminal.txt"
+        with path.open("wb") as screen:
+            there = ["script", "--quiet", "--return", "--command", shlex.join(command), "/dev/null"]
+            asking = subprocess.Popen(there, stdin=subprocess.PIPE, stdout=screen, cwd=self.folder)
+            wait_for(lambda: "Cohort code" in path.read_text(), "it asks")
+            asking.communicate(f"{self.code}\n".encode(), timeout=60)
+        assert asking.returncode == 0, path.read_text()
+        return path.read_text()
 
     def start(self, command: list[str]) -> str:
         path = self.folder / f"{len(self.servers)}.log"

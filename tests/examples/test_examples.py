@@ -89,7 +89,7 @@ def test_the_short_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_programs_of_the_page_on_tables_and_signals_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = (EXAMPLES.parent / "docs" / "tables-and-signals.md").read_text().split("```python\n")
+    blocks = (EXAMPLES.parent / "docs" / "how-to/tables-and-signals.md").read_text().split("```python\n")
     table, signals = (block.split("```")[0] for block in blocks[1:3])
     ages = np.arange(20, 80)
     rows = {"age": ages, "pressure": ages * 2.0, "ward": "b", "outcome": np.where(ages > 50, "stays", "home")}
