@@ -23,6 +23,7 @@ BANNED = re.compile(
 )
 WORDS, LONGEST = 1500, 25
 pages = cache(build_reference.pages)
+there = cache(lambda: dict(commands_of(app)))
 DOCS = ROOT / "docs"
 PEOPLE = sorted(
     page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in ("decisions", "reference", "research")
@@ -35,6 +36,11 @@ def prose(text: str) -> str:
     """A page without code, tables' rows, addresses of links and what `` `code` `` says."""
     text = re.sub(r"^ *```.*?^ *```|^ *\|.*?$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "code", text))
+
+
+def words(text: str) -> int:
+    """Words of a page with its code and tables: all between spaces that has a letter or a digit."""
+    return sum(re.search(r"\w", word) is not None for word in text.split())
 
 
 def sentences(text: str) -> list[str]:
@@ -55,7 +61,7 @@ def phrases(path: Path) -> list[str]:
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert len(text.split()) <= WORDS
+    assert words(text) <= WORDS
     assert [one for one in sentences(text) if len(one.split()) > LONGEST] == []
 
 
@@ -66,9 +72,14 @@ def test_no_text_has_a_phrase_of_the_list() -> None:
 
 
 def test_the_documentation_is_no_longer_than_its_readers_bear() -> None:
-    research = sum(len(page.read_text(encoding="utf-8").split()) for page in (DOCS / "research").glob("*.md"))
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in PEOPLE) <= 45_000
-    assert research <= 15_000
+    assert sum(words(page.read_text(encoding="utf-8")) for page in PEOPLE) <= 45_000
+    assert sum(words(page.read_text(encoding="utf-8")) for page in (DOCS / "research").glob("*.md")) <= 15_000
+
+
+def test_the_list_for_language_models_names_every_page_once() -> None:
+    named = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "llms.txt").read_text("utf-8"))
+    pages_there = [str(page.relative_to(DOCS)) for page in [*PEOPLE, *(DOCS / "reference").glob("*.md")]]
+    assert sorted(named) == sorted({*pages_there, "research/index.md"} - {"index.md"})
 
 
 def test_the_reference_is_that_of_the_code() -> None:
@@ -91,12 +102,11 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
-    there = dict(commands_of(app))
     text = page.read_text(encoding="utf-8")
     for words in commands(text):
         heads = (tuple(words[:length]) for length in (3, 2, 1))
         meant = next(
-            filter(None, ([each for name, each in there.items() if name[: len(head)] == head] for head in heads))
+            filter(None, ([each for name, each in there().items() if name[: len(head)] == head] for head in heads))
         )
         options = {option for each in meant for one in each.params for option in (*one.opts, *one.secondary_opts)}
         named = {word.partition("=")[0].rstrip(".:") for word in words if re.match(r"--?[a-z]", word)}
