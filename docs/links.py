@@ -10,6 +10,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 OF_ROOT = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security-policy.md"}
 """Pages of the repository's root, and their names in the site."""
+BOOSTS = {"tutorials": 4, "how-to": 4, "officer": 2, "decisions": 0.2, "research": 0.5}
+"""How far up the search shows the pages of a folder."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -22,6 +24,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point each link to a page of the site, and print the path of every other file."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
     source = next(
         (name for name, target in OF_ROOT.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}"
     )

@@ -31,9 +31,9 @@ def test_a_reader_finds_a_page_by_search_and_sees_its_picture_without_a_network(
     assert page.locator("body").get_attribute("data-md-color-scheme") == {"light": "default", "dark": "slate"}[colours]
     if width < 500:
         page.locator("label[for=__search]").first.click()
-    page.locator("input[name=query]").fill("quiet hours")
-    page.locator(".md-search-result__link", has_text="Decide when a device trains").first.click()
-    expect(page).to_have_title("Decide when a device trains - FedCG Edge")
+    page.locator("input[name=query]").press_sequentially("quiet hours")
+    page.locator(".md-search-result__link", has_text="Power, temperature and quiet hours").first.click()
+    expect(page).to_have_title("Power, temperature and quiet hours - FedCG Edge")
     page.goto(f"{site}/explanation/how-it-works.html")
     expect(page.locator("div.mermaid").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
