@@ -662,6 +662,6 @@ def test_a_sum_that_is_in_no_aggregate_is_a_problem_too(make_world: MakeWorld) -
         world.start_devices()
         world.wait_event("finished")
         problem = world.problems(running.service)["no sealed sum"]
-    assert problem.what == "round 1 went on without the sum over its devices: the sum has clients: b"
+    assert problem.what == "round 1 continued without the sum over its devices: the sum has clients: b"
     assert problem.remedy.startswith("After one round, nothing")
     assert [event["reason"] for event in world.events("sum_off")] == ["the sum has clients: b"]
