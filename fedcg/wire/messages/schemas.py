@@ -1,7 +1,7 @@
-"""Schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON. Includes the conditions of a device, the steps
-of a sealed sum, and protocol versions.
+"""Schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON.
 
-All values are codes from closed sets, never a device's free text. This module must not know signatures (`envelopes`), topics or answers.
+They include the conditions of a device, the steps of a sealed sum, and protocol versions. All values are codes from closed sets, never a
+device's free text. This module must not know signatures (`envelopes`), topics or answers.
 """
 
 from __future__ import annotations

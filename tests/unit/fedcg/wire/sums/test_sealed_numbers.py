@@ -126,7 +126,7 @@ def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
     [
         ("weight", 8.5, "tensor weight holds numbers outside -8 to 8, which a sealed sum can't hold"),
         ("weight", -9.0, "tensor weight holds numbers outside -8 to 8"),
-        ("held", 1.25, "tensor held holds numbers beyond 0 and 1"),
+        ("held", 1.25, "tensor held holds numbers outside 0 to 1"),
     ],
 )
 def test_a_number_beyond_its_bounds_names_its_tensor(name: str, number: float, problem: str) -> None:
