@@ -441,7 +441,7 @@ def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_
         assert keeper.found(at) == (cohort.weights[name], 1150, cohort.votes[name])
     other = opened.model_copy(update={"numbers": bytes([opened.numbers[0] ^ 128]) + opened.numbers[1:]})
     halved = opened.model_copy(update={"groups": 2})
-    for lie, why in ((other, "changed on the way"), (halved, "groups of a sum")):
+    for lie, why in ((other, "altered in transit"), (halved, "groups of a sum")):
         with pytest.raises(SumError, match=why):
             cohort.keeper("box-00", "weights").opened(at, lie)
 
