@@ -213,7 +213,7 @@ class Listener(socket.socket):
 class GuardedProtocol(H11Protocol):
     """HTTP/1.1 with time-outs for headers, bodies and responses; for the arguments see `http_config`.
 
-    uvicorn has no such limits, and the base class is not part of its interface: pyproject.toml pins uvicorn to one minor version, and
+    uvicorn has no such limits, and the base class is not part of its interface. So pyproject.toml pins uvicorn to one minor version, and
     tests/unit/fedcg/test_listening.py fails if a later version changes what is used here.
     """
 

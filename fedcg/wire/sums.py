@@ -2,7 +2,7 @@
 
 This module has a device's secrets and announcements, and the steps of device and coordinator. Pairwise masks cancel in the sum, and the
 coordinator removes the own masks. The result is still behind the cohort's masks (`cohort_mask`), which only holders of the cohort's secret
-can remove: the coordinator can read neither the numbers that it adds nor their sum.
+can remove. So the coordinator can read neither the numbers that it adds nor their sum.
 
 Each device has three secrets of 16 bytes, for the key that seals shares, the key of its pairwise masks, and its own mask. 16 bytes are one
 Shamir share over GF(2^128); X25519's 32 bytes are derived from them.
@@ -16,7 +16,7 @@ Shamir share over GF(2^128); X25519's 32 bytes are derived from them.
 6. `unmask`: with `threshold` shares of each mask the coordinator removes these masks from the sum. With one more, one share may be wrong.
 7. `unsealed`: a device removes the cohort's masks of the survivors. The tags (`tagged`) show whether the sum was altered.
 
-With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even if one device and the coordinator collude: each of the
+With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even if one device and the coordinator collude. Each of the
 n - 1 honest devices signs one list, and the dishonest device signs both. A coordinator that shows its devices different views of the members
 gets signatures over different digests. Shares dealt in one view open in no other: `MIN_SUM_DEVICES` sign one view, or nothing opens.
 """

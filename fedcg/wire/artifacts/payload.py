@@ -77,7 +77,7 @@ _BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": 
 def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) -> TensorCodec:
     """The codec of one tensor in an artifact with `codec`.
 
-    Integers and 0-d tensors stay exact, and so does a float32 tensor with fewer than `MIN_CHANNEL` numbers per row of its first axis
+    Integers and 0-d tensors stay exact. So does a float32 tensor with fewer than `MIN_CHANNEL` numbers per row of its first axis
     (biases, batch norm's weights and statistics): they have few bytes and matter much.
 
     Args:

@@ -363,9 +363,7 @@ def test_a_sealed_part_leaves_only_as_numbers_behind_masks_and_without_masks_as_
         built(shared, spec=spec, policy=PolicySection(allow_upload=frozenset(Part) - {Part.SEALED}))
     assert caught.value.part == "sealed"
     shared[Part.EXTRACTOR]["weight"][0, 0] = 9.0
-    with pytest.raises(
-        CodecError, match="tensor weight holds numbers outside -8 to 8, which a sealed sum can't hold"
-    ):
+    with pytest.raises(CodecError, match="tensor weight holds numbers outside -8 to 8, which a sealed sum can't hold"):
         left(Sealing(0.25, masks.__add__))
 
 

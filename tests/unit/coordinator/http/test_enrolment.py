@@ -309,7 +309,7 @@ def test_the_brokers_key_can_not_play_the_enrolment_listener(desk: Desk, tmp_pat
     theirs, token = SigningKey.generate().public.hex, desk.token("line-4")
     with (
         between(desk, BROKER_NAME, lambda answer: {**answer, "coordinator_key": theirs}) as thief,
-        pytest.raises(EnrolError, match=r"of the server 'broker'.*'enrolment' is expected.*Nothing secret was sent"),
+        pytest.raises(EnrolError, match=r"for the server 'broker'.*'enrolment' is expected.*Nothing secret was sent"),
     ):
         enrol(token, tmp_path / "box", url=thief.url)
     assert token.secret.hex().encode() not in thief.heard

@@ -111,7 +111,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
     shows(reader, "/events", "tiny: round 1: update of a accepted (", "b declined (no_data)", 'tr class="warning"')
     shows(reader, "/f/tiny", "round 1: update of a accepted (")
-    shows(reader, "/events?event=update_stored", "the update of a is accepted")
+    shows(reader, "/events?event=update_stored", "update of a accepted")
     shows(reader, "/devices/a", ">accepted</span>")
     shows(reader, "/f/tiny/sent.html", "<td>accepted</td>")
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
