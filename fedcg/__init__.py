@@ -1,6 +1,6 @@
-"""FedCG Edge: the code that all sides of a federation share, the command `fedcg`, and what a program of one's own imports from here (docs/how-to/python.md).
+"""FedCG Edge: the code that all sides of a federation share, the command `fedcg`, and the names that a user's own program imports.
 
-Nothing is imported before it is used.
+Each name is imported when it is first used.
 """
 
 from importlib import import_module

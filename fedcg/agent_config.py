@@ -1,6 +1,6 @@
-"""Renders a new device's agent.toml: by the coordinator for a bundle, by the box itself when it enrols.
+"""Renders a new device's agent.toml: the coordinator does so for a bundle, the device itself when it enrols.
 
-One template, because a bundle and an enrolled device must not differ.
+Both use one template, so that a bundle and an enrolled device do not differ.
 """
 
 import json
@@ -34,9 +34,9 @@ def render_agent_config(
         host: the broker's name or address.
         port: the broker's port.
         preset: the broker's limits.
-        enrolment_url: where the certificate is renewed; None where a person brings new certificates.
-        carrier_url: where artifacts can travel over HTTPS; None where the coordinator offers only MQTT.
-        data: where the images are; relative to the file.
+        enrolment_url: where the certificate is renewed; None if certificates are replaced by hand.
+        carrier_url: where artifacts can travel over HTTPS; None if the coordinator offers only MQTT.
+        data: the folder of the images, relative to the file.
     """
     template = files("fedcg").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
     return Template(template).substitute(

@@ -1,6 +1,6 @@
 """The command `fedcg`: mounts the sub-commands that packages register in the entry-point group `fedcg.commands`.
 
-Sub-commands are imported only when they are shown or called; none may import torch at import. Built on typer alone: a box with
+Sub-commands are imported only when they are shown or called; none may import torch at import. Built on typer alone: a machine with
 only the `infer` extra has no click.
 """
 
@@ -29,11 +29,11 @@ HELP_FLAGS = {"-h", "--help"}
 INTERRUPTED = 130
 PANELS = {
     "For the operator": ("coordinator", "broker", "federation", "device", "token", "deploy"),
-    "On a box": ("enrol", "agent", "cohort", "doctor"),
+    "On a device": ("enrol", "agent", "cohort", "doctor"),
     "Models": ("infer", "model", "export"),
     "Research": ("demo", "simulate", "tables", "audit", "bench", "method", "network"),
 }
-# What to install for packages that one option or sub-command needs, and no kind of machine.
+# What to install for packages that only one option or sub-command needs.
 _INSTALLS = {
     "ray": "'fedcg-edge[ray]'",
     "cryptography": "cryptography",
@@ -71,10 +71,10 @@ def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCom
 
 
 class _OptionsTable(Table):
-    """typer's table of options, with all names of an option in one column that is never cut; what is too long elsewhere goes on below."""
+    """typer's table of options, with all names of an option in one column that is never cut. Long text in other columns wraps."""
 
     def add_row(self, *cells: Any, **style: Any) -> None:
-        """Take a row as typer gives it: perhaps an asterisk, four columns of names, the type and the help."""
+        """Add a row in typer's form: optionally an asterisk, four columns of names, the type and the help."""
         if len(cells) >= 6:
             *required, long, short, off, short_off, kind, text = cells
             pairs = (Text(", ").join(name for name in pair if name.plain) for pair in ((long, short), (off, short_off)))
@@ -86,7 +86,7 @@ class _OptionsTable(Table):
 
 
 class _Fedcg(TyperGroup):
-    """The whole command, whose sub-commands are entry points, loaded on demand: the one place where an error becomes a line on stderr and an exit code."""
+    """The root command. It loads sub-commands from entry points on demand and turns every error into a line on stderr and an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands, in the order of the panels."""
@@ -95,7 +95,7 @@ class _Fedcg(TyperGroup):
         return sorted(found, key=lambda name: ordered.index(name) if name in ordered else -1)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is meant; a mistyped one is refused with the names that are close to it."""
+        """The named command; a mistyped one is refused with the closest names."""
         self.commands.update(dict.fromkeys(self.list_commands(ctx), self))  # only the names are looked at
         return super().resolve_command(ctx, args)
 
@@ -114,7 +114,7 @@ class _Fedcg(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that is meant; what it refuses of its options is said in this program's words."""
+        """Run the named command; usage errors of the library are reworded."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -140,13 +140,13 @@ class _Fedcg(TyperGroup):
             if as_json and usage is not None and hasattr(usage, "format_message"):
                 print_error("Usage", usage.format_message(), NEXT_STEPS[BAD_INPUT])
             raise
-        except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
+        except Exception as error:  # the outermost boundary: one line for the user, a traceback with --debug
             shown = _for_people(error, words)
             if DEBUG_FLAG in given:
                 raise shown from error
             if as_json:
                 print_failure(shown)
-            is_ours = type(error).__module__.startswith(("fedcg.", "experiments."))  # what runs code of the user's own
+            is_ours = type(error).__module__.startswith(("fedcg.", "experiments."))  # they run the user's code
             if is_ours and not as_json and (trace := users_trace(error.__cause__)):
                 Console(stderr=True, highlight=False).print(trace, markup=False, soft_wrap=True)
             text = "\n".join(log_text(line, len(line)) for line in in_words(shown).split("\n"))
@@ -155,16 +155,16 @@ class _Fedcg(TyperGroup):
 
 
 def _for_people(error: Exception, words: Sequence[str]) -> Exception:
-    """An error as one whose message names what to do, where a library raised it."""
+    """The error to show: one of a library becomes one whose message names what to do."""
     if isinstance(error, ModuleNotFoundError):
         return MissingExtraError(words[0], error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return BadInputError(f"{error.filename}: there is no such file or folder", exit_code=NOT_FOUND)
+        return BadInputError(f"{error.filename}: no such file or folder", exit_code=NOT_FOUND)
     cause = error.__cause__
     if isinstance(error, FedcgError) and error.exit_code == BAD_INPUT and isinstance(cause, FileNotFoundError):
         name = str(cause.filename or str(cause).rpartition(": ")[2])  # safetensors gives no file name
         if any(name.startswith(word) and not Path(word).exists() for word in words):
-            error.exit_code = NOT_FOUND  # and not where a file is missing in a folder that is there
+            error.exit_code = NOT_FOUND  # but not for a file that is missing in an existing folder
     if "pydantic" in sys.modules:
         from pydantic import ValidationError
 
@@ -196,11 +196,11 @@ def _describe(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """FedCG Edge: federated learning that shares a classifier and a generator, never an image or an extractor.
+    """FedCG Edge: federated learning on edge devices. Training data stays on the devices. The method decides which networks leave them.
 
-    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 5 it runs already;
-    6 what would be made exists; 7 what was named does not exist; 130 interrupted.
-    FEDCG_HOME stands for --dir of a coordinator, FEDCG_CONFIG for --config of a device.
+    Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 3 no answer in time; 4 not connected or not allowed; 5 already running;
+    6 already exists; 7 not found; 130 interrupted.
+    FEDCG_HOME sets --dir of a coordinator, FEDCG_CONFIG sets --config of a device.
     Errors go to stderr; --debug shows tracebacks. With --json, stdout has one envelope: {"ok": true, "data": …} or {"ok": false, "error": …}.
     """
 
@@ -216,4 +216,4 @@ def main() -> None:
     try:
         app.main(prog_name="fedcg")
     finally:
-        gc.freeze()  # an end without a search for cycles among all that was imported, which takes up to a third of a second
+        gc.freeze()  # skip the final search for reference cycles, which takes up to a third of a second

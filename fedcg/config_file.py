@@ -1,4 +1,4 @@
-"""Reads configuration files in TOML and reports every problem at once, with its line, in words, and a hint. Torch-free."""
+"""Reads configuration files in TOML and reports every problem at once, each with its line and a hint. Torch-free."""
 
 import difflib
 import json
@@ -26,7 +26,7 @@ Change = Callable[[dict[str, Any]], tuple[Mapping[Place, str], list[str]]]
 _TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.-]+)\s*\]")
 _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 _OF_A_UNION = re.compile(r"[\[(]|^(constrained|function)-")
-"""What pydantic adds to the place of a problem where a value may be of several kinds."""
+"""Steps that pydantic adds to the location of a problem if a value may have several types."""
 
 
 def _exact(schema: Any) -> Any:
@@ -37,25 +37,25 @@ def _exact(schema: Any) -> Any:
 
 
 class Settings(BaseModel):
-    """Base of all that people set: a number is no text and no `true`, and what is on or off takes `true` or `false` alone."""
+    """Base of all settings: a number may not be text or `true`, and a switch takes only `true` or `false`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Pydantic's own schema, strict with numbers and with true and false; files hold paths and tuples in other forms."""
+        """Pydantic's own schema, but strict for numbers and booleans. Paths and tuples are not strict: files hold them in other types."""
         schema: CoreSchema = _exact(handler(source))
         return schema
 
 
 def listed(source: str, problems: Iterable[str]) -> str:
-    """Every problem of a file, one per line below their number."""
+    """A headline with the number of problems, and below it one problem per line."""
     lines = [f"\n  {problem}" for problem in problems]
     return f"{source}: {len(lines)} problem{'s' if len(lines) != 1 else ''}{''.join(lines)}"
 
 
 def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, Any]]:
-    """The text of a TOML file, and what stands in it.
+    """The text of a TOML file, and its values.
 
     Raises:
         Exception: a `failure`.
@@ -66,7 +66,7 @@ def read_values(path: Path, failure: type[FedcgError]) -> tuple[str, dict[str, A
     except tomllib.TOMLDecodeError as error:
         raise failure(listed(str(path), [f"this is not valid TOML: {error}"])) from error
     except FileNotFoundError as error:
-        raise failure(listed(str(path), ["can't be read: there is no such file"]), exit_code=NOT_FOUND) from error
+        raise failure(listed(str(path), ["can't be read: no such file"]), exit_code=NOT_FOUND) from error
     except (OSError, UnicodeDecodeError) as error:
         raise failure(listed(str(path), [f"can't be read: {error}"])) from error
 
@@ -80,7 +80,7 @@ def read_toml(
         path: the file.
         model: its schema.
         failure: the error that is raised.
-        change: replaces values, and returns the origins of the new ones and the problems with them.
+        change: replaces values; returns the origins of the new values and the problems with them.
 
     Raises:
         Exception: a `failure` that lists every problem with its line and a hint.
@@ -105,7 +105,7 @@ def problems_of(
         model: the schema that was asked for.
         error: from pydantic.
         text: the file, for line numbers; without it none are named.
-        origins: where settings come from that are not in the file.
+        origins: the sources of settings that are not in the file.
     """
     places = {place: f"line {number}: " for place, number in _key_lines(text).items()}
     places |= {place: f"{origin}: " for place, origin in (origins or {}).items()}
@@ -114,19 +114,19 @@ def problems_of(
 
 
 def numbered(text: str, problems: Iterable[str]) -> list[str]:
-    """Problems that begin with the place of a setting, after its line in a file, or that of the table that would have it."""
+    """Problems that begin with the name of a setting, prefixed with its line in a file, or with the line of its table."""
     lines = {".".join(place): f"line {number}: " for place, number in _key_lines(text).items()}
     named = [(re.split(": | = ", problem)[0], problem) for problem in problems]
     return [lines.get(name, lines.get(name.rpartition(".")[0], "")) + problem for name, problem in named]
 
 
 def problems_in_words(error: ValidationError, model: type[BaseModel] = BaseModel) -> str:
-    """The problems that pydantic found with values that no file holds, on one line."""
+    """The problems that pydantic found with values that are not from a file, on one line."""
     return "; ".join(line.removeprefix("(file): ") for line in problems_of(model, error))
 
 
 def set_values(text: str, values: Mapping[tuple[str, str], str | bool | float | list[str]]) -> str:
-    """A TOML text of plain `[table]` sections with other values, and everything else as it is.
+    """A TOML text of plain `[table]` sections with some values replaced, and the rest unchanged.
 
     Args:
         text: the file.
@@ -151,7 +151,7 @@ def _set(lines: list[str], table: str, key: str, line: str) -> list[str]:
 
 
 def nearest(name: str, known: tuple[str, ...]) -> str:
-    """The known name that was probably meant, or all of them."""
+    """The closest known name, or all of them."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
 
@@ -174,7 +174,7 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
     while steps and _OF_A_UNION.search(steps[-1]):
         del steps[-1]
     location, section = tuple(step for step in steps if not _OF_A_UNION.search(step)), section_of(model, steps[:-1])
-    first = message.partition(" ")[0]  # a problem between settings begins with the name of one
+    first = message.partition(" ")[0]  # a problem with several settings begins with the name of one
     if first in section.model_fields and (not location or message.startswith(f"{first} = ")):
         location = (*location[:-1], first)
     where = next(places[location[:n]] for n in range(len(location), -1, -1) if location[:n] in places)
@@ -195,7 +195,7 @@ def _problem(model: type[BaseModel], detail: Any, places: Mapping[Place, str]) -
 
 
 def _bounds(model: type[BaseModel], name: str) -> str:
-    """From where to where a number goes; empty where it has not both ends."""
+    """The range of a number; empty unless it has both a minimum and a maximum."""
     for kind in _kinds(model, name):
         least = kind.get("minimum", kind.get("exclusiveMinimum"))
         if least is not None and "maximum" in kind:
@@ -210,7 +210,7 @@ def _kinds(model: type[BaseModel], name: str) -> tuple[dict[str, Any], ...]:
 
 
 def from_text(model: type[BaseModel], name: str, text: str) -> object:
-    """What a text stands for in a field: words with commas between them, a number, true or false; else the text itself."""
+    """The value that a text means in a field: a comma-separated list, a number, true or false; otherwise the text itself."""
     kinds = {kind.get("type") for kind in _kinds(model, name)}
     if "array" in kinds:
         return [word.strip() for word in text.split(",") if word.strip()]
@@ -221,9 +221,9 @@ def from_text(model: type[BaseModel], name: str, text: str) -> object:
 
 
 def section_of(model: type[BaseModel], location: Iterable[str]) -> type[BaseModel]:
-    """The model of the table at `location`; the last one on the way where there is none (an item of a list).
+    """The model of the table at `location`. For an item of a list, which has none, the last model on the way.
 
-    Where a table is of one of several models, the step `[NAME]` behind it names which; without that step it is the first.
+    If a table may have one of several models, the step `[NAME]` after it names the model; without that step it is the first.
     """
     kinds: list[type[BaseModel]] = []
     for step in location:

@@ -1,13 +1,13 @@
-"""The errors with which a command ends that can't do its work; `fedcg.cli` gives their exit codes to the shell.
+"""The errors that end a command; `fedcg.cli` turns them into exit codes.
 
 Exit codes, the same for every command: 0 done, 1 failed while running, 2 bad input, 3 no answer in time, 4 not connected or not
-allowed, 5 it runs already, 6 what would be made exists, 7 what was named does not exist, 130 interrupted.
+allowed, 5 already running, 6 already exists, 7 not found, 130 interrupted.
 
 FedcgError              1: failed while running
-├── BadInputError       2: bad input; options that a command itself refuses
+├── BadInputError       2: bad input; options that the command refuses
 ├── NoAnswerInTimeError 3: something did not answer in time
-├── ConnectionFailedError 4: there is no connection, or the other side does not accept who asks
-└── …                   each package's own errors, with the code that its `errors.py` states; 5, 6 and 7 where they are raised
+├── ConnectionFailedError 4: there is no connection, or the other side refuses the caller
+└── …                   each package's own errors, with the code in its `errors.py`; 5, 6 and 7 are set where they are raised
 """
 
 import re
@@ -20,13 +20,13 @@ FAILED, BAD_INPUT, TIMED_OUT, NOT_CONNECTED, ALREADY_RUNNING, EXISTS, NOT_FOUND 
 NEXT_STEPS = {
     FAILED: "run it again with --debug for the details",
     BAD_INPUT: "correct the input; --help lists what the command takes",
-    TIMED_OUT: "try again; look at the log of the other side when it repeats",
+    TIMED_OUT: "try again; if it fails again, check the log of the other side",
     NOT_CONNECTED: "check that the other side runs, its address, and the token or certificate",
-    ALREADY_RUNNING: "stop the other one first, or leave it at that",
-    EXISTS: "choose another name or place, or use what is there",
-    NOT_FOUND: "check the name or path; the commands `list` and `status` show what names there are",
+    ALREADY_RUNNING: "stop the running one first",
+    EXISTS: "choose another name or place, or use the existing one",
+    NOT_FOUND: "check the name or path; the commands `list` and `status` show the existing names",
 }
-"""What to do after an error that names no step of its own, by exit code."""
+"""The next step for errors that do not name one, by exit code."""
 _PACKAGES = frozenset({"audit", "coordinator", "devices", "edge_client", "experiments", "export", "fedcg"})
 _IN_CODE = re.compile(r"\[(Errno -?\d+|SSL|[A-Z0-9]+: [A-Z0-9_]+)\] | ?\(_ssl\.c:\d+\)")
 _OF_DATABASE = re.compile(
@@ -36,17 +36,17 @@ _NO_TEXT = re.compile(r"'[\w-]+' codec can't .*")
 
 
 def in_words(cause: object) -> str:
-    """What the system, OpenSSL, a database or Python wrote of an error, without its numbers, statements and places in code."""
+    """The text of an error of the system, OpenSSL, a database or Python, without error numbers, SQL statements and code locations."""
     return _NO_TEXT.sub("it is not plain text", _IN_CODE.sub("", _OF_DATABASE.sub("", str(cause))))
 
 
 def is_of_code(error: BaseException) -> bool:
-    """Whether an error is of the kinds that code raises which is wrong: it says nothing without its type and place."""
+    """Whether an error is of a type that faulty code raises. Such an error needs its type and place to be understood."""
     return type(error).__module__ == "builtins" and not isinstance(error, OSError | MemoryError)
 
 
 def told(error: BaseException) -> str:
-    """An error's text; of one in code, also its type, and the place outside torch that it comes from."""
+    """An error's text. For an error in code, also its type and the last place outside torch."""
     text = str(error) or type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
     if not is_of_code(error) or not frames:
@@ -56,7 +56,7 @@ def told(error: BaseException) -> str:
 
 
 def users_trace(error: BaseException | None) -> str:
-    """The traceback through the user's own code that an error comes from; empty where it comes from this program or a package."""
+    """The traceback of an error through the user's own code; empty if this program or a package raised it."""
     found = ""
     while error is not None:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
@@ -67,7 +67,7 @@ def users_trace(error: BaseException | None) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither of this program nor of Python or an installed package."""
+    """Whether a file belongs neither to this program nor to Python or an installed package."""
     path, root = Path(filename), Path(__file__).parents[1]
     if not path.is_file() or path.is_relative_to(sys.prefix) or path.is_relative_to(sysconfig.get_path("stdlib")):
         return False
@@ -75,16 +75,16 @@ def is_users(filename: str) -> bool:
 
 
 class FedcgError(Exception):
-    """Base of every error whose message is meant for the person at the command line.
+    """Base of every error whose message is for the user of the command line.
 
     Args:
-        words: the message; what others wrote in it is brought `in_words`.
-        exit_code: another one than the class's.
+        words: the message; texts of libraries in it pass `in_words`.
+        exit_code: overrides the class's.
 
     Attributes:
-        exit_code: of a command that ends with it.
-        next_step: what to do, where that is not a part of the message.
-        data: what was found all the same, for scripts.
+        exit_code: of a command that ends with this error.
+        next_step: what to do, if the message does not contain it.
+        data: results that the command found despite the error, for scripts.
     """
 
     exit_code: int = FAILED
@@ -98,7 +98,7 @@ class FedcgError(Exception):
 
 
 class BadInputError(FedcgError):
-    """Options of a command that can't be used."""
+    """Options or input that a command can't use."""
 
     exit_code = BAD_INPUT
 
@@ -110,6 +110,6 @@ class NoAnswerInTimeError(FedcgError):
 
 
 class ConnectionFailedError(FedcgError):
-    """There is no connection, or the other side does not accept who asks."""
+    """There is no connection, or the other side refuses the caller."""
 
     exit_code = NOT_CONNECTED

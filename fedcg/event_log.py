@@ -1,7 +1,7 @@
 """Event logs: append-only JSON lines, one object per event, for people, the demo and tests on THIS machine; never sent.
 
-Every line has `t` (unix seconds) and `event`. The agent and its trainer write `events.jsonl` in the private store, the
-coordinator and its worker that in the coordinator's directory.
+Every line has `t` (unix seconds) and `event`. The agent and its training process write `events.jsonl` in the private store. The
+coordinator and its worker write `events.jsonl` in the coordinator's directory.
 
 Agent:
   agent_started {pid, device, federation, cohort_secret}   link {up, down_s}   welcomed {epoch}   offer {round, attempt, rounds}
@@ -34,13 +34,13 @@ Coordinator:
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
-  update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
+  update_rejected {client, reason} (accepted, but can't be merged)   left_out {client, reason}   let_in {client}
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
   update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
-  api_refused {refused, address, identity, route} (now and then; changes are in the audit log)
+  api_refused {refused, address, identity, route} (at intervals; changes are in the audit log)
   federation_created   steered {status, reason}   policy_changed {changed}   barred / forgotten {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}
-  distilling {clients}   merging {clients} (those that the screening left)   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
+  distilling {clients}   merging {clients} (those that passed the screening)   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _log = logging.getLogger(__name__)
 
 
 def log_text(text: str, most: int = MAX_TEXT) -> str:
-    """A text as it enters a log: one line of printable characters, the others as escapes; at most so many.
+    """A text as one line of at most `most` printable characters; other characters become escapes.
 
-    Every log passes here, and every name that a command shows: texts from elsewhere can't begin a line or steer a terminal.
+    All log lines and all names that commands show pass this function, so foreign text can't start a line or control a terminal.
     """
     if len(text) > most:
         text = f"{text[: most - 1]}…"
@@ -93,7 +93,7 @@ class EventLog:
         clock: unix time.
         allows: whether one more line of (event, client) is written; lines without a client always are.
         common: fields of every line.
-        watch: called with every event that is written; by default it goes to the log as well.
+        watch: called with every written event; by default it also writes to the log.
     """
 
     path: Path
@@ -103,11 +103,11 @@ class EventLog:
     watch: Callable[[dict[str, EventValue]], None] = log_event
 
     def about(self, **fields: EventValue) -> EventLog:
-        """The same log, whose lines all have these fields."""
+        """The same log with these fields in every line."""
         return replace(self, common={**self.common, **fields})
 
     def unwatched(self) -> EventLog:
-        """The same log, whose lines are in no other one."""
+        """The same log without `watch`: its lines appear nowhere else."""
         return replace(self, watch=lambda event: None)
 
     def write(self, event: str, **fields: EventValue) -> bool:
@@ -141,14 +141,14 @@ class EventLog:
             self._rotate()
 
     def _rotate(self) -> None:
-        """Keep one old file; another process that writes this log opens the new one with its next line."""
+        """Keep one old file. Other processes that write this log open the new file with their next line."""
         with contextlib.suppress(OSError):
-            if self.path.stat().st_size > ROTATE_BYTES:  # else that other process was first
+            if self.path.stat().st_size > ROTATE_BYTES:  # otherwise another process was first
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
 
 
 def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
-    """All complete events of a log, oldest first; lines that a full disk or a power cut tore are left out."""
+    """All complete events of a log, oldest first; lines torn by a full disk or a power cut are skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -158,7 +158,7 @@ def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
 
 
 def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]:
-    """All complete events of a log, and then each new one, for ever; a log that was rotated is read on in its new file."""
+    """All complete events of a log, then each new one, without end; after a rotation it continues with the new file."""
     while True:
         with path.open(encoding="utf-8", errors="replace") as lines:
             opened, begun, is_rotated = os.fstat(lines.fileno()).st_ino, "", False
@@ -168,7 +168,7 @@ def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]
                     event, begun = _parse(begun), ""
                     if event is not None:
                         yield event
-                elif is_rotated:  # and what was written just before that is read
+                elif is_rotated:  # and everything written before the rotation is read
                     break
                 else:
                     with contextlib.suppress(FileNotFoundError):

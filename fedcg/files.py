@@ -1,6 +1,6 @@
-"""Files that survive a power cut: content and name are durable, and a name has the old content or the new, never a piece.
+"""Files that survive a power cut: content and name are durable, and a file has its old or its new content, never a part.
 
-The one way to write such a file, and to lock one, for every package. Torch-free, and imports no other package of this project.
+Every package writes and locks such files with this module. Torch-free; imports no other package of this project.
 """
 
 import errno
@@ -21,7 +21,7 @@ SECRET_BYTES = 32
 LOOK_S = 0.02
 _PIECE_BYTES = 1 << 20
 DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""Numbers of the errors that a write to a file ends with; such an error names no file."""
+"""Error numbers of failed writes; such an error names no file."""
 
 
 def fsync_path(path: Path) -> None:
@@ -39,11 +39,11 @@ def write_durably(path: Path, data: bytes, *, is_new: bool = False) -> None:
     Args:
         path: the file.
         data: its whole content.
-        is_new: never write over a file that is there.
+        is_new: never overwrite an existing file.
 
     Raises:
-        FileExistsError: `is_new`, and there is a file already.
-        OSError: the disk is full or broken; the file may hold a piece of `data`.
+        FileExistsError: `is_new`, and the file exists.
+        OSError: the disk is full or broken; the file may hold a part of `data`.
     """
     flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
     with os.fdopen(os.open(path, flags, PRIVATE), "wb") as file:
@@ -79,10 +79,13 @@ def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
 
 
 def append_line(path: Path, text: str) -> int:
-    """Append a line to a private file, behind the end of a torn one; durable when this returns, with the size of the file.
+    """Append a line to a private file, after ending a torn last line. The line is durable on return.
+
+    Returns:
+        the size of the file.
 
     Raises:
-        OSError: it could not be made durable; no piece of it stays.
+        OSError: the line could not be made durable; no part of it remains.
     """
     is_new = not path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE)
@@ -102,15 +105,15 @@ def append_line(path: Path, text: str) -> int:
 
 
 class HeldError(Exception):
-    """Another process holds a lock; its text is the id of that process, empty where the file has none."""
+    """Another process holds a lock. The message is the id of that process, or empty if the file has none."""
 
 
 def take_lock(file: IO[str], wait_s: float | None = 0.0) -> bool:
-    """Lock an open file until it is closed, at the latest when the process ends, however it ends.
+    """Lock an open file until it is closed, at the latest when the process ends in any way.
 
     Args:
         file: open in any mode.
-        wait_s: how long to try, None for ever.
+        wait_s: how long to try; None: without limit.
 
     Returns:
         whether the lock was taken.
@@ -130,13 +133,13 @@ def take_lock(file: IO[str], wait_s: float | None = 0.0) -> bool:
 
 @contextmanager
 def locked(path: Path, wait_s: float | None = None, mode: int = BY_UMASK) -> Iterator[None]:
-    """Hold a lock file, which is made where there is none.
+    """Hold a lock file, which is created if it does not exist.
 
     Args:
         path: the file; its folder exists.
-        wait_s: how long to wait for another process. Such a file holds the id of the process that has locked it. None waits
-            for ever, and leaves the file empty.
-        mode: permissions of a new file, less the umask.
+        wait_s: how long to wait for another process; the file then holds the id of the process that has locked it. None waits
+            without limit and leaves the file empty.
+        mode: permissions of a new file, before the umask.
 
     Raises:
         HeldError: another process holds it for longer than `wait_s`.
@@ -154,10 +157,10 @@ def locked(path: Path, wait_s: float | None = None, mode: int = BY_UMASK) -> Ite
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file; holds it itself for an instant, and needs no more than to read it.
+    """Whether a process holds a lock file. Takes the lock itself for an instant, and only needs read permission.
 
     Raises:
-        OSError: there is a file that can't be opened.
+        OSError: the file exists and can't be opened.
     """
     try:
         with path.open() as file:
@@ -170,23 +173,23 @@ def is_locked(path: Path) -> bool:
 
 
 def checked_secret(secret: bytes) -> bytes:
-    """A secret as files hold it: its 32 bytes, and 8 bytes that check them."""
+    """A secret as files hold it: its 32 bytes and an 8-byte checksum."""
     return secret + hashlib.sha256(b"fedcg secret 1\0" + secret).digest()[:8]
 
 
 def secret_in(data: bytes) -> bytes | None:
-    """The secret in a file's content, None where it is damaged."""
+    """The secret in a file's content; None if it is damaged."""
     secret = data[:SECRET_BYTES]
     return secret if data == checked_secret(secret) else None
 
 
 def with_check(content: bytes) -> bytes:
-    """A text file's content behind its check, a first line."""
+    """A text file's content with its checksum as the first line."""
     return b"# sha256 " + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
 def checked(content: bytes) -> bytes | None:
-    """What is behind a check, None where it is damaged; a file without one, as another program wrote it, is returned whole."""
+    """The content after the checksum line; None if it is damaged. A file without one, written by another program, is returned whole."""
     first, _, rest = content.partition(b"\n")
     if not first.startswith(b"# sha256") and b" sha256 " not in first and len(first) != len(with_check(b"")) - 1:
         return content
@@ -203,12 +206,12 @@ def file_sha256(path: Path) -> str:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the error of a file may be over at the next start, such as that of a disk: nobody has to change the file or its owner."""
+    """Whether a file error may be gone at the next start, such as a disk error, without a change of the file or its owner."""
     return isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))
 
 
 def advice_for(error: OSError, place: Path) -> str:
-    """The next step after an error of the file system: who may use the file, or which disk to check.
+    """The next step after a file-system error: fix permissions, or check a disk.
 
     Args:
         error: of the system.
@@ -218,6 +221,6 @@ def advice_for(error: OSError, place: Path) -> str:
         return f"Let the user with id {os.geteuid()} read and write {error.filename or place} (chown, chmod)"
     if error.errno == errno.EROFS:
         return (
-            f"Mount the disk of {place} writable; `dmesg` tells whether Linux made it read-only because it is damaged"
+            f"Mount the disk of {place} writable; `dmesg` shows whether Linux made it read-only because it is damaged"
         )
     return f"Free space on, or repair, {place}"

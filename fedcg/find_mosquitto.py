@@ -1,4 +1,4 @@
-"""Finds a Mosquitto binary on this machine: installed, or unpacked without root into a folder of its own."""
+"""Finds a Mosquitto binary on this machine: installed, or unpacked without root into its own folder."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ DEFAULT_FOLDER = ".broker"
 
 @dataclass(frozen=True)
 class Mosquitto:
-    """A Mosquitto that can be started.
+    """A Mosquitto binary that can be started.
 
     Attributes:
         binary: the executable.
@@ -22,7 +22,7 @@ class Mosquitto:
     library_path: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        """The environment to start it in: this process's, plus where its libraries are."""
+        """The environment to start it in: this process's, with the path of its libraries."""
         variables = dict(os.environ)
         if self.library_path is not None:
             parts = [str(self.library_path), variables.get("LD_LIBRARY_PATH", "")]
@@ -40,7 +40,7 @@ def find_extracted(folder: Path | None = None) -> Mosquitto | None:
     """A Mosquitto that was unpacked from its package.
 
     Args:
-        folder: its folder; by default the one that FEDCG_BROKER_DIR names, else `.broker` under the working directory.
+        folder: its folder; default: FEDCG_BROKER_DIR, or `.broker` in the working directory.
     """
     root = folder or Path(os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_FOLDER)
     binary = (root / "usr" / "sbin" / "mosquitto").resolve()

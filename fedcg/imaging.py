@@ -1,7 +1,8 @@
-"""An image file to pixels in the form that a network takes: the one decoder and resize of training, experiments and serving.
+"""Decodes and resizes image files into a network's input form, for training, experiments and serving.
 
-Grey of 16 bits to 8 by its top byte, `convert(mode)`, then a bilinear resize of the width and after it of the height; of an animation the first frame, EXIF orientation
-ignored. A model does the same inside (`export.build.preprocess_graph`). Needs numpy and Pillow, no torch.
+The steps: reduce 16-bit grey to its top byte, `convert(mode)`, then a bilinear resize of the width and after it of the height. Of an
+animation the first frame is used; EXIF orientation is ignored. A model does the same inside (`export.build.preprocess_graph`). Needs
+numpy and Pillow, no torch.
 """
 
 import errno
@@ -20,9 +21,9 @@ from PIL import Image, UnidentifiedImageError
 from fedcg.input_form import ImageForm
 
 MAX_PIXELS = 50_000_000
-MAX_FILE_BYTES = 256 << 20  # an image at the limit of pixels has 200 MB where nothing compresses it
+MAX_FILE_BYTES = 256 << 20  # an uncompressed image at the pixel limit has 200 MB
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-# Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
+# Raster formats that Pillow decodes itself. Others are refused before they are parsed: EPS, for example, starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of a TIFF
 
@@ -30,7 +31,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class ImageError(Exception):
-    """Bytes that are no image of a supported format, or a damaged one; the message gives the reason and names no file."""
+    """Bytes that are not an image of a supported format, or a damaged image. The message gives the reason and names no file."""
 
 
 class TooManyPixelsError(ImageError):
@@ -38,15 +39,15 @@ class TooManyPixelsError(ImageError):
 
 
 def is_named_as_image(path: Path, suffixes: Collection[str]) -> bool:
-    """Whether a name ends as an image's and is not hidden, as those of macOS's `._` files are."""
+    """Whether a name has the suffix of an image and is not hidden, as macOS's `._` files are."""
     return path.suffix.lower() in suffixes and not path.name.startswith(".")
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of an image file. Nothing but a regular file is opened: a FIFO never ends, and neither does a link to /dev/zero.
+    """The bytes of an image file. Only a regular file is opened: a FIFO or a link to /dev/zero never ends.
 
     Raises:
-        ImageError: no file, a link to none, not a regular file, or one over 256 MiB.
+        ImageError: there is no file, a link has no target, it is not a regular file, or it is over 256 MiB.
         OSError: it can't be read.
     """
     try:
@@ -54,7 +55,7 @@ def read_file(path: Path) -> bytes:
     except OSError as error:
         if error.errno not in _NOTHING_THERE:
             raise
-        raise ImageError("a link to a file that is not there" if path.is_symlink() else "no such file") from error
+        raise ImageError("a link to a file that does not exist" if path.is_symlink() else "no such file") from error
     if not stat.S_ISREG(found.st_mode):
         raise ImageError("not a regular file")
     if found.st_size > MAX_FILE_BYTES:
@@ -70,10 +71,10 @@ def decode_image(content: bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, 
         content: the bytes of an image file.
         form: mode and size.
         max_pixels: larger images are refused from their header, before anything is decoded.
-        resize: to the form's size; otherwise the image keeps its own, and a model that has its preprocessing inside does the rest.
+        resize: to the form's size. Otherwise the image keeps its size, for a model that contains its preprocessing.
 
     Returns:
-        [height, width, channels] uint8, in memory of its own.
+        [height, width, channels] uint8, in separate memory.
 
     Raises:
         ImageError: not an image of a supported format, or damaged.
@@ -91,21 +92,21 @@ def decode_image(content: bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, 
         raise ImageError(f"not an image ({', '.join(FORMATS)} are read)") from error
     except Image.DecompressionBombError as error:
         raise TooManyPixelsError(f"over the limit of {max_pixels} pixels") from error
-    # The errors of Pillow's decoders for bytes that break off or contradict themselves.
+    # Errors of Pillow's decoders for truncated or inconsistent bytes.
     except (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, struct.error, zlib.error) as error:
         raise ImageError(f"damaged image ({error})") from error
 
 
 def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
-    """[H, W] or [H, W, 3] uint8 to [height, width, channels] in a form, as if it came from a file without loss."""
+    """[H, W] or [H, W, 3] uint8 to [height, width, channels] in a form, like an image from a lossless file."""
     return _fit(Image.fromarray(np.ascontiguousarray(pixels)), form, resize=True)
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits by its top byte, as Pillow reads colour of 16 bits; other images as they are. `convert` would clip it at 255.
+    """A 16-bit grey image reduced to its top byte, as Pillow reads 16-bit colour; other images unchanged. `convert` would clip at 255.
 
     Raises:
-        ImageError: whole numbers of 32 bits or floats, whose black and white are unknown; a TIFF of 12 bits or with white as zero.
+        ImageError: 32-bit integers or floats, whose black and white are unknown; a TIFF of 12 bits or with white as zero.
     """
     if image.mode[0] not in "IF":
         return image
@@ -120,7 +121,7 @@ def in_8_bits(image: Image.Image) -> Image.Image:
 
 def _fit(image: Image.Image, form: ImageForm, *, resize: bool) -> Pixels:
     fitted = in_8_bits(image).convert(form.mode)
-    if resize:  # in two steps: which side Pillow takes first when it is left to it changes with its version, and pixels with that
+    if resize:  # in two steps: the side that Pillow resizes first depends on its version, and changes pixels
         fitted = fitted.resize((form.width, fitted.height), Image.Resampling.BILINEAR)
         fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
     pixels = np.array(fitted, dtype=np.uint8)

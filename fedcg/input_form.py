@@ -1,6 +1,6 @@
 """The form of a network's inputs, as a value: images, or tensors of any shape. Needs neither numpy, torch nor Pillow.
 
-What makes an image so is `fedcg.imaging`.
+`fedcg.imaging` brings an image into a form.
 """
 
 import math
@@ -14,7 +14,7 @@ _Side = Annotated[int, Field(ge=4, le=1024, description="pixels; every image is 
 _Means = tuple[Annotated[float, Field(ge=-1e3, le=1e3)], ...]
 _Deviations = tuple[Annotated[float, Field(ge=1e-4, le=1e3)], ...]
 MAX_NUMBERS = 16 * 1024 * 1024
-"""Of one tensor: 64 MiB as float32."""
+"""The most numbers in one tensor: 64 MiB as float32."""
 
 
 class ImageForm(Settings):
@@ -22,7 +22,7 @@ class ImageForm(Settings):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    kind: Annotated[Literal["image"], Field(description="image or tensor; each has settings of its own")] = "image"
+    kind: Annotated[Literal["image"], Field(description="image or tensor; each has its own settings")] = "image"
     mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
     height: _Side
     width: _Side
@@ -57,14 +57,14 @@ class ImageForm(Settings):
     @field_validator("mean", "std")
     @classmethod
     def _one_per_channel(cls, numbers: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
-        mode = info.data.get("mode")  # missing where it is wrong itself
+        mode = info.data.get("mode")  # missing if it is invalid itself
         if mode is not None and len(numbers) != len(mode):
             raise ValueError(f"must have one number for each channel, {len(mode)} with mode {mode}, not {len(numbers)}")
         return numbers
 
 
 class TensorForm(Settings):
-    """Tensors of one shape and element type; they are normalised along their first dimension, or not at all."""
+    """Tensors of one shape and element type, normalised along their first dimension or not at all."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -116,7 +116,7 @@ class TensorForm(Settings):
     @field_validator("mean", "std")
     @classmethod
     def _one_per_index(cls, numbers: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
-        shape, mean = info.data.get("shape"), info.data.get("mean")  # missing where they are wrong themselves
+        shape, mean = info.data.get("shape"), info.data.get("mean")  # missing if they are invalid themselves
         if info.field_name == "std" and mean is not None and bool(mean) != bool(numbers):
             raise ValueError("goes with mean: set both, or neither")
         if numbers and shape is not None and len(numbers) != shape[0]:
@@ -129,22 +129,22 @@ def _tag(values: object) -> str:
     return "[TensorForm]" if kind == "tensor" else "[ImageForm]"
 
 
-# A tag names its class: so `fedcg.config_file` finds the settings of a problem.
+# A tag names its class, so that `fedcg.config_file` finds the settings of a problem.
 InputForm = Annotated[
     Annotated[ImageForm, Tag("[ImageForm]")] | Annotated[TensorForm, Tag("[TensorForm]")], Discriminator(_tag)
 ]
-"""Images where no `kind` is named."""
+"""Images if no `kind` is given."""
 
 
 def can_take(form: InputForm, other: InputForm) -> bool:
-    """Whether a model of one form takes what one of another form takes: any image, as it is brought to a size; tensors of one shape and type."""
+    """Whether a model of one form accepts the inputs of the other: any image, because it is resized; tensors of the same shape and type."""
     if isinstance(form, ImageForm) or isinstance(other, ImageForm):
         return form.kind == other.kind
     return (form.shape, form.dtype) == (other.shape, other.dtype)
 
 
 def taken_in_words(form: InputForm) -> str:
-    """What a model of this form takes, for messages."""
+    """The inputs that a model of this form accepts, for messages."""
     if isinstance(form, ImageForm):
-        return f"images, {form.mode}, brought to {form.width} x {form.height} pixels"
+        return f"images, {form.mode}, resized to {form.width} x {form.height} pixels"
     return f"tensors [{', '.join(map(str, form.shape))}] of {form.dtype}"

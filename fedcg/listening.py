@@ -1,7 +1,7 @@
-"""Listening sockets that outsiders can't exhaust, HTTP/1.1 with time-outs on them, and the check of a request's Host header.
+"""Listening sockets that outsiders can't exhaust, HTTP/1.1 with time-outs, and the check of a request's Host header.
 
-Every listener of this project is made here: it decides which connections stay open, before TLS and before a byte is read. It
-knows nothing of routes and identities: the code that verifies a certificate calls `Connections.identify`.
+Every listener of this project is created here. It decides which connections stay open, before TLS and before a byte is read. It must
+not know routes and identities: the code that verifies a certificate calls `Connections.identify`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_S = 5.0
 """Longest time from the first byte of a request, or from the start of the connection, to the end of the request's header."""
 STALL_S = 30.0
-"""Longest time that a body may stop arriving, or an answer may stop being read."""
+"""Longest time without progress of a body that is received, or of a response that is sent."""
 WARN_EVERY_S = 60.0
 QUEUE = 1024
-"""Connections that the kernel holds until they are accepted: a full queue delays honest ones by a second and more."""
+"""Connections that the kernel holds until they are accepted. A full queue delays honest clients by a second or more."""
 ACCEPTS = 8
-"""Accepted in one turn of the event loop: in a flood the connections that are there get on too, before they are ended."""
+"""Connections accepted in one turn of the event loop. In a flood, existing connections also progress before they are ended."""
 MAX_HEADER_BYTES = 16 * 1024
 ERRORS_KEPT_S = 3600.0
 ERRORS_OF_PEER, PEERS = 5, 100
-"""In so many seconds: tracebacks that the requests of one peer may write, and peers whose requests may write some."""
+"""In `ERRORS_KEPT_S`: the most tracebacks logged for one peer's requests, and the most peers with tracebacks."""
 MAX_DESCRIPTORS = 65_536
-"""The soft limit of descriptors is raised up to this; a higher one would only hide a leak."""
+"""The soft limit of file descriptors is raised up to this; a higher one would only hide a leak."""
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class Caps:
 
     Attributes:
         total: at all listeners together.
-        per_address: of one IPv4 address, or one IPv6 network of 64 bits, at one listener, while they have shown no certificate.
-        per_certificate: that have shown one device's certificate.
+        per_address: of one IPv4 address, or one IPv6 /64 network, at one listener, without a certificate.
+        per_certificate: with the certificate of one device.
     """
 
     total: int
@@ -66,8 +66,8 @@ class Connection(socket.socket):
 
     Attributes:
         table: where it counts.
-        is_busy: a whole request is here and its answer is not finished: it isn't ended to make room.
-        is_ending: it was ended to make room.
+        is_busy: a whole request has arrived and its response is not finished; it isn't ended to free a place.
+        is_ending: it was ended to free a place.
     """
 
     table: Connections
@@ -83,11 +83,11 @@ class Connection(socket.socket):
 class Connections:
     """The open connections of some listeners, oldest first, and their owners.
 
-    Where there are too many, the oldest idle one of the owner with most of them ends; one that has shown a certificate only when
+    If there are too many, the oldest idle connection of the owner with the most connections ends. One with a certificate ends only if
     there is no other. So a flood affects only connections from its own address, and a connected device stays connected.
 
     Args:
-        caps: as configured; half of the process's descriptors bound the total.
+        caps: as configured; the total is at most half of the process's descriptors.
     """
 
     def __init__(self, caps: Caps) -> None:
@@ -102,11 +102,11 @@ class Connections:
             log.warning("room for %d of %d connections; raise LimitNOFILE or `ulimit -n`", self._total, caps.total)
 
     def admit(self, connection: Connection, listener: str, address: str) -> None:
-        """Count a new connection; where there are too many, another one ends for it, or itself when all others are busy."""
+        """Count a new connection. If there are too many, another one ends, or this one if all others are busy."""
         self._count(connection, (False, f"{listener} {network_of(address)}"), self._caps.per_address)
 
     def identify(self, connection: Connection, name: str) -> None:
-        """Count a connection as that of the device whose certificate it has shown, verified, from now on."""
+        """From now on, count a connection as that of the device whose verified certificate it has shown."""
         self._count(connection, (True, name), self._caps.per_certificate)
 
     def of(self, descriptor: int) -> Connection:
@@ -114,11 +114,11 @@ class Connections:
         return next(connection for connection in self._open if connection.fileno() == descriptor)
 
     def remove(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Forget a closed connection."""
         self._open.pop(connection, None)
 
     def warn(self, cause: str) -> None:
-        """Count a connection that was ended or refused; a line in the log once a minute."""
+        """Count an ended or refused connection; log at most once a minute."""
         self._ended += 1
         now = time.monotonic()
         if now - self._warned_at >= WARN_EVERY_S:
@@ -126,15 +126,15 @@ class Connections:
             log.warning("%s; connections ended or refused so far: %d", cause, self._ended)
 
     def failed(self, peer: str, error: Exception, *, is_gone: bool) -> None:
-        """Log that a request ended with an error: its traceback, unless its peer ended it or has caused too many.
+        """Log an error of a request: with its traceback, unless the peer ended the request or has caused too many errors.
 
         Args:
-            peer: whose request it was, as `network_of` has it.
+            peer: the sender of the request, as `network_of` returns it.
             error: from the application.
-            is_gone: the peer ended the connection before the whole request was here.
+            is_gone: the peer ended the connection before the whole request arrived.
         """
         if is_gone:
-            self.warn(f"{peer} ended a request before all of it was here")
+            self.warn(f"{peer} ended a request before all of it arrived")
             return
         now = time.monotonic()
         if now - self._errors_since >= ERRORS_KEPT_S:
@@ -169,18 +169,20 @@ class Listener(socket.socket):
     """A listening socket for asyncio whose connections are counted.
 
     Args:
-        name: its purpose, in logs.
+        name: its purpose, for logs.
         address: to listen on.
         port: 0 takes a free one.
         connections: where its connections count.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is in use, or the address is not this machine's.
     """
 
     def __init__(self, name: str, address: str, port: int, connections: Connections) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, else asyncio sets no TCP_NODELAY
+        super().__init__(
+            family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+        )  # explicit, otherwise asyncio sets no TCP_NODELAY
         self.connections, self._name = connections, name
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -190,16 +192,16 @@ class Listener(socket.socket):
             raise
 
     def listen(self, backlog: int = 0, /) -> None:
-        """Listen with a long queue. What asyncio gives is `ACCEPTS`, which it uses for both."""
+        """Listen with a long queue. asyncio passes `ACCEPTS`, which it uses for both."""
         super().listen(max(backlog, QUEUE))
 
     def accept(self) -> tuple[Connection, Any]:
-        """The next connection that may stay; asyncio's event loop calls it whenever one waits.
+        """Accept the next connection and count it. asyncio's event loop calls this when one waits.
 
         Raises:
             BlockingIOError: none waits.
-            OSError: no descriptor is free, which the bound of `Connections` leaves to other causes; asyncio logs it and tries again
-                a second later.
+            OSError: no descriptor is free. `Connections` limits its own share, so something else uses them; asyncio logs it and
+                retries after a second.
         """
         accepted, address = super().accept()
         connection = Connection(self.family, self.type, self.proto, accepted.detach())
@@ -209,10 +211,10 @@ class Listener(socket.socket):
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 whose headers, bodies and answers may not stand still; for the arguments see `http_config`.
+    """HTTP/1.1 with time-outs for headers, bodies and responses; for the arguments see `http_config`.
 
-    uvicorn has no such bounds, and this class is not part of its interface: pyproject.toml holds uvicorn to one minor version, and
-    tests/unit/fedcg/test_listening.py fails when a later one moves what is used here.
+    uvicorn has no such limits, and the base class is not part of its interface. So pyproject.toml pins uvicorn to one minor version, and
+    tests/unit/fedcg/test_listening.py fails if a later version changes what is used here.
     """
 
     def __init__(self, connections: Connections, identify: Identify, *arguments: Any, **named: Any) -> None:
@@ -222,7 +224,7 @@ class GuardedProtocol(H11Protocol):
         self._is_serving = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection."""
+        """Start a connection."""
         super().connection_made(transport)
         self._expect_header()
         connection, application = self._table.of(transport.get_extra_info("socket").fileno()), self.app
@@ -236,7 +238,7 @@ class GuardedProtocol(H11Protocol):
         self.app = serve
 
     def data_received(self, data: bytes) -> None:
-        """Take received bytes."""
+        """Handle received bytes."""
         if not self._is_serving:
             self._expect_header()
         super().data_received(data)
@@ -247,7 +249,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, where no answer is under way, and end; what the handler of the request still sends goes nowhere."""
+        """Answer bytes that are not HTTP, unless a response is in progress, and end. Later output of the request's handler is discarded."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -281,8 +283,8 @@ class GuardedProtocol(H11Protocol):
         try:
             await application(scope, receiving, lambda message: self._in_time(send(message)))
             await self._in_time(self.flow.drain())
-        except Exception as error:  # noqa: BLE001 - the one place where a request's error is logged; uvicorn logs every one
-            # a peer that has reset the connection has none
+        except Exception as error:  # noqa: BLE001 - request errors are logged only here; uvicorn would log every one
+            # a peer that has reset the connection has no address
             address = scope["client"][0] if scope["client"] else "unknown"
             self._table.failed(network_of(address), error, is_gone=is_gone)
         finally:
@@ -299,22 +301,22 @@ class GuardedProtocol(H11Protocol):
 def http_config(
     application: Any, listener: Listener, identify: Identify = lambda _: (None, {}), **more: Any
 ) -> uvicorn.Config:
-    """How uvicorn serves an application on a `Listener`.
+    """The configuration with which uvicorn serves an application on a `Listener`.
 
     Args:
         application: ASGI.
         listener: where its connections count.
-        identify: gives the device whose certificate a connection has shown, if any, and the entries for the scope of its requests.
+        identify: returns the device whose certificate a connection has shown, if any, and entries for the scope of its requests.
         more: settings that differ between listeners.
     """
     return uvicorn.Config(
         application,
         http=partial(GuardedProtocol, listener.connections, identify),  # type: ignore[arg-type]  # it only calls it
         ws="none",
-        log_level=logging.ERROR,  # below that, every malformed request would be a line
+        log_level=logging.ERROR,  # a lower level would log every malformed request
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # the address that counts is the connection's: the sender chooses its headers
+        proxy_headers=False,  # use the address of the connection: the sender chooses its headers
         server_header=False,
         backlog=ACCEPTS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -325,15 +327,15 @@ def http_config(
 def own_hosts_only(
     application: Application, names: Iterable[str], setting: str, refuse: Callable[[str], Application]
 ) -> Application:
-    """Refuse requests whose Host header names another host: a web page may make a browser call this machine under its own name.
+    """Refuse requests whose Host header names another host. This stops web pages that make a browser call this machine (DNS rebinding).
 
-    Loopback addresses, `localhost` and the address that the connection came to are always right, with any port.
+    Loopback addresses, `localhost` and the address that the connection arrived at are always accepted, with any port.
 
     Args:
-        application: gets the requests that name this host.
+        application: receives the requests that name this host.
         names: further names of this host.
         setting: where further names are configured, for the message.
-        refuse: the answer with a message.
+        refuse: returns the response with a message.
     """
     own = {"127.0.0.1", "::1", "localhost", *(name.strip("[]").lower() for name in names)}
 
@@ -351,7 +353,7 @@ def own_hosts_only(
 
 
 def network_of(address: str) -> str:
-    """The address itself, or the network of 64 bits of an IPv6 address: one customer has at least so many."""
+    """The address itself, or the /64 network of an IPv6 address: one customer has at least that many addresses."""
     try:
         parsed = ipaddress.IPv6Address(address)
     except ValueError:

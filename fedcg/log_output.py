@@ -1,6 +1,6 @@
-"""The log of a long-running command on stderr: its form (for people or JSON lines) and level, as options and as the handler; SIGUSR1 changes the level.
+"""The log of a long-running command on stderr: options and handler for its form (console or JSON lines) and level. SIGUSR1 changes the level.
 
-Importing this loads no structlog. Sentences about events come from `fedcg.sentences`.
+Importing this module does not load structlog. Sentences for events come from `fedcg.sentences`.
 """
 
 import io
@@ -26,7 +26,7 @@ class LogForm(str, Enum):
 
 
 class LogLevel(str, Enum):
-    """The least level that is shown."""
+    """The lowest level that is shown."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -43,9 +43,9 @@ class LogSettings:
 
 
 LogFormOption = Annotated[
-    LogForm, typer.Option("--log", help="Form of the log on stderr: lines for people, or a JSON object per line.")
+    LogForm, typer.Option("--log", help="Log format on stderr: readable lines, or one JSON object per line.")
 ]
-LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Least level that is shown.")]
+LogLevelOption = Annotated[LogLevel, typer.Option("--log-level", help="Lowest level to show.")]
 
 
 def set_up_log(settings: LogSettings, stream: TextIO | None = None) -> None:
@@ -58,11 +58,11 @@ def set_up_log(settings: LogSettings, stream: TextIO | None = None) -> None:
         root.removeHandler(earlier)
     root.addHandler(handler)
     root.setLevel(settings.level.value.upper())
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # it names its dialect at every start
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs its dialect at every start
 
 
 def toggle_debug_on_signal(settings: LogSettings) -> None:
-    """Let SIGUSR1 switch between the level `debug` and the configured one (`info` where that is `debug`)."""
+    """Let SIGUSR1 toggle between `debug` and the configured level (`info` if that is `debug`)."""
     usual = LogLevel.INFO if settings.level is LogLevel.DEBUG else settings.level
 
     def toggle(number: int, frame: FrameType | None) -> None:
@@ -93,7 +93,7 @@ def _printable(logger: object, name: str, line: MutableMapping[str, Any]) -> Mut
 
 
 def _traceback(stream: TextIO, error: Any) -> None:
-    """A plain traceback, indented: others show local variables, which may hold images and keys."""
+    """An indented traceback without local variables, which may hold images and keys."""
     import structlog
 
     text = io.StringIO()
@@ -102,13 +102,13 @@ def _traceback(stream: TextIO, error: Any) -> None:
 
 
 def _add_fields(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Add the fields of the event that a line is about; they win over those of the log."""
+    """Add the fields of the line's event; they override those of the log."""
     fields = getattr(line.get("_record"), FIELDS, {})
     return {**line, "sentence": line["event"], **fields}
 
 
 def _message_apart(logger: object, name: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """`message` is the sentence; `event` is there where the line is about an event."""
+    """`message` is the sentence; only lines about an event have `event`."""
     sentence = line.pop("sentence")
     if line["event"] == sentence:
         del line["event"]

@@ -1,4 +1,4 @@
-"""One array in numpy's npy format, versions 1 and 2: its header is read strictly, and its size checked before memory is taken. Needs numpy alone."""
+"""Reads one array in numpy's npy format, versions 1 and 2, with a strict header and a size check before allocation. Needs only numpy."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SizeOf = Callable[[tuple[int, ...], np.dtype[Any]], int]
-"""The number of bytes of an array of this shape and element type; raises an error to refuse it."""
+"""Returns the number of bytes of an array of this shape and element type; raises an error to refuse it."""
 _LENGTH_BYTES = {b"\x93NUMPY\1\0": 2, b"\x93NUMPY\2\0": 4}
 _MAX_HEADER = 10_000  # numpy's own bound
 _HEADER = re.compile(
@@ -18,7 +18,7 @@ _HEADER = re.compile(
 
 
 class NpyError(ValueError):
-    """Bytes that are no such array; the message gives the reason and names no file."""
+    """Bytes that are not such an array. The message gives the reason and names no file."""
 
 
 def read_npy(file: IO[bytes], length: int, size_of: SizeOf) -> NDArray[Any]:
@@ -26,11 +26,11 @@ def read_npy(file: IO[bytes], length: int, size_of: SizeOf) -> NDArray[Any]:
 
     Args:
         file: at its first byte.
-        length: bytes that it has.
+        length: its number of bytes.
         size_of: checks shape and element type before the numbers are read.
 
     Raises:
-        NpyError: another format, objects, or another number of bytes than the header declares.
+        NpyError: another format, objects, or a number of bytes that differs from the header.
     """
     length_bytes = _LENGTH_BYTES.get(file.read(8))
     if length_bytes is None:

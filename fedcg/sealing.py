@@ -1,10 +1,10 @@
-"""Files that are encrypted: a stream in frames, each sealed by AES-256-GCM, under a key that a passphrase (scrypt) and a random salt make.
+"""Encrypted files: a stream in frames, each sealed by AES-256-GCM, under a key derived from a passphrase (scrypt) and a random salt.
 
-The nonce of a frame is its number and whether it is the last, so frames that are changed, missing, repeated or in another order are refused.
-Every file has a key of its own by its salt, so no nonce is used twice. Form: magic with the version, 16 bytes of salt, then frames of 1 MiB and a
-tag of 16 bytes each; the last may be shorter. Torch-free.
+The nonce of a frame is its number and a flag for the last frame, so changed, missing, repeated or reordered frames are refused. The salt
+gives every file its own key, so no nonce is used twice. Format: magic with the version, 16 bytes of salt, then frames of 1 MiB with a tag
+of 16 bytes each; the last frame may be shorter. Torch-free.
 
-Backups are tar archives in such a file (`sealed_archive`, `sealed_entries`): written without names of this machine, read entry by entry.
+Backups are tar archives in such a file (`sealed_archive`, `sealed_entries`), without account names of this machine, read entry by entry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SALT_BYTES = 16
 FRAME_BYTES = 1 << 20
 TAG_BYTES = 16
-# RFC 7914; 64 MiB of memory for each guess. Fixed by the version in MAGIC, so that no file can ask for more.
+# RFC 7914; 64 MiB of memory for each guess. Fixed by the version in MAGIC, so no file can demand more.
 SCRYPT_N, SCRYPT_R, SCRYPT_P = 1 << 16, 8, 1
 
 
@@ -42,8 +42,8 @@ class Seal:
 
     Attributes:
         magic: its first bytes, with a version.
-        passphrase: makes a key for each file, with its salt.
-        error: what a reader raises.
+        passphrase: gives the key of each file, with its salt.
+        error: raised by a reader.
     """
 
     magic: bytes
@@ -62,7 +62,7 @@ class Seal:
 
 
 class SealingWriter(io.RawIOBase):
-    """Encrypts what is written into `file`; only `finish` writes the last frame."""
+    """Encrypts written bytes into `file`; only `finish` writes the last frame."""
 
     def __init__(self, file: BinaryIO, seal: Seal) -> None:
         self._file = file
@@ -73,7 +73,7 @@ class SealingWriter(io.RawIOBase):
         file.write(self._head)
 
     def write(self, data: bytes) -> int:  # type: ignore[override] # tarfile writes bytes
-        """Take some bytes."""
+        """Buffer bytes and seal full frames."""
         self._pending += data
         while len(self._pending) > FRAME_BYTES:
             self._seal(FRAME_BYTES, is_last=False)
@@ -91,10 +91,10 @@ class SealingWriter(io.RawIOBase):
 
 
 class SealedReader(io.RawIOBase):
-    """Decrypts what a `SealingWriter` has written.
+    """Decrypts the output of a `SealingWriter`.
 
     Raises:
-        FedcgError: `Seal.error`: another key, or a damaged or truncated file; from the constructor and from `read`.
+        FedcgError: `Seal.error`: another key, or a damaged or truncated file; by the constructor and by `read`.
     """
 
     def __init__(self, file: BinaryIO, seal: Seal, name: str) -> None:
@@ -131,7 +131,7 @@ class SealedReader(io.RawIOBase):
                 else "it is damaged or truncated"
             )
             refused = self._seal.error(f"{self._name} can't be read: {why}; nothing was written")
-            refused.next_step = "give the passphrase with which it was written, or take another copy"
+            refused.next_step = "give the passphrase that it was written with, or use another copy"
             raise refused from error
         self._number += 1
         self._frame = io.BytesIO(opened)
@@ -144,10 +144,10 @@ def _nonce(number: int, *, is_last: bool) -> bytes:
 
 @contextlib.contextmanager
 def sealed_archive(target: Path, seal: Seal) -> Iterator[tarfile.TarFile]:
-    """An archive to write into; `target` appears, mode 0600, when the block has ended without an error.
+    """An archive to write into; `target` (mode 0600) appears when the block ends without an error.
 
     Raises:
-        FedcgError: `Seal.error`: there is such a file already.
+        FedcgError: `Seal.error`: the file exists.
     """
     if target.exists():
         raise seal.error(f"{target} exists already; name another file", exit_code=EXISTS)
@@ -162,7 +162,7 @@ def sealed_archive(target: Path, seal: Seal) -> Iterator[tarfile.TarFile]:
         temporary.rename(target)
         fsync_path(target.parent)
     except OSError as error:
-        if error.filename is None and error.errno in DISK_FAILS:  # of a write, which knows no path
+        if error.filename is None and error.errno in DISK_FAILS:  # a failed write names no path
             error.filename = str(target)
         raise
     finally:
@@ -177,7 +177,7 @@ def add_bytes(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def without_accounts(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """An entry without the names of accounts of this machine."""
+    """An entry without account names of this machine."""
     entry.uname = entry.gname = ""
     entry.uid = entry.gid = 0
     return entry
@@ -196,14 +196,14 @@ def read_small(content: IO[bytes], name: str, most: int, error: type[FedcgError]
 
 
 def sealed_entries(source: Path, seal: Seal) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """The files in a sealed tar archive, each with its content, which is to be read before the next one.
+    """The files in a sealed tar archive, each with its content, which must be read before the next entry.
 
     Args:
         source: the file.
         seal: of the archive.
 
     Raises:
-        FedcgError: `Seal.error`: the archive is damaged, cut, or holds what is no file.
+        FedcgError: `Seal.error`: the archive is damaged, truncated, or holds an entry that is not a file.
         OSError: the file can't be read.
     """
     with source.open("rb") as file:
@@ -213,8 +213,8 @@ def sealed_entries(source: Path, seal: Seal) -> Iterator[tuple[tarfile.TarInfo, 
                 for entry in archive:
                     content = archive.extractfile(entry) if entry.isreg() else None
                     if content is None:
-                        raise seal.error(f"{source} holds {entry.name!r}, which is no file of a backup")
+                        raise seal.error(f"{source} holds {entry.name!r}, which does not belong in a backup")
                     yield entry, content
         except tarfile.TarError as error:
             raise seal.error(f"{source} can't be read: {error}") from error
-        reader.read()  # to the last frame, which shows that nothing is missing
+        reader.read()  # up to the last frame, which proves that nothing is missing

@@ -1,7 +1,7 @@
-"""The words of events and problems for a person: one sentence per event of agent and coordinator, and what to do about a problem.
+"""Sentences for events of agent and coordinator, and remedies for problems.
 
-`sentences.toml` has what to do, and the sentences of events whose words are always the same. Worded once for the log, `fedcg doctor`,
-`fedcg agent status` and the coordinator's page. A sentence holds no more than its event does; events without an entry have no sentence.
+`sentences.toml` holds the texts; this module chooses and fills in a sentence. The log, `fedcg doctor`, `fedcg agent status` and the
+coordinator's page share them. A sentence shows only fields of its event; events without an entry have no sentence.
 """
 
 import logging
@@ -17,13 +17,13 @@ from fedcg.config_file import Settings, read_toml
 from fedcg.errors import FedcgError, in_words
 
 COHORT_ADVICE = (
-    "On the device that differs: stop the agent, `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
-    "first one, start the agent. With `--replace` where it has another secret and has not trained, and for the code of `fedcg cohort renew`: "
-    "while that goes round, the devices still without it are those to change. One that has trained without that secret or a renewed one needs"
-    " an empty store before `join`: `mv STORE STORE.before`. Its private networks begin anew then"
+    "On the device that differs: stop the agent, run `fedcg cohort join --config AGENT.TOML` with the code of `fedcg cohort create` on the "
+    "first device, and start the agent. Add `--replace` if the device has another secret and has not trained, or for the code of `fedcg cohort "
+    "renew`. While a renewed secret is distributed, change the devices that do not have it yet. A device that has trained with neither this "
+    "secret nor a renewed one needs an empty store before `join`: `mv STORE STORE.before`. Its private networks then start again"
 )
 REVOKED_ADVICE = (
-    "the coordinator has revoked this device; to take part again, it is enrolled anew with a token of the operator: "
+    "the coordinator has revoked this device. To rejoin, enrol it again with a token from the operator: "
     "`fedcg token create --replaces DEVICE`"
 )
 
@@ -38,7 +38,7 @@ NORMAL_REFUSALS = frozenset({"replayed", "older_epoch", "other_session"})
 
 
 class Sentence(NamedTuple):
-    """A sentence and its level, one of the numbers of `logging`."""
+    """A sentence and its level, a number of `logging`."""
 
     level: int
     text: str
@@ -48,7 +48,7 @@ def sentence_of(event: Event) -> Sentence | None:
     """The sentence of an event, or None.
 
     Args:
-        event: its fields, with its name under `event`.
+        event: its fields, including its name under `event`.
     """
     name = str(event.get("event"))
     case = _CASES[name](event) if name in _CASES else ""
@@ -103,7 +103,7 @@ _FORMATTER = _Formatter()
 
 
 def _at(event: Event) -> str:
-    """The round of an event; the attempt is named from the second one on."""
+    """The round of an event, with the attempt from the second one on."""
     rounds, attempt = event.get("rounds"), event.get("attempt")
     of = f" of {rounds}" if rounds else ""
     return f"round {event.get('round')}{of}" + (
@@ -145,21 +145,21 @@ _CASES: dict[str, Callable[[Event], str]] = {
     "artifact_store": lambda event: "" if event.get("reachable") else "away",
     "carrier": lambda event: "" if event.get("works") else "failed",
 }
-"""Which of its sentences an event has, where there are several: their names in `sentences.toml` end with it."""
+"""For events with several sentences: the function that chooses one. Its result is the suffix of the entry in `sentences.toml`."""
 
 
 class Texts(Settings):
-    """The content of `sentences.toml`: the text of each event, by level, and what a person does about problems.
+    """The content of `sentences.toml`: the text of each event, by level, and the remedies for problems.
 
     Attributes:
-        declined: about a device that declines, by its reason.
-        findings: what a device's own doctor found and the remedy, by check and state; an empty one: see the doctor.
-        audit_figures: what each figure of a device's audit is.
-        health: about a device that reports this of its health.
+        declined: what to do about a device that declines, by its reason.
+        findings: a finding of a device's own doctor and its remedy, by check and state; an empty remedy refers to the doctor.
+        audit_figures: the meaning of each figure of a device's audit.
+        health: what to do about a device that reports this health.
         problems: the fact and the remedy of an open problem of the coordinator, by its kind.
-        ended: kind and remedy of a device whose update was rejected, or which was dropped.
-        lost_sums: about a round without a sealed sum, by the phase in which that ended, or `other`.
-        sum_obstacles: why a device takes no part in sums, and what to do, by `SumObstacle`.
+        ended: kind and remedy for a device whose update was rejected, or which was dropped.
+        lost_sums: what to do about a round without a sealed sum, by the phase in which the sum ended, or `other`.
+        sum_obstacles: why a device is in no sum, and what to do, by `SumObstacle`.
         lost_files: what is lost with a damaged file of a device's store, and what to do, by its name.
     """
 
@@ -180,7 +180,7 @@ class Texts(Settings):
 
 @cache
 def texts() -> Texts:
-    """What `sentences.toml` holds."""
+    """The content of `sentences.toml`, read once."""
     return read_toml(Path(__file__).with_name("sentences.toml"), Texts, FedcgError)
 
 

@@ -1,9 +1,9 @@
-"""What commands print and ask: results as text or, with `--json`, as one envelope per line on stdout, and questions to the person at the terminal.
+"""Output and prompts of commands: results as text or, with `--json`, as one envelope per line on stdout.
 
-Where nobody answers, the error names the option that answers instead.
+Without a terminal, a prompt ends with an error that names the option to use instead.
 
-`{"ok": true, "data": …}` for a result, `{"ok": false, "error": {"type", "message", "next"}}` where the command failed, with `data` beside it
-where it found something all the same. A command that goes on (`run`, `serve`) prints one envelope for each line. The exit codes are in `fedcg.errors`.
+`{"ok": true, "data": …}` is a result, `{"ok": false, "error": {"type", "message", "next"}}` a failure. A failure with partial results
+also has `data`. A long-running command (`run`, `serve`) prints one envelope per line. The exit codes are in `fedcg.errors`.
 
 A command is a function that returns its result, as values for scripts and as text for people: `prints` adds `--json` and prints one
 of them.
@@ -24,11 +24,11 @@ from fedcg.errors import FAILED, NEXT_STEPS, NOT_FOUND, BadInputError, FedcgErro
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Result = tuple[object, str] | tuple[object, str, int | FedcgError]
-"""What a command prints: values with `--json`, else the text; and the exit code, where it is not 0, or the error with which it ends all the same."""
+"""What a command prints: the values with `--json`, otherwise the text. Optionally the exit code, or the error that ends the command."""
 
 
 def prints(command: Callable[..., Result]) -> Callable[..., None]:
-    """A command that prints what its function returns."""
+    """Turn a function into a command that prints its result."""
 
     def run(*, as_json: bool, **given: Any) -> None:
         values, text, end = (*command(**given), 0)[:3]
@@ -48,7 +48,7 @@ def prints(command: Callable[..., Result]) -> Callable[..., None]:
 def with_options(
     run: Callable[..., Any], command: Callable[..., Any], **added: tuple[Any, object]
 ) -> Callable[..., Any]:
-    """`run` with name, docstring and options of `command`, but for a `Client`, and some more, each with its default; typer reads the signature."""
+    """`run` with name, docstring and options of `command`, without a `Client`, and with added options and their defaults; typer reads the signature."""
     hints = get_type_hints(command, localns={"Client": object}, include_extras=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
@@ -65,45 +65,45 @@ def with_options(
 
 
 def print_data(data: object) -> None:
-    """Print the result of a command; it is on its way when this returns."""
+    """Print the result of a command and flush stdout."""
     _print({"ok": True, "data": data})
 
 
 def print_error(kind: str, message: str, next_step: str, data: object = None) -> None:
-    """Print why a command failed, what to do, and what it found all the same."""
+    """Print why a command failed, what to do, and any results that it found."""
     found = {} if data is None else {"data": data}
     _print({"ok": False, "error": {"type": kind, "message": message, "next": next_step}, **found})
 
 
 def print_failure(error: Exception) -> None:
-    """Print the error with which a command ended."""
+    """Print the error that ended a command."""
     code = error.exit_code if isinstance(error, FedcgError) else FAILED
     own, data = (error.next_step, error.data) if isinstance(error, FedcgError) else ("", None)
     print_error(type(error).__name__.removesuffix("Error"), in_words(error), own or NEXT_STEPS[code], data)
 
 
 def _print(envelope: object) -> None:
-    text = json.dumps(envelope, ensure_ascii=False)  # letters stay readable; signs that steer a terminal do not
+    text = json.dumps(envelope, ensure_ascii=False)  # letters stay readable; control characters are escaped
     sys.stdout.write("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text) + "\n")
     sys.stdout.flush()
 
 
 MIN_PASSPHRASE = 8
 PassphraseFile = Annotated[
-    Path | None, typer.Option(help="A file whose first line is the passphrase; without one it is asked for.")
+    Path | None, typer.Option(help="File whose first line is the passphrase. Default: ask for it.")
 ]
 
 
 class NotAnsweredError(BadInputError):
-    """Nobody answered a question, or not with yes; nothing was changed."""
+    """A question was not answered with yes; nothing was changed."""
 
     def __init__(self, problem: str, option: str) -> None:
-        super().__init__(f"{problem}: give {option} where nobody can answer")
+        super().__init__(f"{problem}: give {option} to run without a prompt")
         self.next_step = f"run it again with {option}"
 
 
 def confirm(question: str) -> None:
-    """Return once a person has answered with yes.
+    """Ask, and return if the answer is yes.
 
     Raises:
         NotAnsweredError: another answer, or no terminal.
@@ -117,11 +117,11 @@ def confirm(question: str) -> None:
 
 
 def ask_secret(name: str, option: str, *, is_new: bool = False) -> str:
-    """What a person types unseen; twice where it is new.
+    """Ask for a secret without echo, twice if it is new.
 
     Args:
-        name: what is asked for.
-        option: what gives it without a terminal.
+        name: of the secret.
+        option: that gives it without a terminal.
         is_new: ask a second time.
 
     Raises:
@@ -129,14 +129,14 @@ def ask_secret(name: str, option: str, *, is_new: bool = False) -> str:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", GetPassWarning)  # what is typed would be shown
+            warnings.simplefilter("error", GetPassWarning)  # the input would be visible
             return str(typer.prompt(name, hide_input=True, confirmation_prompt=is_new, err=True))
     except (GetPassWarning, typer.Abort) as error:
         raise NotAnsweredError(f"there is no terminal to ask for the {name.lower()}", option) from error
 
 
 def passphrase_of(file: Path | None, *, is_new: bool) -> str:
-    """The passphrase of a backup, in the first line of a file, or typed; a new one is typed twice.
+    """The passphrase of a backup, from the first line of a file or from the terminal; a new one is asked for twice.
 
     Raises:
         BadInputError: the file can't be read, a new passphrase is too short, or there is no terminal to ask at.

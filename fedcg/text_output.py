@@ -1,4 +1,4 @@
-"""What commands print for people, and the times that they read: tables with headers, moments in UTC, spans such as 30m."""
+"""Text output of commands and the times that they parse: tables with headers, times in UTC, spans such as 30m."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import Any
 from fedcg.errors import BadInputError
 
 NOTHING = "-"
-"""What stands for a value that there is not."""
+"""Shown for a missing value."""
 _SHOULD = re.compile(r"^[A-Z]\w+ should ")
-"""How pydantic's sentences begin, typer's with them: `Input should be`, `String should have`."""
+"""The start of sentences of pydantic and typer: `Input should be`, `String should have`."""
 LIST, TABLE, OTHER_FORM = "must be a list", "must be an object with named values", "of another form"
 _KINDS = {
     "missing": "is missing",
@@ -24,7 +24,7 @@ _KINDS = {
     **dict.fromkeys(("list", "tuple", "set", "frozen"), LIST),
     **dict.fromkeys(("dict", "mapping", "model", "dataclass"), TABLE),
 }
-"""What is wrong with a value, by the type of pydantic's error, or by its first word."""
+"""The problem of a value, by the type of pydantic's error or by the first word of that type."""
 _PATTERNS = {
     r"^[a-z0-9][a-z0-9-]{0,62}$": "1 to 63 small letters, digits and dashes",
     r"^[a-z][a-z0-9_]{0,62}$": "1 to 63 small letters, digits and underscores",
@@ -38,7 +38,7 @@ _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> str:
-    """Rows below their headers, in columns that are two spaces apart; `empty` in place of a table without rows."""
+    """Rows below their headers, in columns two spaces apart; `empty` instead of a table without rows."""
     cells = [[NOTHING if value in (None, "") else str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     lines = [
@@ -49,12 +49,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 
 def plain(sentence: str) -> str:
-    """What a library wrote of a wrong value, in the words of this program."""
+    """A library's message about an invalid value, in the style of this program."""
     return _SHOULD.sub("must ", sentence.removeprefix("Value error, "))
 
 
 def wrong_value(problem: Mapping[str, Any]) -> str:
-    """What pydantic found wrong with a value, in the words of this program: no name of a class, and no pattern.
+    """The problem that pydantic found with a value, in the style of this program, without class names and patterns.
 
     Args:
         problem: an item of its `errors()`.
@@ -78,7 +78,7 @@ def seconds_of(text: str, option: str, most: str = "3650d") -> float:
     """The seconds of a span such as 30m.
 
     Raises:
-        BadInputError: the option names none, or a longer one than `most`.
+        BadInputError: the text is not a span, or is longer than `most`.
     """
     if (span := _SPAN.fullmatch(text)) is None:
         raise BadInputError(f"{option} {text}: give a time span such as 90s, 30m, 2h or 3d")
@@ -89,10 +89,10 @@ def seconds_of(text: str, option: str, most: str = "3650d") -> float:
 
 
 def moment_of(text: str, now: float, option: str) -> float:
-    """The time that an option names, in unix seconds: so long before `now`, or a date.
+    """The time that an option gives, in unix seconds: a span before `now`, or a date.
 
     Raises:
-        BadInputError: it names none.
+        BadInputError: the text is neither.
     """
     if _SPAN.fullmatch(text):
         return now - seconds_of(text, option)

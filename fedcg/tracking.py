@@ -1,7 +1,7 @@
 """Sends settings, figures and tables of a run to MLflow, TensorBoard or Weights & Biases.
 
-A tracker gets names and numbers, and files by their digests, never a weight or a sample. A thread of its own sends them, so a
-server that is slow or down does not hold up the run. Knows nothing of rounds, federations and records.
+A tracker gets names, numbers and digests of files, never a weight or a sample. A separate thread sends them, so a slow or
+unreachable server does not delay the run. This module must not know rounds, federations and records.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Protocol
 from fedcg.errors import BadInputError
 
 MOST_WAITING = 10_000
-"""Entries that are kept while a tracker can't be reached; the oldest are dropped then."""
+"""The most entries that are kept while a tracker can't be reached; beyond that the oldest are dropped."""
 END_S = 30.0
-"""The most time that the end of a run waits for its tracker."""
+"""The longest time that the end of a run waits for its tracker."""
 _PROJECT = "fedcg"
-_LABEL = "fedcg.run"  # the tag of an MLflow run that has its identity
+_LABEL = "fedcg.run"  # the tag of an MLflow run that holds its identity
 _AT_ONCE = 100  # MLflow takes 1000 metrics and 100 parameters in a request
-# One request without repetition, since the next round repeats it; no lines on stdout, no question for a key; no use reported to the packages' makers.
+# One request without retries, because the next round retries it; no lines on stdout, no prompt for a key, no telemetry.
 _QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true",
 }  # fmt: skip
-# Nothing of this machine is sent.
+# Send nothing about this machine.
 _OF_WANDB = {
     "console": "off", "save_code": False, "disable_git": True,
     "x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False,
@@ -47,13 +47,13 @@ Row = Mapping[str, str | int | float | None]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker lists it.
+    """A run as a tracker shows it.
 
     Attributes:
         name: for people.
         identity: letters, digits and dashes; the same where a run is continued.
-        settings: gives them, on the tracker's thread; nested mappings become names with dots.
-        is_continued: whether an earlier part of it may be there.
+        settings: returns the settings, on the tracker's thread; nested mappings become names with dots.
+        is_continued: whether the tracker may have an earlier part of the run.
     """
 
     name: str
@@ -76,19 +76,19 @@ def _flat(settings: Iterable[tuple[str, object]]) -> Iterator[tuple[str, str]]:
 
 
 class Tracker(Protocol):
-    """One run at a tracker. Only the thread of a `Tracking` calls it; whatever it raises is repeated later."""
+    """One run at a tracker. Only the thread of a `Tracking` calls it; a call that raises an error is retried later."""
 
     def open(self, run: TrackedRun) -> None:
-        """Make the run there, or find it again."""
+        """Create the run at the tracker, or find the existing one."""
 
     def add(self, step: int, at: float, figures: Mapping[str, float]) -> None:
         """Send the figures of a round that ended at the unix time `at`, unless they were sent before."""
 
     def add_table(self, name: str, rows: Sequence[Row]) -> None:
-        """Send a table, whose rows have the same columns."""
+        """Send a table; all its rows have the same columns."""
 
     def close(self, *, is_whole: bool) -> None:
-        """End the run there, as finished or as interrupted."""
+        """End the run at the tracker, as finished or as interrupted."""
 
 
 class _MLflow:
@@ -130,7 +130,7 @@ class _TensorBoard:
     def open(self, run: TrackedRun) -> None:
         folder = self._directory / run.name
         for file in () if run.is_continued else folder.glob("events.out.tfevents.*"):
-            file.unlink()  # a run that is repeated from its beginning
+            file.unlink()  # the run starts again from the beginning
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
         self.add_table("settings", [{"setting": name, "value": value} for name, value in run.params.items()])
 
@@ -185,7 +185,7 @@ TRACK_FORMS = "mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT"
 
 
 def check_track(track: str, otherwise: str = "leave it out") -> None:
-    """Before anything is run: whether the tracker's package is there.
+    """Check before the run that the tracker's package is installed.
 
     Args:
         track: as `TRACK_PATTERN` has it.
@@ -202,12 +202,12 @@ def check_track(track: str, otherwise: str = "leave it out") -> None:
 
 
 class Tracking:
-    """Sends one run to a tracker. A failure is one warning; what was not sent is tried again with the next entry.
+    """Sends one run to a tracker. A failure causes one warning; unsent entries are retried with the next one.
 
     Args:
         track: as `TRACK_PATTERN` has it.
         run: to send.
-        folder: that a relative directory is relative to.
+        folder: the base of a relative directory.
     """
 
     def __init__(self, track: str, run: TrackedRun, folder: Path = Path()) -> None:
@@ -227,7 +227,7 @@ class Tracking:
         self._put(partial(self._tracker.add, step, time.time(), dict(figures)))
 
     def finish(self, tables: Mapping[str, Sequence[Row]]) -> None:
-        """Send the tables of a run, and that it is finished; tables without rows are left out."""
+        """Send the tables of a run and end it as finished; tables without rows are skipped."""
         for name, rows in tables.items():
             if rows:
                 self._put(partial(self._tracker.add_table, name, rows))
@@ -235,21 +235,21 @@ class Tracking:
         self._is_whole = True
 
     def close(self) -> None:
-        """Send what is left, for at most `END_S`; a run that is not finished is interrupted."""
+        """Send the remaining entries, for at most `END_S`. An unfinished run is marked as interrupted."""
         if not self._is_whole:
             self._put(partial(self._tracker.close, is_whole=False))
         self._ends = True
         self._wake.set()
         self._thread.join(END_S)
         if self._thread.is_alive():
-            self._warn(f"not all was sent within {END_S:g} s")
+            self._warn(f"not everything was sent within {END_S:g} s")
 
     def _put(self, entry: Callable[[], None]) -> None:
         self._waiting.append(entry)
         self._wake.set()
 
     def _send(self) -> None:
-        """Send entries in their order. One that fails waits for the next, with all behind it; at the end each is tried once more."""
+        """Send entries in order. A failed entry and those after it wait for the next one; at the end each is tried once more."""
         is_last = False
         while not is_last:
             self._wake.wait()
@@ -261,7 +261,7 @@ class Tracking:
     def _is_sent(self, entry: Callable[[], None]) -> bool:
         try:
             entry()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises, the run goes on
+        except Exception as error:  # noqa: BLE001 - an error of a tracker's package never ends the run
             reason = re.sub(r"//[^/\s]*@", "//", str(error) or type(error).__name__).splitlines()[0][:200]
             self._warn(f"nothing can be sent: {reason}")
             return False
@@ -270,5 +270,5 @@ class Tracking:
 
     def _warn(self, reason: str) -> None:
         if not self._has_failed:
-            _log.warning("%s: %s; the run goes on", self._thread.name, reason)
+            _log.warning("%s: %s; the run continues", self._thread.name, reason)
         self._has_failed = True

@@ -1,6 +1,6 @@
-"""Work beside a program: a child process that owns torch, as its parent sees it, and threads that repeat some work. Torch-free.
+"""Background work: the parent's side of a child process that loads torch, and threads that repeat a task. Torch-free.
 
-One thread reads the child's reports and another one writes requests: a child at work reads nothing, and its pipe may be full both ways.
+One thread reads the child's reports and another writes requests: a busy child does not read, and the pipe may be full in both directions.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from fedcg.child_python import module_command
 
 POLL_S = 0.5
 START_S = 120.0
-"""Until its first report a child loads torch, which takes long on a busy machine."""
+"""Time for a child's first report: it loads torch first, which takes long on a busy machine."""
 STALL_S = 900.0
 """Longer than the slowest acceptable step, load or merge."""
 STOP_S = 1.0
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rested:
-    """Report: the child has handled so many requests and waits for the next one."""
+    """Report: the child has handled this number of requests and waits for the next one."""
 
     handled: int
 
@@ -46,7 +46,7 @@ class Exited:
     """The child has ended.
 
     Attributes:
-        reason: why it was ended, when it was because it hung.
+        reason: why the parent ended it, if it hung.
         was_busy: it had not reported the end of all requests, or had not started yet.
     """
 
@@ -62,10 +62,10 @@ class WorkerProcess:
 
     Args:
         name: of the process and its threads.
-        main: the child's entry point; gets its end of the pipe, and the arguments.
+        main: the child's entry point; receives its end of the pipe, and the arguments.
         arguments: values that can be pickled.
-        stall_s: a child that has work and reports nothing for so long is killed.
-        deliver: gets every report but `Rested`, and `Exited` as the last one, on a thread; must only enqueue.
+        stall_s: a child that has work and reports nothing for this time is killed.
+        deliver: receives every report except `Rested`, and finally `Exited`, on a thread; must only enqueue.
     """
 
     name: str
@@ -76,10 +76,10 @@ class WorkerProcess:
     _child: "_Child | None" = field(default=None, init=False)
 
     def start(self) -> int:
-        """Start a child, in the place of an earlier one, and return its process id.
+        """Start a child instead of an earlier one, and return its process id.
 
         Raises:
-            OSError: no memory or no process is left.
+            OSError: no memory or no process is available.
         """
         self.stop()
         ours, theirs = Pipe()
@@ -92,12 +92,12 @@ class WorkerProcess:
         return process.pid
 
     def send(self, request: object) -> None:
-        """Hand the child a request; never blocks. A child that just died reports its end instead."""
+        """Send the child a request; never blocks. A child that just died reports its end instead."""
         if self._child is not None:
             self._child.send(request)
 
     def stop(self) -> None:
-        """End the child at once, if one runs; nothing more of it is delivered, not its end either."""
+        """End a running child at once. Nothing more of it is delivered, not even `Exited`."""
         child, self._child = self._child, None
         if child is not None:
             child.stop()
@@ -120,7 +120,7 @@ class _Child:
         self._deliver = deliver
         self._requests: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._requests.put(work)
-        self._reason = ""  # why it was ended
+        self._reason = ""  # why the parent ended it
         self._is_stopped = False
         self._asked, self._handled = 0, -1  # -1 until it is ready
         self._quiet_since = time.monotonic() + max(0.0, START_S - stall_s)
@@ -150,7 +150,7 @@ class _Child:
             self._follow()
         except (EOFError, ConnectionError):
             pass  # it is gone
-        except Exception as error:  # noqa: BLE001 - the run loop of a thread, without which nothing would end the process
+        except Exception as error:  # noqa: BLE001 - the run loop of a thread: without it, the process would never end
             self._reason = f"its reports can't be read ({type(error).__name__}: {error})"
             _log.exception("process %s is ended: its reports can't be read", self.process.pid)
             self.process.kill()
@@ -176,7 +176,7 @@ class _Child:
 
 
 def requests_of(connection: Connection) -> Iterator[Any]:
-    """The parent's requests, in the child, until the parent is gone: ask for the next one when a request is done."""
+    """In the child: the parent's requests, until the parent is gone. Take the next one when a request is done."""
     with contextlib.suppress(EOFError, OSError):
         for handled in itertools.count():
             connection.send(Rested(handled))
@@ -184,7 +184,7 @@ def requests_of(connection: Connection) -> Iterator[Any]:
 
 
 def run_child() -> None:
-    """The child: `WorkerProcess` gives it its name, its parent's process id and its end of the pipe."""
+    """Run the child. `WorkerProcess` passes its name, its parent's process id and its end of the pipe."""
     _, parent, descriptor = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the parent, which ends this process
@@ -194,25 +194,25 @@ def run_child() -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it ends, however that ends (Linux)."""
+    """Ask the kernel to signal this process when the thread that started it ends in any way (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def abandon(pool: ProcessPoolExecutor) -> None:
-    """Kill a pool's processes and end it, whatever they were at; futures that are not done never will be.
+    """Kill a pool's processes and end the pool at once; unfinished futures never finish.
 
-    The thread that sends them tasks may be in the middle of a large one. CPython before 3.11.7 and 3.12.1 waits for it for ever
-    (gh-94777), since nobody reads any more and this process holds the pipe's other end open; later ones close it themselves.
+    The thread that sends tasks may be in the middle of a large one. CPython before 3.11.7 and 3.12.1 then waits forever (gh-94777),
+    because no process reads and this one holds the pipe's other end open. Later versions close that end.
     """
-    for process in list((pool._processes or {}).values()):  # noqa: SLF001 - Python 3.14 has `kill_workers`; ours is older
+    for process in list((pool._processes or {}).values()):  # noqa: SLF001 - only Python 3.14 has `kill_workers`
         process.kill()
     waits_for_ever = sys.version_info < (3, 11, 7) or (3, 12) <= sys.version_info < (3, 12, 1)
     if waits_for_ever and (queue := pool._call_queue) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
         queue._reader.close()  # noqa: SLF001
-    with contextlib.suppress(OSError):  # Python 3.11.2 may close a pipe that the pool's own thread has just closed
+    with contextlib.suppress(OSError):  # Python 3.11.2 may close a pipe that the pool's thread has just closed
         pool.shutdown(cancel_futures=True)
 
 
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def repeating(name: str, work: Callable[[], float]) -> Iterator[None]:
-    """Do the work for as long as the context lasts; its end does not wait for work that is under way.
+    """Repeat the work while the context lasts. Its end does not wait for work in progress.
 
     Args:
         name: of the thread.

@@ -1,1 +1,1 @@
-"""The wire: parts, messages, artifacts and transports. Knows nothing of torch or of training."""
+"""The wire: parts, messages, artifacts and transports. Must not know torch or training."""

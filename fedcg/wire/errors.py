@@ -1,4 +1,4 @@
-"""Errors of the wire, and the counter of refusals by their `reason`; a flood causes fewer and fewer lines in the event log.
+"""Errors of the wire, and a counter of refusals by `reason` that limits the lines of a flood in the event log.
 
 WireError
 ├── MalformedError           bytes that the protocol does not allow                             malformed
@@ -8,14 +8,14 @@ WireError
 │   └── OtherFederationError     a message of another federation                                other_federation
 ├── CodecError               numbers that the chosen codec can't hold                           codec
 ├── SignatureError           a signature that does not verify, or an unknown sender             forged
-├── OrderError               a message out of its order                                         order
-│   ├── ReplayError              one that was taken before, or is older than the last one      replayed
+├── OrderError               a message out of order                                             order
+│   ├── ReplayError              one that was already accepted, or is older than the last one  replayed
 │   ├── OldEpochError            one of a coordinator that lost its lease                       older_epoch
 │   └── OtherSessionError        one of another session, or without any                         other_session
 ├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
-│   └── UnknownBaseError         a difference to an aggregate that is not at hand
-├── SumError                 a sealed sum that must not, or can't, be opened                     sum
-├── CapacityError            a bound of this side is taken up; the other side tries again later capacity
+│   └── UnknownBaseError         a difference to an aggregate that is not available
+├── SumError                 a sealed sum that must not or can't be opened                      sum
+├── CapacityError            a limit of this side is reached; the other side retries later      capacity
 └── TransportError           the link or the broker refused                                     transport
 """
 
@@ -31,11 +31,11 @@ from fedcg.text_output import wrong_value
 
 
 def problem_in(error: ValidationError, inside: int = 0) -> str:
-    """What is wrong with content from elsewhere, in our own words: they hold no name and no value of that content.
+    """The problem of foreign content, in a text that contains no names or values of that content.
 
     Args:
         error: of its schema.
-        inside: steps before the names of fields: 1 in a union, whose first step is the member's tag.
+        inside: number of steps before the field names: 1 in a union, whose first step is the member's tag.
     """
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     steps, kind = first["loc"][inside:], first["type"]
@@ -99,13 +99,13 @@ class SignatureError(WireError):
 
 
 class OrderError(WireError):
-    """A message out of its order."""
+    """A message out of order."""
 
     reason = "order"
 
 
 class ReplayError(OrderError):
-    """A message that was taken before, or is older than the last one taken."""
+    """A message that was already accepted, or is older than the last accepted one."""
 
     reason = "replayed"
 
@@ -129,15 +129,15 @@ class IntegrityError(WireError):
 
 
 class UnknownBaseError(IntegrityError):
-    """A difference to an aggregate that is not at hand."""
+    """A difference to an aggregate that is not available."""
 
 
 class SumError(WireError):
-    """A sealed sum that must not, or can't, be opened.
+    """A sealed sum that must not or can't be opened.
 
     Args:
         words: the message.
-        why: of a `SumObstacle`, where a device refuses for a reason that it may tell.
+        why: a value of `SumObstacle`, if a device refuses for a reason that it may report.
     """
 
     reason = "sum"
@@ -148,7 +148,7 @@ class SumError(WireError):
 
 
 class CapacityError(WireError):
-    """A bound of this side is taken up; the other side tries again later."""
+    """A limit of this side is reached; the other side retries later."""
 
     reason = "capacity"
 
@@ -160,18 +160,18 @@ class TransportError(WireError):
     exit_code = NOT_CONNECTED
 
 
-# of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
+# per reason and device; afterwards only each time the number has doubled, so that a flood does not fill the disk
 ALWAYS_REPORTED = 50
 
-_MAX_DETAIL = 200  # characters; topics and fields that a sender chose can be long
+_MAX_DETAIL = 200  # characters; topics and fields chosen by a sender can be long
 
 
 class Refusals:
     """Counts refusals of one process, from any thread.
 
     Args:
-        events: gets a line `refused {what, reason, detail, count}`, where `count` is the number of that reason so far, of the
-            same device where there are several.
+        events: receives a line `refused {what, reason, detail, count}`; `count` is the number of refusals with that reason so
+            far, and of that device if there are several.
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -189,7 +189,7 @@ class Refusals:
         return dict(totals)
 
     def of(self, device: str) -> int:
-        """How many of a device were refused since the start."""
+        """The number of a device's refusals since the start."""
         with self._lock:
             return sum(count for (name, _), count in self._counts.items() if name == device)
 
@@ -197,9 +197,9 @@ class Refusals:
         """Count a refusal under the reason of its error; a refusal outside the wire counts under `what`.
 
         Args:
-            what: was refused.
-            error: why.
-            device: the sender, where several are known; a name that was not checked would take memory.
+            what: the refused thing.
+            error: the reason.
+            device: the sender, if there are several. It must be a checked name: unchecked names would fill memory.
 
         Returns:
             Whether a line was written.

@@ -1,6 +1,6 @@
 """The closed list of names on the wire: parts of a model, fields of a report, layouts of tensors.
 
-Everything that may cross the wire is listed here. Nothing here knows how a part is trained.
+Everything that may cross the wire is listed here. This module must not know how parts are trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 
 class _Explained(str, Enum):
-    """Names with what each one is, for the owner of a device."""
+    """Names with a meaning, shown to the owner of a device."""
 
     _value_: str
     meaning: str
@@ -27,43 +27,37 @@ class _Explained(str, Enum):
 
 
 class Part(_Explained):
-    """A named part of what a client has (design, "Words")."""
+    """A named part of a client's networks and statistics."""
 
-    EXTRACTOR = "extractor", "the network that sees the images; with it far more can be reconstructed from updates"
+    EXTRACTOR = "extractor", "the network that sees the images; it makes updates far more revealing"
     CLASSIFIER = "classifier", "the network from features to classes; it never sees an image"
-    GENERATOR = (
-        "generator",
-        "makes features like those of the images, of a class that is asked for; it never sees an image",
-    )
-    DISCRIMINATOR = "discriminator", "tells the generator's features from those of the images"
-    STATISTICS = "statistics", "numbers computed of the images, such as the mean features of each class"
-    """Their layout is the method's."""
-    IMAGE_GENERATOR = (
-        "image_generator",
-        "a network that takes images and gives scrambled ones; it was trained on the images themselves",
-    )
+    GENERATOR = ("generator", "makes features like those of the images, for a requested class; it never sees an image")
+    DISCRIMINATOR = "discriminator", "separates the generator's features from those of the images"
+    STATISTICS = "statistics", "numbers computed from the images, such as the mean features of each class"
+    """The method defines their layout."""
+    IMAGE_GENERATOR = ("image_generator", "a network that turns images into scrambled ones, trained on the images")
     SEALED = (
         "sealed",
         "parts behind masks: the coordinator can't read them, and devices of the cohort read only their mean over 4 devices or more",
     )
-    """Other parts as whole numbers that the cohort alone can read, and of them only the sum over its devices."""
+    """Other parts as integers. Only the cohort can read them, and only their sum over its devices."""
 
 
 class ReportField(_Explained):
-    """A field that a device may report beside the tensors of an update."""
+    """A field that a device may report in addition to the tensors of an update."""
 
     EXAMPLES = "examples", "the number of training images"
     ACCURACY = "accuracy", "accuracy of the personal model on this device's test images"
     LOSS = "loss", "mean loss of the local round"
     HEALTH = "health", "condition of the device: ok, hot, low power, low disk; its doctor's findings; its clock"
     LABEL_COUNTS = "label_counts", "the number of training images of each class"
-    SHADOW = "shadow", "accuracy of a model that was trained on this device alone"
-    DOWNLOADED = "downloaded", "accuracy of the model as it was downloaded"
+    SHADOW = "shadow", "accuracy of the local-only model, trained on this device alone"
+    DOWNLOADED = "downloaded", "accuracy of the downloaded model"
     PER_CLASS = "per_class", "these accuracies by class"
-    AUDIT = "audit", "what this device's own audit of the update found"
-    EPSILON = "epsilon", "what differentially private training has spent"
-    COST = "cost", "seconds and energy that the local round took"
-    # Of a device's report of itself, not of an update's.
+    AUDIT = "audit", "figures of this device's own audit of the update"
+    EPSILON = "epsilon", "privacy budget that differentially private training has spent"
+    COST = "cost", "seconds and energy of the local round"
+    # In a device's self-report, not in an update.
     MODEL = "model", "the exported model in use: size, latency, accuracy"
     TELEMETRY = "telemetry", "temperature, power, battery, what slows it down, free memory and disk, every five minutes"
 
@@ -92,13 +86,13 @@ VOLUNTARY_REPORT: frozenset[ReportField] = frozenset(
         ReportField.COST,
     }
 )
-"""Fields of an update that no spec asks for: a device reports them where its owner allows it."""
+"""Fields of an update that no spec requests: a device reports them if its owner allows it."""
 
 MAX_NUMBER = 3.4e38
-"""Of a float32; JSON's numbers are larger, and neither they nor infinity are one."""
+"""The largest number, near that of float32. JSON allows larger numbers and infinity; both are refused."""
 TensorDtype = Literal["float32", "int64", "uint32"]
 
-# Codecs by name; `codecs` describes each one and its laws.
+# Codecs by name; `fedcg.wire.artifacts.payload` describes each one.
 AggregateCodec = Literal["f32", "f16"]
 UpdateCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta"]
 TensorCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta", "i64", "u32"]
@@ -123,7 +117,7 @@ class TensorLayout(BaseModel, frozen=True, extra="forbid", strict=True):
     """Name, element type and shape of one tensor of a part.
 
     Attributes:
-        low, high: bounds of every number, as it is decoded; None where there is none.
+        low, high: bounds of every decoded number; None: no bound.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
@@ -136,16 +130,16 @@ class TensorLayout(BaseModel, frozen=True, extra="forbid", strict=True):
 PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
 MIN_SUM_DEVICES, MAX_SUM_DEVICES = 4, 32
-"""Of a sealed sum: one of fewer shows too much of each device; more are in several groups, whose sums are added."""
+"""Bounds of one sealed sum. A smaller sum reveals too much about each device. More devices form several groups, whose sums are added."""
 TAGS = 32
-"""Numbers of a sealed sum that show whether it came as its devices sent it."""
+"""Numbers of a sealed sum that show whether it was altered."""
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PerClass = Annotated[tuple[Share | None, ...], Field(max_length=10_000)]
 
 
 class ClassAccuracies(BaseModel, frozen=True, extra="forbid"):
-    """Accuracy by class of the models that a report has an accuracy of: as many numbers as classes, None without test images of one."""
+    """Accuracy by class of the models in a report: one number per class, None for a class without test images."""
 
     accuracy: PerClass | None = None
     shadow: PerClass | None = None
@@ -168,7 +162,7 @@ class PrivacySpent(BaseModel, frozen=True, extra="forbid"):
 
     Attributes:
         epsilon: at `delta`, over all rounds so far.
-        budget: of epsilon, at which the device takes part no more; None where it has none.
+        budget: of epsilon, at which the device stops training; None: no budget.
     """
 
     epsilon: Annotated[float, Field(ge=0.0, le=MAX_NUMBER)]
@@ -177,11 +171,11 @@ class PrivacySpent(BaseModel, frozen=True, extra="forbid"):
 
 
 class RoundCost(BaseModel, frozen=True, extra="forbid"):
-    """What a local round cost the device until its update was made.
+    """The cost of a local round on the device until its update was created.
 
     Attributes:
         seconds: pauses included.
-        joules: None where the device has no sensor.
+        joules: None if the device has no sensor.
     """
 
     seconds: Annotated[float, Field(ge=0.0, le=1e9)]
@@ -192,10 +186,10 @@ class Report(BaseModel, frozen=True, extra="forbid"):
     """The report of a device about a local round; every field is optional, absent means not reported.
 
     Attributes:
-        accuracy: of the personal model on the device's own test images; `shadow` that of the local-only baseline on the same ones,
-            `downloaded` that of the personal model as the round started, with the downloaded parts in place.
+        accuracy: of the personal model on the device's own test images; `shadow` that of the local-only model on the same images,
+            `downloaded` that of the personal model at the start of the round, with the downloaded parts.
         per_class: the same by class.
-        audit: by figure, the gain over the best guess that the device's own audit of this update found: the upper end of its interval.
+        audit: by figure, the gain over the best guess in the device's own audit of this update: the upper end of its interval.
         epsilon: of the device's differentially private training.
         cost: of the round.
     """
@@ -207,7 +201,7 @@ class Report(BaseModel, frozen=True, extra="forbid"):
     label_counts: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=100_000)] | None = (
         None
     )
-    # Later than the others: left out where they are absent, so that artifacts of before them keep their bytes.
+    # Added later: omitted if absent, so that older artifacts keep their bytes.
     shadow: Annotated[Share | None, Field(exclude_if=is_absent)] = None
     downloaded: Annotated[Share | None, Field(exclude_if=is_absent)] = None
     per_class: Annotated[ClassAccuracies | None, Field(exclude_if=is_absent)] = None
@@ -220,5 +214,5 @@ class Report(BaseModel, frozen=True, extra="forbid"):
         return frozenset(ReportField(name) for name in type(self).model_fields if getattr(self, name) is not None)
 
     def only(self, allowed: frozenset[ReportField]) -> Report:
-        """The same report with every field outside `allowed` left out."""
+        """The same report with only the fields in `allowed`."""
         return Report(**{field.value: getattr(self, field.value) for field in allowed})

@@ -1,8 +1,9 @@
-"""Tensors as the whole numbers of a sealed sum, and the weighted mean of them from it.
+"""Converts tensors to the integers of a sealed sum, and a sum to their weighted mean.
 
-A number v within [low, high] of its layout is round(2^27 · share · (v - middle) / half): with shares of at most 0.4 the sum of 32 devices
-stays within 2^31, and modulo 2^32 it can be told. The share itself comes first, so that a sum of fewer devices than announced
-weights still gives their weighted mean; then there is room for tags (`fedcg.wire.sums.tagged`). Integer tensors (batch norm's counters) are not sent; a mean has zeros for them.
+A number v within [low, high] of its layout becomes round(2^27 · share · (v - middle) / half). With shares of at most 0.4 the sum of 32
+devices stays within 2^31, so it is unique modulo 2^32. The share itself comes first, so a sum of fewer devices than announced weights
+still gives their weighted mean. Places for tags follow (`fedcg.wire.sums.tagged`). Integer tensors (batch norm's counters) are not sent;
+a mean has zeros for them.
 """
 
 import functools
@@ -18,14 +19,14 @@ from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, TensorLayout
 Numbers = npt.NDArray[np.uint32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 MOST_SHARE = 0.4
-"""The most that one device counts for in a mean: of a device that dominates it, the mean would show the numbers."""
+"""The largest share of one device in a mean: a mean that one device dominates would reveal its numbers."""
 STEPS = 1 << 27
 assert STEPS * MOST_SHARE * MAX_SUM_DEVICES < 1 << 31
 _TOLERANCE = 1e-5
 
 
 def clipped(weight: int, together: int) -> float:
-    """What a weight counts for among weights that are `together`: at most `MOST_SHARE` of the mean, unless another is lowered too."""
+    """The effective weight among weights with the sum `together`: at most `MOST_SHARE` of the mean, unless another is lowered too."""
     return min(weight, (together - weight) * MOST_SHARE / (1 - MOST_SHARE))
 
 
@@ -35,7 +36,7 @@ def added(parts: Sequence[Numbers]) -> Numbers:
 
 
 def bounded(layouts: Sequence[TensorLayout], most: float) -> tuple[TensorLayout, ...]:
-    """The floating-point tensors of a part, each with two bounds: its own ones, or -most and most."""
+    """The floating-point tensors of a part, each with two bounds: its own, or -most and most."""
     return tuple(
         layout
         if layout.low is not None and layout.high is not None
@@ -46,7 +47,7 @@ def bounded(layouts: Sequence[TensorLayout], most: float) -> tuple[TensorLayout,
 
 
 def number_count(layouts: Sequence[TensorLayout]) -> int:
-    """How many numbers a part has in a sum: those of its floating-point tensors, the share and tags."""
+    """The count of a part's numbers in a sum: its floating-point tensors, the share and the tags."""
     return 1 + TAGS + sum(math.prod(layout.shape) for layout in layouts if layout.dtype == "float32")
 
 
@@ -56,11 +57,11 @@ def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], mo
     Args:
         tensors: of one part, finite.
         layouts: of its tensors.
-        most: bound of those that have none of their own.
-        share: what the device counts for, in (0, MOST_SHARE].
+        most: bound for tensors without their own bounds.
+        share: of the device in the mean, in (0, MOST_SHARE].
 
     Raises:
-        CodecError: a number beyond its bounds; names the tensor.
+        CodecError: a number outside its bounds; names the tensor.
     """
     pieces = [np.array([np.rint(STEPS * share)]), np.zeros(TAGS)]
     for layout in bounded(layouts, most):
@@ -69,8 +70,8 @@ def to_numbers(tensors: Mapping[str, Array], layouts: Sequence[TensorLayout], mo
         if array.size and float(np.abs(array - middle).max()) > half:
             advice = ": plan with a larger sealed_range" if (layout.low, layout.high) == (-most, most) else ""
             raise CodecError(
-                f"tensor {layout.name} holds numbers beyond {layout.low:g} and {layout.high:g}, and a sealed sum has no room for "
-                f"them{advice}"
+                f"tensor {layout.name} holds numbers outside {layout.low:g} to {layout.high:g}, which a sealed sum can't "
+                f"hold{advice}"
             )
         pieces.append(np.rint(STEPS * share * ((array.astype(np.float64).reshape(-1) - middle) / half)))
     return (np.concatenate(pieces).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
@@ -80,15 +81,17 @@ def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float)
     """The weighted mean in an opened sum of a part.
 
     Raises:
-        SumError: it is none: opened with another secret, or of a device that sent what it must not.
+        SumError: it is not a mean: it was opened with another secret, or a device sent invalid numbers.
     """
     signed = numbers.view(np.int32).astype(np.float64) / STEPS
     total, rest = float(signed[0]), signed[1 + TAGS :]
     if not 0.0 < total <= 1.0 + _TOLERANCE:
-        raise SumError("the shares in an opened sum don't add up: it is opened with another secret, or a device lied")
+        raise SumError(
+            "the shares in an opened sum don't add up: it was opened with another secret, or a device sent false ones"
+        )
     if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:
         raise SumError(
-            "an opened sum is no mean of numbers within their bounds: it is opened with another secret, or a device lied"
+            "an opened sum is not a mean of numbers in their bounds: it was opened with another secret, or a device sent false ones"
         )
     found: dict[str, Array] = {}
     for layout in bounded(layouts, most):

@@ -1,23 +1,24 @@
-"""Sealed sums of numbers of several devices, none of which can be read alone: the protocol of Bonawitz et al. (CCS 2017) for an active server, as functions.
+"""Sealed sums: sums of several devices' numbers, none of which can be read alone. Protocol of Bonawitz et al. (CCS 2017), active server.
 
-What a device draws and announces, and the steps of device and coordinator. Pairwise masks cancel in the sum, and the coordinator takes
-own masks off. What it then has is still behind the cohort's masks (`cohort_mask`), which only holders of the cohort's secret can take off:
-the coordinator adds numbers that it can't read, nor their sum.
+This module has a device's secrets and announcements, and the steps of device and coordinator. Pairwise masks cancel in the sum, and the
+coordinator removes the own masks. The result is still behind the cohort's masks (`cohort_mask`), which only holders of the cohort's secret
+can remove. So the coordinator can read neither the numbers that it adds nor their sum.
 
-Three secrets of 16 bytes: one makes the key that shares are sealed with, one the key of the masks that it has with every other device, one its
-own mask. 16 bytes, so that each is one Shamir share over GF(2^128); X25519's 32 bytes follow from them.
+Each device has three secrets of 16 bytes, for the key that seals shares, the key of its pairwise masks, and its own mask. 16 bytes are one
+Shamir share over GF(2^128); X25519's 32 bytes are derived from them.
 
-1. `SumSecrets.announce`: every device announces keys; each checks all others' against the keys for sums that it has from its owner.
-2. `share_out`: it splits the seeds of its masks among all of them, sealed for each.
-3. `masked`: its numbers plus the cohort's mask plus its own one plus one per other device, which that one subtracts.
-4. `sign_survivors`: all sign the one list of those whose masked numbers came, over one digest of all announcements (`Members.digest`).
-5. `reveal`: against enough signatures over that list, each gives its share of a survivor's own mask, or of a lost device's pair masks, never both.
-6. `unmask`: with `threshold` shares of each the coordinator takes these masks off the sum; with one more it does so although one is wrong.
-7. `unsealed`: a device takes the cohort's masks of the survivors off. Its tags (`tagged`) tell it whether the sum came as it was.
+1. `SumSecrets.announce`: every device announces keys. Each device checks the others' keys against the keys for sums from its owner.
+2. `share_out`: a device splits the seeds of its masks among all members, sealed for each.
+3. `masked`: a device sends its numbers plus the cohort's mask, its own mask and one mask per other device, which that device subtracts.
+4. `sign_survivors`: all sign one list of the devices whose masked numbers arrived, over one digest of all announcements (`Members.digest`).
+5. `reveal`: given enough signatures over that list, a device reveals its share of a survivor's own mask or of a lost device's pair masks,
+   never both.
+6. `unmask`: with `threshold` shares of each mask the coordinator removes these masks from the sum. With one more, one share may be wrong.
+7. `unsealed`: a device removes the cohort's masks of the survivors. The tags (`tagged`) show whether the sum was altered.
 
-With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even when one device and the coordinator work together: of the
-n - 1 honest devices each signs one list, and the one dishonest device both. A coordinator that shows its devices several views of the members
-gets signatures over several digests, and shares that were dealt in one view open in no other: `MIN_SUM_DEVICES` sign one view, or nothing opens.
+With a threshold above (n + 1) / 2 no two lists can both get enough signatures, even if one device and the coordinator collude. Each of the
+n - 1 honest devices signs one list, and the dishonest device signs both. A coordinator that shows its devices different views of the members
+gets signatures over different digests. Shares dealt in one view open in no other: `MIN_SUM_DEVICES` sign one view, or nothing opens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _DOMAIN = "fedcg/1 sealed sum"
 
 @dataclass(frozen=True)
 class SumRound:
-    """One sum of a round attempt; keys and signatures of another one do not fit it."""
+    """One sum of a round attempt; keys and signatures of another sum are not valid for it."""
 
     federation: str
     round: int
@@ -62,12 +63,12 @@ class SumRound:
     exchange: SumExchange = "parts"
 
     def label(self, purpose: str, *names: str) -> bytes:
-        """Separates every use of a key, and of a signature, from all others."""
+        """Bytes that separate each use of a key or signature from all others."""
         return json.dumps([_DOMAIN, self.federation, self.round, self.attempt, self.exchange, purpose, *names]).encode()
 
 
 def keys_label(at: SumRound, device: str, keys: SumKeys) -> bytes:
-    """The bytes that a device's signature of its keys is over."""
+    """The bytes that a device signs when it announces its keys."""
     told = (keys.cipher.hex(), keys.mask.hex(), keys.mark.hex(), str(keys.weight), str(keys.vote))
     return at.label("announce", device, *told)
 
@@ -77,7 +78,7 @@ def check_keys(at: SumRound, device: str, keys: SumKeys, key: VerifyKey) -> None
 
     Raises:
         SignatureError: it did not.
-        MalformedError: a key that nobody can agree on a key with.
+        MalformedError: a public key that is not usable for X25519.
     """
     if not key.verifies(keys.signature, keys_label(at, device, keys)):
         raise SignatureError(f"{device}: its keys for a sealed sum are not signed by its key for sums")
@@ -91,12 +92,12 @@ def check_keys(at: SumRound, device: str, keys: SumKeys, key: VerifyKey) -> None
 
 @dataclass(frozen=True)
 class SumSecrets:
-    """A device's secrets for one sum, never used for a second one.
+    """A device's secrets for one sum, never used again.
 
     Attributes:
-        cipher: makes the key that shares are sealed with.
-        mask: makes the key of the masks between two devices.
-        own: makes the device's own mask.
+        cipher: seed of the key that seals shares.
+        mask: seed of the key of the pairwise masks.
+        own: seed of the device's own mask.
     """
 
     device: str
@@ -106,11 +107,11 @@ class SumSecrets:
 
     @staticmethod
     def draw(device: str) -> SumSecrets:
-        """New ones from the operating system's randomness."""
+        """New secrets from the operating system's randomness."""
         return SumSecrets(device, *(secrets.token_bytes(SEED_BYTES) for _ in range(3)))
 
     def announce(self, at: SumRound, weight: int, key: SigningKey, vote: int = 0) -> SumKeys:
-        """What others may know of them, signed; `vote`: bits that all members see alike."""
+        """The public part of the secrets, signed; `vote`: bits that all members see."""
         cipher, mask = (public_of(private_key(at, seed)) for seed in (self.cipher, self.mask))
         mark = own_mark(at, self.device, self.own)
         unsigned = SumKeys(cipher=cipher, mask=mask, mark=mark, weight=weight, vote=vote, signature=bytes(64))
@@ -118,12 +119,12 @@ class SumSecrets:
 
 
 def private_key(at: SumRound, seed: bytes) -> X25519PrivateKey:
-    """The X25519 key of a seed."""
+    """The X25519 key derived from a seed."""
     return X25519PrivateKey.from_private_bytes(_derived(seed, at.label("private key")))
 
 
 def public_of(key: X25519PrivateKey) -> bytes:
-    """Its public half, 32 bytes."""
+    """The public half of a key, 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 
@@ -133,7 +134,7 @@ def own_mark(at: SumRound, device: str, seed: bytes) -> bytes:
 
 
 def agreed(private: X25519PrivateKey, public: bytes, label: bytes) -> bytes:
-    """The key of 32 bytes that both sides of an X25519 exchange get for one use.
+    """The 32-byte key for one use that both sides of an X25519 exchange derive.
 
     Raises:
         MalformedError: a public key that no honest side has.
@@ -141,7 +142,7 @@ def agreed(private: X25519PrivateKey, public: bytes, label: bytes) -> bytes:
     try:
         return _derived(private.exchange(X25519PublicKey.from_public_bytes(public)), label)
     except ValueError as error:
-        raise MalformedError("a public key for a sealed sum is none of X25519") from error
+        raise MalformedError("a public key for a sealed sum is not a valid X25519 key") from error
 
 
 def own_mask(at: SumRound, device: str, seed: bytes, size: int) -> Numbers:
@@ -150,9 +151,9 @@ def own_mask(at: SumRound, device: str, seed: bytes, size: int) -> Numbers:
 
 
 def cohort_mask(at: SumRound, secret: bytes, digest: str, device: str, size: int) -> Numbers:
-    """A device's mask that only its cohort can take off, [size] uint32.
+    """A device's mask that only its cohort can remove, [size] uint32.
 
-    One per device: of one for all, n devices would show n times the mask, and with it the low bits of a sum.
+    Each device has its own. With one mask for all, n devices would add n times that mask, which would reveal the low bits of a sum.
 
     Args:
         at: the sum.
@@ -165,7 +166,7 @@ def cohort_mask(at: SumRound, secret: bytes, digest: str, device: str, size: int
 
 
 def pair_mask(at: SumRound, private: X25519PrivateKey, device: str, other: str, public: bytes, size: int) -> Numbers:
-    """What `device` adds for the pair of it and another one with that public key, [size] uint32: what the other one subtracts."""
+    """The mask that `device` adds for the pair with another device of that public key, [size] uint32; the other device subtracts it."""
     first, second = sorted((device, other))
     mask = _stream(agreed(private, public, at.label("pair mask", first, second)), size)
     return mask if device == first else np.zeros_like(mask) - mask
@@ -176,7 +177,7 @@ def _derived(material: bytes, label: bytes) -> bytes:
 
 
 def _stream(key: bytes, size: int) -> Numbers:
-    """`size` numbers of ChaCha20's key stream; each key has one."""
+    """`size` numbers of ChaCha20's key stream; each key is used for one stream."""
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(4 * size))
     return np.frombuffer(stream, "<u4").astype(np.uint32)
 
@@ -190,7 +191,7 @@ class SealedPair:
 
     @staticmethod
     def between(members: Members, private: X25519PrivateKey, public: bytes, sender: str, recipient: str) -> SealedPair:
-        """By either side of one view of the members: its own private key, the other's public one.
+        """For either side of one view of the members: its own private key and the other's public key.
 
         Raises:
             MalformedError: a public key that no honest side has.
@@ -199,19 +200,19 @@ class SealedPair:
         return SealedPair(agreed(private, public, label), label)
 
     def seal(self, content: bytes) -> bytes:
-        """16 bytes longer."""
+        """The sealed content, 16 bytes longer."""
         return self._box.encrypt(bytes(12), content, self.label)
 
     def open(self, sealed: bytes) -> bytes:
         """The content.
 
         Raises:
-            SumError: it was changed, or sealed for another use.
+            SumError: it was altered, or sealed for another use.
         """
         try:
             return self._box.decrypt(bytes(12), sealed, self.label)
         except InvalidTag as error:
-            raise SumError("shares of a sealed sum can't be opened: they were changed on the way") from error
+            raise SumError("shares of a sealed sum can't be opened: they were altered in transit") from error
 
     @cached_property
     def _box(self) -> ChaCha20Poly1305:
@@ -219,18 +220,18 @@ class SealedPair:
 
 
 def threshold_of(devices: int) -> int:
-    """How many shares open a mask: the least number above (n + 1) / 2."""
+    """The number of shares that open a mask: the smallest integer above (n + 1) / 2."""
     return (devices + 1) // 2 + 1
 
 
 @dataclass(frozen=True)
 class Members:
-    """Who takes part in a sum, by device, and what each announced; `total`: of all weights, as a device knows it.
+    """The members of a sum, by device, with their announcements; `total`: the sum of all weights that a device received.
 
-    Devices that were told different totals can't open each other's shares: one's numbers alone could count.
+    Devices with different totals can't open each other's shares. Otherwise a coordinator could let one device's numbers alone count.
 
     Raises:
-        SumError: fewer than four.
+        SumError: fewer than four members.
     """
 
     at: SumRound
@@ -239,59 +240,59 @@ class Members:
 
     def __post_init__(self) -> None:
         if len(self.announced) < MIN_SUM_DEVICES:
-            raise SumError(f"a sealed sum takes {MIN_SUM_DEVICES} devices, not {len(self.announced)}")
+            raise SumError(f"a sealed sum needs {MIN_SUM_DEVICES} devices, not {len(self.announced)}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sorted; a device's number among them is that of its shares."""
+        """Sorted. A device's position is the number of its shares."""
         return tuple(sorted(self.announced))
 
     @property
     def threshold(self) -> int:
-        """How many shares open a mask."""
+        """The number of shares that open a mask."""
         return threshold_of(len(self.announced))
 
     @property
     def needed(self) -> int:
-        """How many must be in the sum, and have signed its list."""
+        """The number of devices that must be in the sum and must have signed its list."""
         return max(MIN_SUM_DEVICES, self.threshold)
 
     @cached_property
     def digest(self) -> str:
-        """Of all announcements, in hex: two views of a sum's members have two."""
+        """Digest of all announcements, in hex; different views of the members have different digests."""
         told = [keys_label(self.at, name, self.announced[name]).hex() for name in self.names]
         signed = [self.announced[name].signature.hex() for name in self.names]
         return hashlib.sha256(self.at.label("members", *told, *signed)).hexdigest()
 
     def share_of(self, device: str, peers: Iterable[str], total: int) -> float:
-        """What a device's numbers count for, from the announced weights, `clipped` among these peers' ones.
+        """The share of a device's numbers in the mean, from the announced weights, `clipped` among those of its peers.
 
         Args:
             device: one of the peers.
-            peers: whose shares were dealt out in its group.
-            total: of the weights in all groups, as the coordinator tells it; one that is less than the peers' weights is theirs.
+            peers: the devices whose shares were dealt out in its group.
+            total: the coordinator's sum of the weights in all groups; the peers' sum replaces a smaller value.
         """
         together = sum(self.announced[peer].weight for peer in peers)
         return clipped(self.announced[device].weight, together) / max(total, together)
 
     def check(self, roster: Mapping[str, VerifyKey]) -> None:
-        """Check every announcement against the keys for sums that a device has from its owner, not from the coordinator.
+        """Check every announcement against the keys for sums from the device's owner, not from the coordinator.
 
         Raises:
-            SumError: a device that the roster does not have.
-            SignatureError, MalformedError: as of `check_keys`.
+            SumError: a device that is not on the roster.
+            SignatureError, MalformedError: as for `check_keys`.
         """
         for name in self.names:
             if name not in roster:
                 raise SumError(
-                    f"{name} is not on this device's roster of the cohort: bring it the whole one (`fedcg cohort roster FILE`)",
+                    f"{name} is not on this device's roster of the cohort: add the whole roster (`fedcg cohort roster FILE`)",
                     "roster",
                 )
             check_keys(self.at, name, self.announced[name], roster[name])
 
 
 def share_out(secrets: SumSecrets, members: Members) -> dict[str, bytes]:
-    """The shares of a device's mask seeds, sealed for each member, itself too. Drawn anew at each call: keep them for resends."""
+    """The shares of a device's mask seeds, sealed for each member including itself. Each call draws new ones: keep them for resends."""
     count = len(members.names)
     shares = {
         name: b"".join(both)
@@ -319,8 +320,8 @@ def masked(
 
     Args:
         secrets: of the device.
-        members: who announced keys.
-        peers: the members whose shares arrived; the sum can be opened only where all have the same.
+        members: the devices that announced keys.
+        peers: the members whose shares arrived; the sum can be opened only if all devices have the same.
         numbers: [size] uint32.
         cohort_secret: of the device's cohort.
 
@@ -335,10 +336,10 @@ def masked(
 
 
 def tagged(at: SumRound, secret: bytes, numbers: Numbers) -> Numbers:
-    """Numbers with their tags in the places 1 to `TAGS`: sums of them by random factors, which add up as the numbers do.
+    """Numbers with their tags in positions 1 to `TAGS`: sums of the numbers with random factors. Tags add up like the numbers.
 
-    The factors follow from the cohort's secret, the same for all devices. Masks hide a sum and don't protect it: whoever adds to it without the
-    secret leaves each tag right with a chance of a half at most.
+    The factors are derived from the cohort's secret and are the same for all devices. Masks hide a sum but don't protect it: if someone
+    without the secret adds to it, each tag stays correct with a probability of at most one half.
 
     Args:
         at: the sum.
@@ -353,25 +354,25 @@ def tagged(at: SumRound, secret: bytes, numbers: Numbers) -> Numbers:
 
 
 def check_tags(at: SumRound, secret: bytes, numbers: Numbers) -> None:
-    """Check that an unsealed sum is as its devices' numbers make it.
+    """Check that an unsealed sum is unaltered.
 
     Raises:
-        SumError: it is not, or another secret's.
+        SumError: it was altered, or is of another secret.
     """
     if not np.array_equal(tagged(at, secret, numbers), numbers):
         raise SumError(
-            "a sealed sum is of another secret, or was changed on the way: who joined after `fedcg cohort renew` opens none from before"
+            "a sealed sum is of another secret, or was altered in transit: a device that joined after `fedcg cohort renew` can't open earlier ones"
         )
 
 
 def unsealed(total: Numbers, at: SumRound, digest: str, names: Iterable[str], cohort_secret: bytes) -> Numbers:
-    """The sum of numbers that the coordinator has taken all other masks off, [size] uint32; of another secret it is noise.
+    """The sum without the cohort's masks, after the coordinator has removed all others, [size] uint32; with another secret it is noise.
 
     Args:
         total: [size] uint32.
         at: the sum.
         digest: of its announcements.
-        names: whose numbers are in it.
+        names: the devices whose numbers are in it.
         cohort_secret: of the cohort.
     """
     return functools.reduce(
@@ -385,13 +386,13 @@ def opened(
     """The numbers of each part of a sum without the cohort's masks.
 
     Args:
-        sealed: those of an aggregate's part `sealed`.
-        groups: whose sums were added to it, all of the same parts and attempt; at least one.
+        sealed: the numbers of an aggregate's part `sealed`.
+        groups: the groups whose sums were added, all of the same parts and attempt; at least one.
         federation: its name.
         cohort_secret: of the cohort.
 
     Raises:
-        SumError: as of `check_tags`.
+        SumError: as for `check_tags`.
     """
     parts, at = groups[0].parts, SumRound(federation, groups[0].round, groups[0].attempt)
     total = np.concatenate([sealed[part.value] for part in parts])
@@ -409,32 +410,32 @@ def opened_means(
     layouts: PartLayouts,
     most: float,
 ) -> dict[Part, dict[str, Array]]:
-    """The means in the sums of one exchange, as who has the cohort's secret reads them; arguments as for `opened` and `from_numbers`.
+    """The means in the sums of one exchange, readable with the cohort's secret; arguments as for `opened` and `from_numbers`.
 
     Raises:
-        SumError: it is another secret.
+        SumError: it is of another secret, or was altered.
     """
     numbers = opened(sealed, groups, federation, cohort_secret)
     return {part: from_numbers(numbers[part], layouts[part], most) for part in groups[0].parts}
 
 
 def survivors_label(members: Members, peers: Sequence[str], survivors: Sequence[str]) -> bytes:
-    """What the members sign before any share is given away: a list of one view of them."""
+    """The bytes that members sign before any share is revealed: a list for one view of the members."""
     return members.at.label("survivors", members.digest, *sorted(peers), "of whom came", *sorted(survivors))
 
 
 def sign_survivors(members: Members, peers: Sequence[str], survivors: Sequence[str], key: SigningKey) -> bytes:
-    """A device's signature that it will open the sum of exactly these."""
+    """A device's signature that it will open the sum of exactly these devices."""
     return key.sign(survivors_label(members, peers, survivors))
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """The list of those whose numbers are in the sum, with the members' signatures over it.
+    """The list of devices whose numbers are in the sum, with the members' signatures over it.
 
     Attributes:
-        peers: whose shares were dealt out.
-        names: whose masked numbers came.
+        peers: the devices whose shares were dealt out.
+        names: the devices whose masked numbers arrived.
         signatures: by device.
     """
 
@@ -452,28 +453,28 @@ def reveal(
 ) -> dict[str, bytes]:
     """A device's shares that open the sum: of each survivor's own mask, and of each lost device's pair masks.
 
-    The caller gives them out for one list per round and never for another.
+    The caller reveals them for one list per round, never for a second one.
 
     Args:
         secrets: of the device.
-        members: who announced keys.
-        received: sealed shares, by the device that dealt them out.
-        survivors: the list, signed.
+        members: the devices that announced keys.
+        received: sealed shares, by the device that dealt them.
+        survivors: the signed list.
         roster: keys for sums, from the device's owner.
 
     Returns:
-        By peer; without those whose shares can't be opened: they were dealt out wrong, or changed on the way.
+        By peer, without those whose shares can't be opened: they were dealt wrong, or altered in transit.
 
     Raises:
-        SumError: a list that this device must not open; names what is wrong with it.
+        SumError: a list that this device must not open; names the problem.
     """
     peers, names = set(survivors.peers), set(survivors.names)
     if not names <= peers <= members.announced.keys() or secrets.device not in names:
-        raise SumError("the list of survivors is not of this sum's members, or lacks this device")
+        raise SumError("the list of survivors has devices that are not members of this sum, or lacks this device")
     if len(names) < members.needed:
         raise SumError(f"{len(names)} devices are too few to open a sum: {members.needed} are needed")
     if peers != received.keys():
-        raise SumError("the list names other devices than those whose shares came")
+        raise SumError("the list names other devices than those whose shares arrived")
     label = survivors_label(members, survivors.peers, survivors.names)
     signed = [
         name
@@ -481,7 +482,7 @@ def reveal(
         if name in survivors.signatures and name in roster and roster[name].verifies(survivors.signatures[name], label)
     ]
     if len(signed) < members.needed:
-        raise SumError(f"{len(signed)} of {members.needed} devices that must have signed the list of survivors did")
+        raise SumError(f"{len(signed)} of {members.needed} required devices have signed the list of survivors")
     private, shares = private_key(members.at, secrets.cipher), dict[str, bytes]()
     for name in sorted(peers):
         pair = SealedPair.between(members, private, members.announced[name].cipher, name, secrets.device)
@@ -499,18 +500,18 @@ def unmask(
 
     Args:
         total: [size] uint32, the sum of their masked numbers.
-        members: who announced keys.
-        survivors: whose numbers are in it.
-        revealed: by device, what `reveal` gave.
+        members: the devices that announced keys.
+        survivors: the devices whose numbers are in it.
+        revealed: by device, the result of its `reveal`.
 
     Raises:
-        SumError: too few shares, or shares of other secrets than were announced; names the device whose masks they are of.
+        SumError: too few shares, or shares that don't match the announcement; names the device of these masks.
     """
     at, size, given = members.at, len(total), dict(revealed)
 
     def seed_of(name: str, *, is_own: bool) -> bytes:
         seed, doubted = _recombined(name, members, given, is_own)
-        given.pop(doubted, None)  # what else it gave is not tried first
+        given.pop(doubted, None)  # do not try its other shares first
         return seed
 
     for name in survivors.names:
@@ -525,14 +526,14 @@ def unmask(
 def _recombined(
     name: str, members: Members, revealed: Mapping[str, Mapping[str, bytes]], is_own: bool
 ) -> tuple[bytes, str]:
-    """The seed of a device's own mask, or of its pair masks, and the holder without whose share alone it fits what was announced, or ""."""
+    """The seed of a device's own mask or pair masks, and the holder of the one wrong share that had to be left out, or ""."""
     shares = [
         (holder, (number, revealed[holder][name]))
         for number, holder in enumerate(members.names, 1)
         if holder in revealed and name in revealed[holder]
     ]
     if len(shares) < members.threshold:
-        raise SumError(f"{name}: {len(shares)} of {members.threshold} shares of its masks came")
+        raise SumError(f"{name}: {len(shares)} of {members.threshold} shares of its masks arrived")
     spare = shares[members.threshold :]
     for doubted in ("", *(holder for holder, _ in shares[: members.threshold] if spare)):
         believed = [share for holder, share in shares if holder != doubted]
@@ -541,7 +542,7 @@ def _recombined(
             return seed, doubted
     kind = "own mask" if is_own else "pair masks"
     raise SumError(
-        f"{name}: the shares of its {kind} are not of what it announced; it dealt out wrong ones, or others gave wrong ones"
+        f"{name}: the shares of its {kind} don't match its announcement: it dealt wrong ones, or other devices sent wrong ones"
     )
 
 

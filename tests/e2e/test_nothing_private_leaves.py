@@ -104,7 +104,7 @@ def test_no_log_has_a_file_name_of_an_image_although_one_is_broken(stack: _Talka
     logs = _logs(stack)
     assert not [path for path, text in logs.items() if NAME in text or any(end in text for end in FORBIDDEN_SUFFIXES)]
     assert next(event for event in stack.events("site-2") if event["event"] == "images_skipped")["count"] == 1
-    assert "1 images can't be read and are left out; `fedcg doctor` names them" in logs[stack.root / "site-2.log"]
+    assert "1 images can't be read and are skipped; `fedcg doctor` lists them" in logs[stack.root / "site-2.log"]
 
 
 def test_no_log_has_a_token_or_a_secret(stack: _Talkative) -> None:
@@ -139,11 +139,11 @@ def test_the_console_of_an_agent_reports_each_thing_that_a_person_waits_for_in_o
     lines = (stack.root / "site-2.log").read_text().splitlines()
     wanted = [
         r"\[info +\] connected to the broker$",
-        r"\[info +\] joined: the coordinator answered$",
+        r"\[info +\] connected to the coordinator$",
         r"\[info +\] round 1 of 2: invited$",
-        r"\[info +\] round 1 of 2: trained in [0-9.]+ s, accuracy [0-9.]+% \(trained alone: [0-9.]+%\)$",
-        r"\[info +\] round 1: the update is being sent \([0-9.]+ kB\)$",
-        r"\[info +\] round 1: the update is accepted$",
+        r"\[info +\] round 1 of 2: trained in [0-9.]+ s, accuracy [0-9.]+% \(local-only model: [0-9.]+%\)$",
+        r"\[info +\] round 1: sending the update \([0-9.]+ kB\)$",
+        r"\[info +\] round 1: update accepted$",
         r"\[info +\] round 2 of 2: invited$",
         r"\[info +\] finished; no exported model, accuracy [0-9.]+%$",
         r"\[info +\] agent stopped$",

@@ -212,7 +212,7 @@ def test_of_a_split_view_of_the_members_no_sum_opens(tmp_path: Path) -> None:
         assert ended(stack) == [("sum_off", 1)]
         said = [text for device in DEVICES[:3] for text in refusals(stack, device)]
         assert said
-        assert all("3 of 4 devices that must have signed the list" in text for text in said)
+        assert all("3 of 4 required devices have signed the list" in text for text in said)
 
 
 def test_devices_that_stand_still_sit_out_where_the_list_differs_by_one_of_them(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_sum_in_which_the_coordinator_changed_one_number_is_used_by_nobody(tmp
     with stack.up(agents=True):
         stack.wait_finished()
         assert ended(stack) == [("sum_opened", 1), ("sum_opened", 2)]
-        assert all(any("was changed on the way" in text for text in refusals(stack, one)) for one in DEVICES)
+        assert all(any("was altered in transit" in text for text in refusals(stack, one)) for one in DEVICES)
 
 
 def test_a_mean_that_a_lying_device_makes_useless_costs_a_round_and_no_model(tmp_path: Path) -> None:

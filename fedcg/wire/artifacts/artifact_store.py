@@ -1,6 +1,6 @@
-"""A directory of artifacts, each in a file named by its sha256. Knows nothing of their content.
+"""A directory of artifacts, each in a file named by its sha256. This module must not know their content.
 
-Where the durable place of artifacts is elsewhere (`Remote`), the directory is a cache of it.
+If artifacts are stored durably elsewhere (`Remote`), the directory is a cache.
 """
 
 import contextlib
@@ -18,23 +18,23 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class Remote(Protocol):
-    """The durable place of artifacts whose directory is a cache."""
+    """Durable storage of artifacts; the directory is its cache."""
 
     @property
     def problem(self) -> str:
-        """Why it can't be used now; empty while it can."""
+        """Why the storage is unavailable; empty if it is available."""
 
     def upload(self, artifact: str, file: Path) -> None:
-        """Store a file durably; waits for a store that can't be reached."""
+        """Store a file durably; waits while the storage is unavailable."""
 
     def download(self, artifact: str, file: Path) -> None:
-        """Write an artifact to a file, and check its sha256; FileNotFoundError when it is not there."""
+        """Write an artifact to a file and check its sha256; FileNotFoundError if it does not exist."""
 
     def delete(self, artifacts: Collection[str]) -> None:
-        """Delete those of the artifacts that are there."""
+        """Delete the artifacts that exist."""
 
     def stop_waiting(self) -> None:
-        """End waiting calls, and later ones at once, with an error."""
+        """End waiting calls with an error, and later calls immediately."""
 
 
 class ArtifactStore:
@@ -42,7 +42,7 @@ class ArtifactStore:
 
     Args:
         root: the directory.
-        remote: holds all artifacts durably, where the directory is a cache: what is stored is there before a method returns.
+        remote: holds all artifacts durably if the directory is a cache; a method returns only after its artifact is stored there.
     """
 
     def __init__(self, root: Path, remote: Remote | None = None) -> None:
@@ -52,25 +52,25 @@ class ArtifactStore:
 
     @property
     def problem(self) -> str:
-        """Why the remote store can't be used now; empty while it can, or without one."""
+        """Why the remote storage is unavailable; empty if it is available, or without one."""
         return "" if self._remote is None else self._remote.problem
 
     def stop_waiting(self) -> None:
-        """End calls that wait for the remote store, and later ones at once, with an error."""
+        """End calls that wait for the remote storage with an error, and later calls immediately."""
         if self._remote is not None:
             self._remote.stop_waiting()
 
     def keep(self, artifact: str) -> None:
-        """Make durable what another process has written into the directory."""
+        """Make an artifact durable that another process has written into the directory."""
         if self._remote is not None:
             self._remote.upload(artifact, self.path(artifact))
 
     def local(self, artifact: str) -> Path:
-        """The file of an artifact, fetched into the directory where it is missing.
+        """The file of an artifact, fetched into the directory if it is missing.
 
         Raises:
-            FileNotFoundError: it is neither here nor in the remote store.
-            IntegrityError: the remote store's is damaged.
+            FileNotFoundError: it is neither here nor in the remote storage.
+            IntegrityError: the remote copy is damaged.
         """
         path = self.path(artifact)
         if self._remote is not None and not path.exists():
@@ -81,17 +81,17 @@ class ArtifactStore:
         return path
 
     def put(self, data: bytes) -> str:
-        """Keep an artifact durably and return its id."""
+        """Store an artifact durably and return its id."""
         name = hashlib.sha256(data).hexdigest()
         target = self.root / name
         if not target.exists() or file_sha256(target) != name:
             replace_durably(target, data)
-        target.touch()  # a file that was here already is in use again
+        target.touch()  # an existing file is in use again
         self.keep(name)
         return name
 
     def adopt(self, file: Path, artifact: str) -> None:
-        """Take over a file of the same file system whose content has the sha256 of its new name, durably."""
+        """Take over a file of the same file system durably. The sha256 of its content must be its new name."""
         self._take(file, artifact)
         self.keep(artifact)
 
@@ -109,9 +109,7 @@ class ArtifactStore:
         """
         data = self.local(artifact).read_bytes()
         if hashlib.sha256(data).hexdigest() != artifact:
-            raise IntegrityError(
-                f"{self.path(artifact)} is damaged: its content does not have the sha256 it is named by"
-            )
+            raise IntegrityError(f"{self.path(artifact)} is damaged: its content does not have the sha256 in its name")
         return data
 
     def path(self, artifact: str) -> Path:
@@ -125,15 +123,15 @@ class ArtifactStore:
         return self.root / artifact
 
     def has(self, artifact: str) -> bool:
-        """Whether an artifact is here (its content is checked by `get`)."""
+        """Whether an artifact exists here (`get` checks its content)."""
         return self.path(artifact).is_file()
 
     def delete(self, artifact: str) -> None:
-        """Forget an artifact; nothing happens when it is not here."""
+        """Delete an artifact, if it exists."""
         self.delete_all([artifact])
 
     def delete_all(self, artifacts: Iterable[str]) -> tuple[int, int]:
-        """Forget several; returns how many files went and their bytes. Those that are not here are passed over."""
+        """Delete several artifacts; missing ones are skipped. Returns the number of deleted files and their bytes."""
         sizes: list[int] = []
         gone = list(artifacts)
         for artifact in gone:

@@ -1,7 +1,7 @@
-"""Artifacts: a header and a payload of tensors in one blob that is named by the sha256 of its bytes.
+"""Artifacts: a header and a payload of tensors in one blob, named by the sha256 of its bytes.
 
-The outer form: magic, length of the header (u32, big endian), header JSON, one zstd frame; every size is bounded before memory is
-taken for it. `artifact_store` keeps artifacts, `inspection` reads them without a layout.
+The format: magic, length of the header (u32, big endian), header JSON, one zstd frame. Every size is checked before memory is
+allocated. `artifact_store` stores artifacts, `inspection` reads them without a layout.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec
 MAGIC = b"FCGA"
 MAX_HEADER_BYTES = 1024 * 1024
 _PREFIX = struct.Struct(">4sI")
-_LEVEL = 3  # weights save 8 % at any level; 3 is zstd's fast default
+_LEVEL = 3  # compression saves 8 % of weights at any level; 3 is zstd's fast default
 
 
 def join_artifact(head: bytes, payload: bytes) -> bytes:
@@ -50,7 +50,7 @@ def join_artifact(head: bytes, payload: bytes) -> bytes:
 
 
 def split_artifact(data: bytes) -> tuple[bytes, bytes]:
-    """Header bytes and compressed payload of an artifact, not looked into.
+    """Header bytes and compressed payload of an artifact, not parsed.
 
     Raises:
         TooLargeError: the header is over its bound.
@@ -62,7 +62,7 @@ def split_artifact(data: bytes) -> tuple[bytes, bytes]:
     if length > MAX_HEADER_BYTES:
         raise TooLargeError(f"an artifact header of {length} bytes is over the bound of {MAX_HEADER_BYTES}")
     if _PREFIX.size + length > len(data):
-        raise MalformedError("an artifact is cut short")
+        raise MalformedError("an artifact is truncated")
     return data[_PREFIX.size : _PREFIX.size + length], data[_PREFIX.size + length :]
 
 
@@ -71,7 +71,7 @@ def decompress_payload(frame: bytes, max_bytes: int) -> bytes:
 
     Raises:
         TooLargeError: it declares more than `max_bytes`; nothing was decompressed.
-        MalformedError: no frame, no declared size, another size than declared, or bytes after the frame.
+        MalformedError: not a frame, no declared size, a size that differs from it, or bytes after the frame.
     """
     try:
         declared = zstandard.get_frame_parameters(frame).content_size
@@ -91,7 +91,7 @@ def header_fields(data: bytes) -> Mapping[str, object]:
     """The header as plain JSON, unknown fields included: for an observer that must see unexpected fields.
 
     Raises:
-        MalformedError: no artifact, or a header that is not a JSON object.
+        MalformedError: not an artifact, or a header that is not a JSON object.
     """
     try:
         fields = json.loads(split_artifact(data)[0])
@@ -108,15 +108,15 @@ _Lines = Annotated[dict[_Word, _Line], Field(max_length=32)]
 
 
 class ArtifactHeader(BaseModel, frozen=True, extra="forbid", strict=True):
-    """The header of an artifact, such as an update; its tensors come after it.
+    """The header of an artifact, such as an update; the tensors follow it.
 
     Attributes:
-        client: its maker; "coordinator" for an aggregate.
-        base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
+        client: that created it; "coordinator" for an aggregate.
+        base: sha256 of the aggregate that the local round started from, or None; deltas refer to its decoded tensors.
         label_distribution: the published p(y), one number per class.
-        sums: of an aggregate, what the cohort opens its part `sealed` with: one for each group of devices.
-        codecs: how each tensor ("part/name") is coded; `pack` fills it in.
-        versions, determinism: the facts that a repetition with the same bits needs; given by the caller.
+        sums: of an aggregate, the data with which the cohort opens its part `sealed`: one for each group of devices.
+        codecs: the codec of each tensor ("part/name"); `pack` fills it in.
+        versions, determinism: the facts needed for a bit-identical repetition; given by the caller.
     """
 
     format: Literal[1] = 1
@@ -156,7 +156,7 @@ def artifact_id(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Base:
-    """A decoded aggregate that deltas are taken to, and the sha256 of its artifact."""
+    """A decoded aggregate that deltas refer to, and the sha256 of its artifact."""
 
     id: str
     parts: PartArrays
@@ -169,8 +169,8 @@ def codecs_for(
 
     Args:
         layouts: its tensors.
-        codec: the one that was chosen for it.
-        with_base: parts that have a base; the others go by value, whatever was chosen.
+        codec: the codec chosen for the artifact.
+        with_base: parts that have a base; all others are coded by value.
     """
     return {
         tensor_key(part, layout.name): tensor_codec(layout, codec, has_base=part in with_base)
@@ -183,12 +183,12 @@ def parts_in(header: ArtifactHeader) -> frozenset[Part]:
     """The parts that an artifact's header names.
 
     Raises:
-        MalformedError: a name that is no part's.
+        MalformedError: a name that is not a part.
     """
     try:
         return frozenset(Part(key.partition("/")[0]) for key in header.codecs)
     except ValueError as error:
-        raise MalformedError(f"an artifact header names something else than parts: {error}") from error
+        raise MalformedError(f"an artifact header names something other than parts: {error}") from error
 
 
 def pack(header: ArtifactHeader, parts: PartArrays, codec: UpdateCodec = "f32", base: Base | None = None) -> bytes:
@@ -197,8 +197,8 @@ def pack(header: ArtifactHeader, parts: PartArrays, codec: UpdateCodec = "f32", 
     Args:
         header: its codecs are filled in.
         parts: the tensors.
-        codec: how they are coded.
-        base: for a delta codec; its parts are coded as the difference to it, all others by value.
+        codec: of the artifact.
+        base: for a delta codec: its parts are coded as the difference to it, all others by value.
 
     Raises:
         MalformedError: an element type that the wire does not carry.
@@ -214,11 +214,11 @@ def pack(header: ArtifactHeader, parts: PartArrays, codec: UpdateCodec = "f32", 
 
 
 def read_header(data: bytes) -> ArtifactHeader:
-    """The header of an artifact; the tensors are not touched.
+    """The header of an artifact; the tensors are not read.
 
     Raises:
         TooLargeError: the header is over its bound.
-        MalformedError: no artifact, no valid header, or a header that is not in canonical form (which could hide bits).
+        MalformedError: not an artifact, an invalid header, or a header that is not in canonical form (which could hide bits).
     """
     head, _ = split_artifact(data)
     try:
@@ -238,19 +238,19 @@ def unpack(
     codecs: Codecs | None = None,
     base: Base | None = None,
 ) -> Artifact:
-    """The artifact in `data`, decoded, whose tensors must be exactly those of the layouts.
+    """The decoded artifact in `data`; its tensors must be exactly those of the layouts.
 
     Args:
         data: the bytes of the artifact.
         layouts: exactly the parts and tensors that must be inside.
         max_bytes: bound on the artifact and on its decompressed payload.
         codecs: exactly the codecs that it must have; None: any that can hold its tensors.
-        base: the aggregate that its deltas are taken to.
+        base: the aggregate that its deltas refer to.
 
     Raises:
         TooLargeError: over a bound; nothing of that size was allocated.
-        MalformedError: bytes that are no artifact.
-        IntegrityError: tensors, element types, shapes or codecs that are not those asked for.
+        MalformedError: bytes that are not an artifact.
+        IntegrityError: tensors, element types, shapes or codecs that are not the expected ones.
         UnknownBaseError: it holds deltas to an aggregate that was not given.
     """
     if len(data) > max_bytes:
@@ -266,7 +266,7 @@ def unpack(
 
 
 def _known_base(header: ArtifactHeader, codecs: Codecs, base: Base | None) -> PartArrays | None:
-    """The base of the deltas; None where there are none.
+    """The base of the deltas; None without deltas.
 
     Raises:
         UnknownBaseError: it is not the aggregate that the header names.
@@ -275,5 +275,5 @@ def _known_base(header: ArtifactHeader, codecs: Codecs, base: Base | None) -> Pa
         return None
     if base is None or base.id != header.base:
         at_hand = "none is" if base is None else f"{base.id} is"
-        raise UnknownBaseError(f"it is coded as the difference to aggregate {header.base}, but {at_hand} at hand")
+        raise UnknownBaseError(f"it is coded as the difference to aggregate {header.base}, but {at_hand} available")
     return base.parts

@@ -1,7 +1,7 @@
 """The actual content of an artifact, for an observer that trusts neither side.
 
-Unlike `artifacts.unpack`, no layout is expected: all tensors, parts and header fields are reported. `decode` reads coded
-tensors by the codecs in the header, and leaves those that do not fit their codec as they came.
+Unlike `artifacts.unpack`, this expects no layout: all tensors, parts and header fields are reported. `decode` decodes tensors by the
+codecs in the header, and leaves those that do not match their codec unchanged.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class Inspection:
     """The content of an artifact.
 
     Attributes:
-        header: the header's JSON as it came, unknown fields included.
-        tensors: every tensor by its full key ("part/name" where it follows the rules).
+        header: the received JSON of the header, unknown fields included.
+        tensors: every tensor by its full key ("part/name" if it follows the rules).
         payload: the decompressed payload, for a search in raw bytes.
     """
 
@@ -38,12 +38,12 @@ class Inspection:
 
     @property
     def part_names(self) -> frozenset[str]:
-        """The part names that occur, as raw strings; a key without a slash counts as a part of its own."""
+        """The part names that occur, as raw strings; a key without a slash counts as a separate part."""
         return frozenset(key.partition("/")[0] for key in self.tensors)
 
     @property
     def codecs(self) -> Mapping[str, TensorCodec]:
-        """The codecs that the header names, by key, as far as they are known ones."""
+        """The known codecs that the header names, by key."""
         named = self.header.get("codecs")
         known: Mapping[str, TensorCodec] = {name: name for name in get_args(TensorCodec)}
         found = named.items() if isinstance(named, dict) else ()
@@ -58,18 +58,18 @@ class Inspection:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the header says of its maker beside the report: versions, processor, threads."""
+        """The facts in the header besides the report: versions, processor, threads."""
         found = (self.header.get(name) for name in ("versions", "determinism"))
         return {name: value for facts in found if isinstance(facts, dict) for name, value in facts.items()}
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """An artifact's tensors as their receiver has them.
+    """An artifact's tensors as the receiver decodes them.
 
     Attributes:
-        tensors: by key; those that the header describes wrongly, or not at all, are as they came, with their scales.
-        without_base: keys of differences whose base is not at hand: their numbers are the differences themselves.
+        tensors: by key; those that the header describes wrongly or not at all are unchanged, with their scales.
+        without_base: keys of differences whose base is not available: their numbers are the differences themselves.
     """
 
     tensors: Mapping[str, npt.NDArray[Any]]
@@ -81,7 +81,7 @@ def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
 
     Args:
         seen: the artifact.
-        base: the artifact that its header names as its base, where it is at hand.
+        base: the artifact that its header names as its base, if it is available.
     """
     bases = {} if base is None else decode(base).tensors
     tensors, without_base = dict(seen.tensors), set()
@@ -96,14 +96,14 @@ def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
         try:
             tensors[key] = decode_tensor(key, pieces, codec, start)
         except IntegrityError:
-            continue  # a scale that no encoder writes: the pieces are shown as they came
+            continue  # a scale that no encoder writes: show the pieces unchanged
         for suffix in pieces.keys() - {""}:
             del tensors[key + suffix]
     return Decoded(tensors, frozenset(without_base))
 
 
 def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.NDArray[Any]] | None:
-    """The stored pieces of a tensor, by suffix; None where they are not those of its codec."""
+    """The stored pieces of a tensor, by suffix; None if they do not match its codec."""
     if key not in seen.tensors or (codec.startswith("i8") and seen.tensors[key].ndim == 0):
         return None
     expected = stored_tensors(seen.tensors[key].shape, codec)
@@ -124,7 +124,7 @@ def inspect(data: bytes, max_bytes: int = MAX_ARTIFACT_BYTES) -> Inspection:
 
     Raises:
         TooLargeError: a bound was passed.
-        MalformedError: bytes that are no artifact, or tensors of an unknown element type.
+        MalformedError: bytes that are not an artifact, or tensors of an unknown element type.
     """
     payload = decompress_payload(split_artifact(data)[1], max_bytes)
     tensors = {key: _array(key, entry) for key, entry in sorted(read_payload(payload).items())}

@@ -1,26 +1,23 @@
-"""The payload of an artifact: numpy arrays of named parts to safetensors and back, each by its codec, bounded by the layouts that both sides agreed on.
+"""The payload of an artifact: converts numpy arrays of named parts to safetensors and back, each with its codec, within agreed layouts.
 
-Torch-free, no pickle; knows no headers, compression or files.
+Torch-free, no pickle. This module must not know headers, compression or files (`artifacts`).
 
 | codec | a float32 tensor's payload |
 |---|---|
 | `f32` | its numbers |
 | `f16` | its numbers as float16 |
-| `i8` | one byte a number, and one float32 scale per channel (row of the first axis) under the key with `SCALE_SUFFIX` |
-| `f16-delta`, `i8-delta` | the same of the difference to the base, the decoded tensor that sender and receiver both hold |
-| `i64`, `u32` | of an int64 or uint32 tensor: its numbers |
+| `i8` | one byte per number, and one float32 scale per channel (row of the first axis) under the key with `SCALE_SUFFIX` |
+| `f16-delta`, `i8-delta` | the same for the difference to the base, the decoded tensor that sender and receiver both hold |
+| `i64`, `u32` | for an int64 or uint32 tensor: its numbers |
 
-A codec chosen for a whole artifact is each large float32 tensor's; `tensor_codec` gives the codec of the others. Laws (property-tested), for finite
+An artifact's codec applies to each large float32 tensor; `tensor_codec` gives the codec of the others. Laws (property-tested), for finite
 x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 
   * `f32`, `i64`, `u32`: x' = x, bit for bit;
-  * `f16`: |x - x'| <= 2^-11 |d| + 2^-25 + ε |x'|; a |d| of 65520 or more has no float16 and is refused, never sent as infinity;
+  * `f16`: |x - x'| <= 2^-11 |d| + 2^-25 + ε |x'|; a |d| of 65520 or more does not fit into float16 and is refused, never sent as infinity;
   * `i8`: |x - x'| <= s/2 + ε (|x'| + s) + 2^-149, where s is the channel's scale, the least float32 of at least max |d| / 127;
   * the same numbers always give the same bytes: everything is computed in float64 and rounded once, halves to even;
   * a payload holds exactly the tensors that `stored_tensors` names.
-
-`codecs` defines how each tensor is stored. Knows nothing of headers or compression (`artifacts`); no pickle, no
-torch.
 """
 
 import json
@@ -38,11 +35,11 @@ from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, TooLar
 from fedcg.wire.parts import Part, PartLayouts, TensorCodec, TensorDtype, TensorLayout, UpdateCodec, is_delta
 
 SCALE_SUFFIX = ":scale"
-"""No tensor can be named so: a layout's names have letters, digits, "_" and "."."""
+"""No tensor can have this name: names in a layout have letters, digits, "_" and "."."""
 MIN_CHANNEL = 8
-"""A scale and a byte each save little on shorter channels, and biases and statistics are worth their exactness."""
+"""On shorter channels, a scale and one byte per number save little, and exact biases and statistics matter."""
 F16_LIMIT = 65520.0
-"""The least number that rounds to no float16."""
+"""The smallest number that float16 can't hold."""
 _LEVELS = 127
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -78,15 +75,15 @@ _BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": 
 
 
 def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) -> TensorCodec:
-    """The codec of one tensor where `codec` is the artifact's.
+    """The codec of one tensor in an artifact with `codec`.
 
-    Integers and 0-d tensors stay exact, and so does a float32 tensor with fewer than `MIN_CHANNEL` numbers per row of its first axis
-    (biases, batch norm's weights and statistics): they are few bytes and matter much.
+    Integers and 0-d tensors stay exact. So does a float32 tensor with fewer than `MIN_CHANNEL` numbers per row of its first axis
+    (biases, batch norm's weights and statistics): they have few bytes and matter much.
 
     Args:
         layout: the tensor.
         codec: the artifact's.
-        has_base: whether the tensor's part has a base; without one a delta codec goes by value.
+        has_base: whether the tensor's part has a base; without one a delta codec codes by value.
     """
     if layout.dtype in _OF_INTEGERS:
         return _OF_INTEGERS[layout.dtype]
@@ -98,7 +95,7 @@ def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) ->
 
 
 def fits(layout: TensorLayout, codec: TensorCodec) -> bool:
-    """Whether a codec can hold such a tensor at all."""
+    """Whether a codec can hold a tensor of this layout."""
     if layout.dtype in _OF_INTEGERS or codec in _OF_INTEGERS.values():
         return _OF_INTEGERS.get(layout.dtype) == codec
     return not codec.startswith("i8") or len(layout.shape) > 0
@@ -134,7 +131,7 @@ def encode_tensor(key: str, array: npt.NDArray[Any], codec: TensorCodec, base: n
 
 
 def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """The tensor in stored pieces, in memory of its own; arguments as those of `encode_tensor`.
+    """The tensor in stored pieces, in separate memory; arguments as for `encode_tensor`.
 
     Raises:
         IntegrityError: a scale that no encoder writes.
@@ -145,7 +142,7 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
     if is_delta(codec):
         assert base is not None
         numbers = numbers + base
-    if codec.startswith("i8"):  # scales round up, so that the largest float32 could come back as infinity
+    if codec.startswith("i8"):  # scales round up, so the largest float32 could be decoded as infinity
         numbers = np.clip(numbers, -_LARGEST, _LARGEST)
     single: npt.NDArray[np.float32] = numbers.astype(np.float32)
     return single
@@ -154,7 +151,7 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
 def _to_f16(key: str, numbers: Numbers) -> npt.NDArray[np.float16]:
     largest = float(np.abs(numbers).max(initial=0.0))
     if largest >= F16_LIMIT:
-        raise CodecError(f"tensor {key} holds {largest:.6g}, and float16 ends at 65504: choose another codec")
+        raise CodecError(f"tensor {key} holds {largest:.6g}, but float16 ends at 65504: choose another codec")
     return numbers.astype(np.float16)
 
 
@@ -186,7 +183,7 @@ Codecs = Mapping[str, TensorCodec]
 
 
 class RawTensor(TypedDict):
-    """One tensor of a payload as it came: safetensors' name of the element type, shape, bytes."""
+    """One received tensor of a payload: safetensors' name of the element type, shape, bytes."""
 
     dtype: str
     shape: list[int]
@@ -213,7 +210,7 @@ def flatten(parts: PartArrays) -> dict[str, Array]:
 
 
 def layouts_of(parts: PartArrays) -> dict[Part, tuple[TensorLayout, ...]]:
-    """The layouts of tensors at hand, names sorted.
+    """The layouts of given tensors, names sorted.
 
     Raises:
         MalformedError: an element type that the wire does not carry.
@@ -233,7 +230,7 @@ def data_bytes(layouts: PartLayouts, codecs: Codecs) -> int:
 
 
 def max_payload_bytes(layouts: PartLayouts, codecs: Codecs) -> int:
-    """Largest size that a payload of these layouts can have, its JSON header included."""
+    """The largest possible size of a payload of these layouts, JSON header included."""
     return _max_bytes(_stored(layouts, codecs))
 
 
@@ -243,10 +240,10 @@ def encode_tensors(parts: PartArrays, codecs: Codecs, base: PartArrays | None = 
     Args:
         parts: per part, float32, int64 or uint32 arrays by name, any memory order.
         codecs: of every tensor.
-        base: the tensors that deltas are taken to.
+        base: the tensors that deltas refer to.
 
     Raises:
-        MalformedError: another element type, or a codec that is missing or can't hold such a tensor.
+        MalformedError: another element type, or a codec that is missing or can't hold the tensor.
         IntegrityError: a delta to a tensor that the base does not hold.
         CodecError: a number that a codec can't hold.
     """
@@ -266,16 +263,16 @@ def decode_tensors(
 ) -> dict[Part, dict[str, Array]]:
     """The tensors of a payload, which must be exactly those of the layouts.
 
-    Sizes are computed from the layouts and codecs, and compared before anything is parsed.
+    Sizes are computed from layouts and codecs and checked before anything is parsed.
 
     Args:
         data: the payload.
-        layouts: what must be inside.
+        layouts: of exactly the tensors that must be inside.
         codecs: of every tensor.
-        base: the tensors that deltas were taken to.
+        base: the tensors that deltas refer to.
 
     Returns:
-        Per part of the layouts, writable arrays by name in memory of their own.
+        Per part of the layouts, writable arrays by name in separate memory.
 
     Raises:
         TooLargeError: more bytes than the layouts allow.
@@ -322,10 +319,10 @@ def assert_finite(parts: PartArrays) -> None:
 
 
 def assert_within(parts: PartArrays, layouts: PartLayouts) -> None:
-    """Check the bounds that layouts give, with a hundredth to spare for codecs that round.
+    """Check the bounds in layouts, with a tolerance of a hundredth for codecs that round.
 
     Raises:
-        IntegrityError: names the first tensor with a number beyond its bounds.
+        IntegrityError: names the first tensor with a number outside its bounds.
     """
     for part, layout in _all(layouts):
         if problem := beyond(parts[part][layout.name], layout, _CODEC_SLACK):
@@ -333,7 +330,7 @@ def assert_within(parts: PartArrays, layouts: PartLayouts) -> None:
 
 
 def beyond(array: Array, layout: TensorLayout, slack: float = 0.0) -> str:
-    """What is beyond the layout's bounds by more than `slack` of a bound (of 1, where the bound is smaller), or nothing."""
+    """The problem if a number is outside the layout's bounds by more than `slack` times the bound (at least `slack`), or ""."""
     if layout.low is not None and array.size and array.min() < layout.low - slack * max(1.0, abs(layout.low)):
         return f"it holds {array.min():g}, below {layout.low:g}"
     if layout.high is not None and array.size and array.max() > layout.high + slack * max(1.0, abs(layout.high)):
@@ -356,7 +353,7 @@ def _stored(layouts: PartLayouts, codecs: Codecs) -> dict[str, Stored]:
     """The pieces of a payload, by full key.
 
     Raises:
-        IntegrityError: codecs of other tensors, or one that can't hold its tensor.
+        IntegrityError: codecs for other tensors, or a codec that can't hold its tensor.
     """
     tensors = {tensor_key(part, layout.name): layout for part, layout in _all(layouts)}
     if codecs.keys() != tensors.keys():
@@ -373,7 +370,7 @@ def _stored(layouts: PartLayouts, codecs: Codecs) -> dict[str, Stored]:
 
 
 def _base_of(key: str, layout: TensorLayout, codec: TensorCodec, base: PartArrays | None) -> Array | None:
-    """The tensor that a delta is taken to; None by value.
+    """The tensor that a delta refers to; None for codecs by value.
 
     Raises:
         IntegrityError: the base has no such tensor.
@@ -383,7 +380,7 @@ def _base_of(key: str, layout: TensorLayout, codec: TensorCodec, base: PartArray
     part, _, name = key.partition("/")
     found = {} if base is None else base.get(Part(part), {})
     if name not in found or found[name].shape != layout.shape or found[name].dtype != np.float32:
-        raise IntegrityError(f"tensor {key} is coded as the difference to a base, which has no such tensor")
+        raise IntegrityError(f"tensor {key} is coded as the difference to a base that has no such tensor")
     return found[name]
 
 

@@ -1,6 +1,6 @@
-"""A device's first contact with its coordinator: the token's text, the requests and answers over HTTPS, and the signed statements.
+"""Enrolment of a device: the token's text, the requests and answers over HTTPS, and the signed statements.
 
-Both sides use this; it imports neither the listener (coordinator) nor the device's side (edge_client).
+Both sides use this module. It imports neither the listener (coordinator) nor the device's side (edge_client).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DNS_NAME = re.compile(rf"(?=.{{1,253}}\Z)(?![0-9.]+\Z){_LABEL}(\.{_LABEL})*")
 
 def _host(text: str) -> str:
     with contextlib.suppress(ValueError):
-        if "%" not in text:  # a zone has a meaning on one machine alone
+        if "%" not in text:  # a zone is only valid on one machine
             return str(ipaddress.ip_address(text))
     if _DNS_NAME.fullmatch(text) is None:
         raise ValueError("must be a DNS name or an IP address, without scheme and port")
@@ -60,19 +60,19 @@ Host = Annotated[str, AfterValidator(_host)]
 
 
 class _Strict(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What has no unknown field, and nothing of another type."""
+    """Base of models without unknown fields and without type conversion."""
 
 
 class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes="hex"):
     """A one-time permission to enrol.
 
     Attributes:
-        id: names the token in lists; not secret.
+        id: the token's name in lists; not secret.
         secret: 32 random bytes; the coordinator keeps only their hash.
-        authority: sha256 of the public key of the only authority to trust, in hex.
-        coordinator: `message_key_digest` of the only coordinator that may be joined.
-        url: where to enrol, when the operator put it in.
-        device: the only id that it enrols, when it is bound to one.
+        authority: sha256 of the public key of the only trusted authority, in hex.
+        coordinator: `message_key_digest` of the only coordinator that the device may join.
+        url: where to enrol, if the operator included it.
+        device: the only id that the token enrols, if it is bound to one.
     """
 
     id: TokenId
@@ -84,7 +84,7 @@ class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes
 
     @property
     def text(self) -> str:
-        """The token's text for the operator to hand over: one word, with a checksum against typing errors and cut ends."""
+        """The token's text for the operator to hand over: one word, with a checksum against typing errors and truncation."""
         body = self.model_dump_json(by_alias=True, exclude_none=True).encode()
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_check_sum(body) + body).decode().rstrip("=")
 
@@ -93,11 +93,11 @@ class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes
         """Read a token's text.
 
         Raises:
-            MalformedError: it is none, or was cut or mistyped. The message never holds any of it.
+            MalformedError: it is not a token, or was truncated or mistyped. The message never contains any of it.
         """
         text = text.strip()
         if not text.startswith(TOKEN_PREFIX) or len(text) > MAX_TOKEN_CHARS:
-            raise MalformedError(f"this is no enrolment token: one starts with {TOKEN_PREFIX}")
+            raise MalformedError(f"this is not an enrolment token: tokens start with {TOKEN_PREFIX}")
         encoded = text[len(TOKEN_PREFIX) :]
         damaged = "the enrolment token is cut off or mistyped: copy the whole word that `fedcg token create` printed"
         try:
@@ -117,16 +117,16 @@ class Token(_Strict, populate_by_name=True, ser_json_bytes="hex", val_json_bytes
 
 
 class EnrolRequest(_Strict):
-    """A box asks to become a device.
+    """A machine's request to become a device.
 
     Attributes:
         token: id of the token.
         secret: its secret, in hex.
-        device: the id that the box wants.
+        device: the requested id.
         request: PKCS #10 request for the TLS certificate, PEM, signed by the new P-256 key, CN = `device`.
         signing_key: public half of the new Ed25519 key, in hex.
         proof: its signature over `enrolment_statement`.
-        nonce: random, made for this request alone.
+        nonce: random, used only for this request.
     """
 
     token: TokenId
@@ -139,7 +139,7 @@ class EnrolRequest(_Strict):
 
 
 class EnrolAnswer(_Strict):
-    """The certificate and settings of a new device; `signature` is the coordinator's message key's, over `answer_statement`."""
+    """The certificate and settings of a new device; `signature` is by the coordinator's message key, over `answer_statement`."""
 
     device: Identifier
     federation: Identifier
@@ -154,7 +154,7 @@ class EnrolAnswer(_Strict):
 
 
 class RenewRequest(_Strict):
-    """A device asks for its next certificate, over mutual TLS with its current one; its message key signs the proof."""
+    """A device's request for its next certificate, over mutual TLS with its current one; its message key signs the proof."""
 
     device: Identifier
     request: Pem
@@ -168,17 +168,17 @@ class RenewAnswer(_Strict):
 
 
 class Refusal(_Strict):
-    """Why a request was refused, for the person at the box."""
+    """Why a request was refused, for the person at the device."""
 
     error: Annotated[str, Field(max_length=600)]
 
 
 def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str) -> bytes:
-    """The statement that the new message key signs, so that a device registers only a key of its own.
+    """The statement that the new message key signs, so that a device can only register its own key.
 
     Args:
         token: id of the token.
-        device: the id asked for.
+        device: the requested id.
         tls_key: `key_digest` of the P-256 key in the request.
         signing_key: the Ed25519 key itself, in hex.
     """
@@ -186,18 +186,18 @@ def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str)
 
 
 def answer_statement(request: EnrolRequest, answer: EnrolAnswer) -> bytes:
-    """The statement that the coordinator signs: its whole answer and the request, so that no answer fits another request."""
+    """The statement that the coordinator signs: its whole answer and the request, so that an answer is valid for one request only."""
     values = [request.model_dump(mode="json"), answer.model_dump(mode="json", exclude={"signature"})]
     return f"{_ANSWER_DOMAIN}\0{json.dumps(values, sort_keys=True)}".encode()
 
 
 def message_key_digest(key: str) -> str:
-    """The sha256 of a message key, both in hex; a token holds that of its coordinator's key."""
+    """The sha256 of a message key, both in hex; a token contains the digest of its coordinator's key."""
     return hashlib.sha256(bytes.fromhex(key)).hexdigest()
 
 
 def renewal_statement(device: str, tls_key: str) -> bytes:
-    """The statement that the message key signs for the next TLS key: a stolen TLS key alone renews nothing."""
+    """The statement that the message key signs for the next TLS key: a stolen TLS key alone can't renew a certificate."""
     return f"{_RENEW_DOMAIN}\0{device}\0{tls_key}".encode()
 
 
@@ -210,7 +210,7 @@ def certificate_key_digest(certificate: x509.Certificate) -> str:
     """`key_digest` of a certificate's key.
 
     Raises:
-        MalformedError: not an elliptic-curve key; this program makes no other.
+        MalformedError: not an elliptic-curve key, the only kind that this program creates.
     """
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
@@ -222,16 +222,16 @@ def load_certificate(pem: str | bytes) -> x509.Certificate:
     """A certificate in PEM form.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: it is not a certificate in PEM form.
     """
     try:
         return x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
     except ValueError as error:
-        raise MalformedError("this is no certificate in PEM form") from error
+        raise MalformedError("this is not a certificate in PEM form") from error
 
 
 def common_name(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str | None:
-    """The one common name of a certificate or request, or None."""
+    """The common name of a certificate or request; None unless it has exactly one."""
     names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     return str(names[0].value) if len(names) == 1 else None
 

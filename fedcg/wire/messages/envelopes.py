@@ -1,6 +1,6 @@
-"""Signed envelopes: Ed25519 over the exact payload bytes, the changes of the coordinator's key, and the order in which messages are admitted.
+"""Signed envelopes: Ed25519 over the exact payload bytes, changes of the coordinator's key, and the order of admitted messages.
 
-Order, not time, defeats replay. Knows no files of a chain and no broker.
+Order, not time, prevents replay. This module must not know the broker or where chains are stored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VerifyKey:
 
     @staticmethod
     def from_hex(text: str) -> VerifyKey:
-        """The key in 64 hex digits; white space around them does not matter.
+        """The key from 64 hex digits; surrounding white space is ignored.
 
         Raises:
             MalformedError: anything else.
@@ -53,11 +53,11 @@ class VerifyKey:
 
     @staticmethod
     def load_all(path: Path) -> tuple[VerifyKey, ...]:
-        """Read the keys in a file, one a line, with or without the check that `file_of` gives it.
+        """Read the keys in a file, one per line, with or without the checksum that `file_of` adds.
 
         Raises:
             OSError: the file can't be read.
-            MalformedError: it is damaged, or holds anything else than keys.
+            MalformedError: it is damaged, or holds anything other than keys.
         """
         try:
             lines = (checked(path.read_bytes()) or b"").decode("ascii").split()
@@ -76,7 +76,7 @@ class VerifyKey:
         return self.raw.hex()
 
     def verifies(self, signature: bytes, signed: bytes) -> bool:
-        """Whether `signature` is this key's over exactly `signed`."""
+        """Whether `signature` is this key's signature over exactly `signed`."""
         try:
             self._key.verify(signature, signed)
         except InvalidSignature:
@@ -112,8 +112,8 @@ class SigningKey:
         """
         content = path.read_bytes()
         check, begin, rest = content.partition(b"-----BEGIN")
-        if check and content != with_check(begin + rest):  # another program's file has none
-            raise errors.MalformedError(f"{path} is damaged: it fails the check in its first line")
+        if check and content != with_check(begin + rest):  # a file of another program has no checksum
+            raise errors.MalformedError(f"{path} is damaged: it does not match the checksum in its first line")
         try:
             private = load_pem_private_key(begin + rest, password=None)
         except (ValueError, TypeError) as error:
@@ -123,10 +123,10 @@ class SigningKey:
         return SigningKey(private)
 
     def save(self, path: Path) -> None:
-        """Write the key in PEM form behind its check, readable by its owner only; never over an existing file.
+        """Write the key in PEM form after its checksum, readable only by its owner; never overwrites a file.
 
         Raises:
-            FileExistsError: there is a file already.
+            FileExistsError: the file exists.
         """
         pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         write_durably(path, with_check(pem), is_new=True)
@@ -137,7 +137,7 @@ class SigningKey:
         return VerifyKey(self._private.public_key().public_bytes_raw())
 
     def sign(self, signed: bytes) -> bytes:
-        """64 bytes of signature over exactly `signed`."""
+        """The signature over exactly `signed`, 64 bytes."""
         return self._private.sign(signed)
 
 
@@ -153,7 +153,7 @@ def seal(message: schemas.AnyMessage, key: SigningKey) -> bytes:
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message whose bounds and schema were checked, and a signature that was not yet."""
+    """A message with checked size and schema, and a signature that is not yet checked."""
 
     message: schemas.AnyMessage
     signature: bytes
@@ -165,11 +165,11 @@ class Envelope:
 
 
 def read_envelope(data: bytes) -> Envelope:
-    """Take an envelope apart; its signature has still to be checked.
+    """Parse an envelope without checking its signature.
 
     Raises:
         TooLargeError: over the bound; nothing was parsed.
-        MalformedError: no envelope, or no message of the schema in it.
+        MalformedError: not an envelope, or without a message of the schema.
     """
     if len(data) > MAX_ENVELOPE_BYTES:
         raise errors.TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
@@ -180,15 +180,15 @@ def read_envelope(data: bytes) -> Envelope:
 
 
 def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> schemas.AnyMessage:
-    """The message in an envelope, after its bounds, its schema and its sender's signature were checked.
+    """The message in an envelope, after checks of its size, its schema and its sender's signature.
 
     Args:
-        data: the bytes as they came.
-        resolve: the public key of a sender's id, or None when no device of that name is enrolled.
+        data: the received bytes.
+        resolve: returns the public key of a sender's id, or None if no device with that id is enrolled.
 
     Raises:
         TooLargeError: over the bound; nothing was parsed.
-        MalformedError: no envelope, or no message of the schema in it.
+        MalformedError: not an envelope, or without a message of the schema.
         SignatureError: an unknown sender, or a signature that is not the sender's.
     """
     envelope = read_envelope(data)
@@ -208,11 +208,11 @@ LINK_DOMAIN = "fedcg/1 coordinator key"
 
 @dataclass(frozen=True)
 class PinnedKey:
-    """The coordinator's key that counts.
+    """The coordinator's valid key.
 
     Attributes:
         key: its public half.
-        serial: of the link that brought it; 0 as it came at enrolment, when its place in the chain is not known.
+        serial: of its link in the chain; 0 for the key from enrolment, whose position is not known.
     """
 
     key: VerifyKey
@@ -223,27 +223,27 @@ def make_link(federation: str, serial: int, epoch: int, old: SigningKey, new: Ve
     """The signed statement that `new` replaces `old`.
 
     Args:
-        federation: whose coordinator it is.
-        serial: 1 for the first replacement, then one more each.
+        federation: of the coordinator.
+        serial: 1 for the first replacement, then counting up.
         epoch: the coordinator's last lease.
-        old: the key that counts until now; it signs.
-        new: the key that counts from now on.
+        old: the key that was valid until now; it signs.
+        new: the key that is valid from now on.
     """
     signature = old.sign(_statement(federation, serial, epoch, old.public.hex, new.hex))
     return schemas.KeyLink(serial=serial, epoch=epoch, old=old.public.hex, new=new.hex, signature=signature.hex())
 
 
 def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey:
-    """The key to pin after an envelope with a chain: the last of the chain, or the one pinned already.
+    """The key to pin after receiving an envelope with a chain: the last of the chain, or the one that is already pinned.
 
     Args:
-        data: the bytes as they came.
+        data: the received bytes.
         federation: the federation whose messages are accepted.
-        pinned: the key that counts until now.
+        pinned: the key that was valid until now.
 
     Raises:
-        MalformedError: no envelope with a chain in it, or one for another recipient.
-        SignatureError: a link or the envelope is not signed by the key it should be, or the chain is not of the pinned key.
+        MalformedError: not an envelope with a chain, or one for another recipient.
+        SignatureError: a link or the envelope is not signed by the expected key, or the chain lacks the pinned key.
         OrderError: the chain ends before the pinned key, or its links are not in order.
     """
     envelope = read_envelope(data)
@@ -287,7 +287,7 @@ def follow(chain: schemas.KeyChain, pinned: PinnedKey) -> PinnedKey:
             "a chain of keys without the key that is pinned here; if the operator changed the key, enrol this device again"
         )
     if pinned.serial not in (0, onward.serial - 1):
-        raise errors.OrderError(f"key {pinned.serial} is pinned, and the chain goes on from it with {onward.serial}")
+        raise errors.OrderError(f"key {pinned.serial} is pinned, and the chain continues from it with {onward.serial}")
     return PinnedKey(VerifyKey.from_hex(last.new), last.serial)
 
 
@@ -295,7 +295,7 @@ def check_links(chain: schemas.KeyChain) -> None:
     """Check that every link is signed by the key it replaces and follows the one before; the first key is not checked.
 
     Raises:
-        SignatureError, OrderError: they don't.
+        SignatureError, OrderError: otherwise.
     """
     for link in chain.links:
         statement = _statement(chain.federation, link.serial, link.epoch, link.old, link.new)
@@ -306,7 +306,7 @@ def check_links(chain: schemas.KeyChain) -> None:
             raise errors.OrderError(f"keys {link.serial} and {following.serial} of the chain do not follow one another")
     keys = [chain.links[0].old, *(link.new for link in chain.links)]
     if len(set(keys)) < len(keys):
-        raise errors.OrderError("a key comes back in the chain")
+        raise errors.OrderError("a key occurs twice in the chain")
 
 
 def _statement(federation: str, serial: int, epoch: int, old: str, new: str) -> bytes:
@@ -319,21 +319,21 @@ MessageT = TypeVar("MessageT", bound=BaseModel)
 
 
 class BroadcastOrder:
-    """The highest (epoch, round, attempt) admitted from a coordinator; survives restarts when `highest` is stored."""
+    """The highest (epoch, round, attempt) admitted from a coordinator; survives restarts if `highest` is stored."""
 
     def __init__(self, highest: Position = START) -> None:
         self.highest = highest
-        self._is_over = False  # the highest is that of a `Finished`
+        self._is_over = False  # the highest position is that of a `Finished`
 
     def admit(self, message: schemas.AnyMessage) -> None:
         """Admit a broadcast; an equal position is admitted, because retained messages repeat.
 
-        A coordinator's status concerns its epoch only: its will is signed before any round of the epoch is known. The end
-        comes after the offer of the same position.
+        A coordinator's status concerns only its epoch: its will is signed before any round of the epoch is known. `Finished`
+        follows the offer of the same position.
 
         Raises:
             OldEpochError: its coordinator lost the lease.
-            ReplayError: it is older than what was admitted before.
+            ReplayError: it is older than an admitted message.
         """
         position = (message.epoch, message.round, message.attempt)
         if message.epoch < self.highest[0]:
@@ -354,7 +354,7 @@ class BroadcastOrder:
 
 
 def session_id(device_nonce: str, coordinator_nonce: str) -> str:
-    """The name of the session that two nonces make: 64 hex digits of sha256."""
+    """The session id derived from two nonces: a sha256 in 64 hex digits."""
     return hashlib.sha256(f"fedcg/1 session\0{device_nonce}\0{coordinator_nonce}".encode()).hexdigest()
 
 
@@ -365,7 +365,7 @@ class Session:
     Attributes:
         session_id: from `session_id`.
         next_out: the counter of the next message out; starts at 1.
-        last_in: the highest counter that came in.
+        last_in: the highest received counter.
     """
 
     session_id: str
@@ -382,8 +382,8 @@ class Session:
         """Admit a message of the other side.
 
         Raises:
-            OtherSessionError: another session's.
-            ReplayError: a counter that was used already.
+            OtherSessionError: it is of another session.
+            ReplayError: its counter was already used.
         """
         if message.session != self.session_id:
             raise errors.OtherSessionError(f"a {message.kind} message of another session")

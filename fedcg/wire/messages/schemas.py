@@ -1,6 +1,7 @@
-"""The schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON; conditions of a device, steps of a sealed sum, and protocol versions among them.
+"""Schemas of control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON.
 
-All values are codes from closed sets, never free text of a device. Knows nothing of signatures (`envelopes`), topics or answers.
+They include the conditions of a device, the steps of a sealed sum, and protocol versions. All values are codes from closed sets, never a
+device's free text. This module must not know signatures (`envelopes`), topics or answers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Celsius = Annotated[float, Field(ge=-273.15, le=1000.0)]
 
 
 class DeclineReason(str, Enum):
-    """Why a device does not take part in a round; a closed set, so that free text can never leave a device."""
+    """Why a device declines a round; a closed set, so that free text can never leave a device."""
 
     UPLOAD_NOT_ALLOWED = "upload_not_allowed"
     REPORT_NOT_ALLOWED = "report_not_allowed"
@@ -46,7 +47,7 @@ class DeclineReason(str, Enum):
     PAUSED = "paused"
     NEEDS_APPROVAL = "needs_approval"
     DAILY_LIMIT = "daily_limit"
-    # Of the box itself, where its owner allows `health` (else NOT_ELIGIBLE).
+    # Conditions of the device, if its owner allows `health` (otherwise NOT_ELIGIBLE).
     RESERVED = "reserved"
     SERVING = "serving"
     HOT = "hot"
@@ -61,12 +62,12 @@ class DeclineReason(str, Enum):
 
     @property
     def passes(self) -> bool:
-        """Whether it may pass while the attempt is open: a round that needs the device waits for it."""
+        """Whether the reason may end while the attempt is open. A round that needs the device waits for that."""
         return self.value in _PASSING
 
     @property
     def needs_owner(self) -> bool:
-        """Whether it ends as soon as the device's owner approves the spec."""
+        """Whether the reason ends as soon as the device's owner approves the spec."""
         return self in (self.UPLOAD_NOT_ALLOWED, self.REPORT_NOT_ALLOWED, self.NEEDS_APPROVAL)
 
 
@@ -77,25 +78,25 @@ _PASSING = frozenset(
 
 
 class _Strict(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
-    """What has no unknown field; bytes are hex in JSON."""
+    """Base of models without unknown fields; bytes are hex in JSON."""
 
 
 class DoctorFinding(_Strict):
-    """A check that did not end well: "warning" (it works, but look at it) or "failed"."""
+    """A check that did not pass: "warning" (it works, but needs attention) or "failed"."""
 
     check: DoctorCheck
     state: Literal["warning", "failed"]
 
 
 class FormEvidence(_Strict):
-    """One form of an exported model as the device's export measured it, on held-out images.
+    """One form of an exported model, as the device's export measured it on held-out images.
 
     Attributes:
-        size: bytes of its file; None where it was tried and not kept.
+        size: bytes of its file; None if it was tried and not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
-        accuracy: share of the images that it gets right.
-        agreement: share for which it names the class that the model as exported names.
-        images: how many.
+        accuracy: share of the images that it classifies correctly.
+        agreement: share of the images for which it predicts the same class as the exported model.
+        images: their number.
     """
 
     name: FormName
@@ -113,8 +114,8 @@ class ServedModel(_Strict):
         version: its number on the device.
         round: that its weights come from.
         serves: the form in use.
-        accuracy: share of the device's test images that the model as exported gets right.
-        before: the same of the version in use before it.
+        accuracy: share of the device's test images that the exported model classifies correctly.
+        before: the same for the version that was in use before.
         forms: all forms that were tried.
     """
 
@@ -127,15 +128,15 @@ class ServedModel(_Strict):
 
 
 class Readings(_Strict):
-    """What a device's sensors read; None where it has no such sensor, which is never zero.
+    """Readings of a device's sensors; None (never zero) without such a sensor.
 
     Attributes:
-        temperature_c: of the zone that is nearest to its limit, and `limit_c` that limit, in °C.
-        watts: that the box draws, or its GPU alone where only that is measured.
+        temperature_c: of the zone that is closest to its limit, and `limit_c` that limit, in °C.
+        watts: power of the device, or of its GPU if only that is measured.
         battery: charge of the emptiest battery or UPS, a share.
-        on_mains: whether a mains or USB supply delivers.
-        slowed_by: what lowers its clocks now; empty: nothing.
-        free_memory, free_disk: bytes, within the limits of its control group, and where the private store lies.
+        on_mains: whether a mains or USB supply delivers power.
+        slowed_by: what lowers its clock rates now; empty: nothing.
+        free_memory, free_disk: bytes, within the limits of its control group, and on the disk of the private store.
     """
 
     temperature_c: Celsius | None = None
@@ -149,12 +150,12 @@ class Readings(_Strict):
 
 
 class DeviceCondition(_Strict):
-    """What a device reports of itself; None where its owner does not allow it, or it is not known yet.
+    """A device's report about itself; None if its owner does not allow it, or it is not known yet.
 
     Attributes:
-        findings: of its own doctor, where the owner allows `health`.
-        model: where the owner allows `model`, and one was exported.
-        paused: True while the owner has paused the device, where the owner allows `health`.
+        findings: of the device's doctor, if the owner allows `health`.
+        model: if the owner allows `model`, and a model was exported.
+        paused: True while the owner has paused the device, if the owner allows `health`.
     """
 
     findings: Annotated[tuple[DoctorFinding, ...], Field(max_length=16)] | None = None
@@ -164,7 +165,7 @@ class DeviceCondition(_Strict):
 
 MAX_SUM_GROUPS = 32
 SumExchange = Literal["weights", "parts"]
-"""What a sum is of: the devices' weights, or parts of their updates."""
+"""The content of a sum: the devices' weights, or parts of their updates."""
 
 
 def _from_hex(value: object) -> object:
@@ -174,7 +175,7 @@ def _from_hex(value: object) -> object:
 
 
 Hex = Annotated[bytes, BeforeValidator(_from_hex)]
-"""Bytes that are hex in JSON, of lower case alone: a value has one form. Its model writes them with `ser_json_bytes="hex"`."""
+"""Bytes that are lower-case hex in JSON, so that each value has one form. The model writes them with `ser_json_bytes="hex"`."""
 _SumKey = Annotated[Hex, Field(min_length=32, max_length=32)]
 _SumSignature = Annotated[Hex, Field(min_length=64, max_length=64)]
 _SumShare = Annotated[Hex, Field(min_length=16, max_length=16)]
@@ -184,13 +185,13 @@ _Few = Field(max_length=MAX_SUM_DEVICES)
 
 
 class SumKeys(_Strict):
-    """What a device announces of its secrets before the sum of a round attempt.
+    """A device's announcement before the sum of a round attempt, derived from its secrets.
 
     Attributes:
         cipher, mask: X25519 public keys.
-        mark: commits it to its own mask.
-        weight: that its numbers will have.
-        vote: bits that all members see alike; their meaning is the method's.
+        mark: commitment to its own mask.
+        weight: of its numbers.
+        vote: bits that all members see; the method defines their meaning.
         signature: by its key for sums.
         key: that key, for the coordinator; the members have it from their owners.
     """
@@ -206,14 +207,14 @@ class SumKeys(_Strict):
 
 
 class SumNumbers(_Strict):
-    """A device's number behind its masks, of a sum that is no part of an update."""
+    """A device's masked numbers for a sum outside an update."""
 
     step: Literal["numbers"] = "numbers"
     numbers: _Weight
 
 
 class SumShares(_Strict):
-    """A device deals out its shares, sealed for each member."""
+    """A device deals its shares, sealed for each member."""
 
     step: Literal["shares"] = "shares"
     sealed: Annotated[dict[Identifier, _Sealed], _Few]
@@ -227,14 +228,14 @@ class SumSigned(_Strict):
 
 
 class SumRevealed(_Strict):
-    """A device gives its shares that open the sum: for a survivor of its own mask, for a lost device of its pair masks."""
+    """A device reveals its shares that open the sum: of a survivor's own mask, or of a lost device's pair masks."""
 
     step: Literal["revealed"] = "revealed"
     shares: Annotated[dict[Identifier, _SumShare], _Few]
 
 
 class SumObstacle(str, Enum):
-    """Why a device takes no part in a sum, as far as the coordinator may know."""
+    """Why a device is not in a sum, as far as the coordinator may know."""
 
     BLOCKED = "blocked"
     LEAST_SUM = "least_sum"
@@ -244,14 +245,14 @@ class SumObstacle(str, Enum):
 
 
 class SumRefused(_Strict):
-    """A device takes no part in the sum, or no further part."""
+    """A device refuses the sum, or a further step of it."""
 
     step: Literal["refused"] = "refused"
     why: SumObstacle
 
 
 class SumMembers(_Strict):
-    """Who takes part in the sum, and what each announced; `total`: of the weights of all its groups."""
+    """The members of the sum with their announcements; `total`: the sum of the weights of all groups."""
 
     step: Literal["members"] = "members"
     announced: Annotated[dict[Identifier, SumKeys], _Few]
@@ -259,14 +260,14 @@ class SumMembers(_Strict):
 
 
 class SumDealt(_Strict):
-    """The shares that were dealt out to the recipient, by the device that dealt them: these are the peers that it masks with."""
+    """The shares for the recipient, by the device that dealt them. These devices are the peers of its pair masks."""
 
     step: Literal["dealt"] = "dealt"
     sealed: Annotated[dict[Identifier, _Sealed], _Few]
 
 
 class SumSurvivors(_Strict):
-    """Whose masked numbers came; asks for a signature."""
+    """The devices whose masked numbers arrived; asks for a signature."""
 
     step: Literal["survivors"] = "survivors"
     names: Annotated[tuple[Identifier, ...], _Few]
@@ -281,10 +282,10 @@ class SumOpening(_Strict):
 
 
 class SumOpened(_Strict):
-    """The sum of one group as the coordinator has it: still behind the cohort's masks of these devices.
+    """The sum of one group as the coordinator has it, still behind the cohort's masks of these devices.
 
     Attributes:
-        groups: how many there are, of which this is one by its number from 0.
+        groups: the number of groups; `group` is the number of this one, from 0.
     """
 
     step: Literal["opened"] = "opened"
@@ -296,18 +297,18 @@ class SumOpened(_Strict):
 
 
 class SumOff(_Strict):
-    """There is no sum in this attempt: the recipient takes part without one."""
+    """This attempt has no sum: the recipient continues without one."""
 
     step: Literal["off"] = "off"
 
 
 class SealedSum(_Strict):
-    """A sum that only the cohort can read, as an aggregate holds it: what takes the cohort's masks off.
+    """Data in an aggregate with which the cohort removes its masks from a sum that only it can read.
 
     Attributes:
-        parts: whose numbers were sent together, sorted.
+        parts: the parts whose numbers were sent together, sorted.
         digest: of the announcements of its members.
-        names: whose numbers are in it.
+        names: the devices whose numbers are in it.
     """
 
     round: Count
@@ -322,7 +323,7 @@ ToDevice = SumMembers | SumDealt | SumSurvivors | SumOpening | SumOpened | SumOf
 
 
 FIRST_SERVED = 2
-"""A coordinator of version N serves N and N-1, from version 2 on: no program with version 1 was ever deployed."""
+"""A coordinator of version N serves N and N-1, from version 2 on: version 1 was never deployed."""
 PROTOCOL_VERSION = 2
 SPOKEN: tuple[int, ...] = tuple(range(max(FIRST_SERVED, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1))
 Side = Literal["device", "coordinator"]
@@ -334,12 +335,12 @@ def agree(device: Sequence[int]) -> int | None:
 
 
 def outdated(device: Sequence[int], coordinator: Sequence[int]) -> Side:
-    """The side to update when both have no version in common: the one whose newest version is the older."""
+    """The side to update if both have no version in common: the one with the older newest version."""
     return "device" if max(device) < max(coordinator) else "coordinator"
 
 
 def explain_versions(device: Sequence[int], coordinator: Sequence[int]) -> str:
-    """The reason why two sides have no version in common, and what to do, for people."""
+    """Why two sides have no version in common, and what to do, for people."""
     ours, theirs = (", ".join(map(str, sorted(side))) for side in (device, coordinator))
     what = "agent on this device" if outdated(device, coordinator) == "device" else "coordinator"
     return f"the device supports protocol version {ours}, the coordinator {theirs}: update the {what}"
@@ -393,7 +394,7 @@ class Outcome(str, Enum):
 
 
 class CohortVerdict(str, Enum):
-    """Whether a device's cohort secret equals those of the other devices, by their marks; lacking: only some have none."""
+    """Whether a device's cohort secret equals those of the other devices, by their marks; lacking: some devices have none."""
 
     ALONE = "alone"
     SAME = "same"
@@ -434,7 +435,7 @@ class _Message(_Strict):
 
     @property
     def at(self) -> RoundAttempt:
-        """The round attempt that it is about."""
+        """The round attempt of the message."""
         return RoundAttempt(self.round, self.attempt)
 
 
@@ -467,10 +468,10 @@ class KeyLink(_Strict):
     """The coordinator's message key was replaced, once.
 
     Attributes:
-        serial: 1 for the first replacement, then one more each.
-        epoch: the coordinator's lease before it.
+        serial: 1 for the first replacement, then counting up.
+        epoch: the coordinator's lease before the replacement.
         old, new: public keys, in hex.
-        signature: the old key's, over all of this and the federation.
+        signature: by the old key, over these fields and the federation.
     """
 
     serial: Annotated[int, Field(ge=1, le=1 << 53)]
@@ -488,7 +489,7 @@ class KeyChain(_Message):
 
 
 class DeviceStatus(_Message):
-    """The device's agent is connected, or no more; retained, and its will."""
+    """Whether the device's agent is connected; retained, and its will."""
 
     kind: Literal["device_status"] = "device_status"
     online: bool
@@ -497,14 +498,14 @@ class DeviceStatus(_Message):
 class Hello(_Message, frozen=True, extra="allow"):
     """A device opens a session.
 
-    Fields of a later version are ignored when its `versions` name one.
+    Unknown fields are ignored if `versions` names a later version.
 
     Attributes:
         versions: protocol versions that the device supports.
-        cohort: marks its cohort secret, None where it has none.
+        cohort: mark of its cohort secret; None without one.
         heartbeat_s: the longest time in seconds between two of its messages.
         carrier: how its artifacts travel.
-        check: it only wants to know whether it is answered; it takes part in nothing and does not count as online.
+        check: the device only tests for an answer. It joins no round and does not count as online.
         key: the coordinator's message key that the device accepts, in hex.
     """
 
@@ -526,16 +527,16 @@ class Hello(_Message, frozen=True, extra="allow"):
 
 
 TrainingPhase = Literal["wait", "load", "classify", "generate", "shadow-classify", "evaluate", "audit", "train"]
-"""What a training process does; a closed set, so that free text can never leave a device. `train`: a step of any other name."""
+"""The activity of a training process; a closed set, so that free text can never leave a device. `train`: any step with another name."""
 Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 
 
 class Heartbeat(_Message):
-    """The device is online; sent when its heartbeat interval passed without another message, and more often while it trains.
+    """The device is online; sent when a heartbeat interval passed without another message, and more often during training.
 
     Attributes:
-        phase: what it does for `round` and `attempt`, where its owner allows `health`; None when it does not train.
-        step, steps: how far the phase is.
+        phase: the current activity for `round` and `attempt`, if its owner allows `health`; None when it does not train.
+        step, steps: progress of the phase.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -545,12 +546,12 @@ class Heartbeat(_Message):
 
 
 class SelfReport(_Message):
-    """What a device reports of itself: at the start of a session, when it changes, and every few minutes.
+    """A device's report about itself: at the start of a session, at a change, and every few minutes.
 
     Attributes:
-        boot: drawn by each agent process; two that alternate are two machines with one identity.
-        clock: the device's clock in unix seconds, where its owner allows `health`.
-        telemetry: of its sensors, where its owner allows `telemetry`; it changes all the time, so it alone is no reason for a report.
+        boot: random, drawn by each agent process; two alternating values mean two machines with one identity.
+        clock: the device's clock in unix seconds, if its owner allows `health`.
+        telemetry: sensor readings, if its owner allows `telemetry`. They change constantly, so a change of them alone causes no report.
     """
 
     kind: Literal["self_report"] = "self_report"
@@ -561,7 +562,7 @@ class SelfReport(_Message):
 
 
 class Welcome(_Message):
-    """The coordinator answers a hello; both nonces make the session id."""
+    """The coordinator's answer to a hello; the session id is derived from both nonces."""
 
     kind: Literal["welcome"] = "welcome"
     version: Annotated[int, Field(ge=1, le=1 << 16)]
@@ -572,12 +573,12 @@ class Welcome(_Message):
 
 
 class Refusal(_Message):
-    """The coordinator answers a hello that it has no protocol version in common with.
+    """The coordinator's answer to a hello without a common protocol version.
 
     Attributes:
-        versions: those that the coordinator supports.
-        device_versions: those of the hello.
-        update: the side that is behind.
+        versions: that the coordinator supports.
+        device_versions: from the hello.
+        update: the side to update.
     """
 
     kind: Literal["refusal"] = "refusal"
@@ -588,11 +589,11 @@ class Refusal(_Message):
 
 
 class Invite(_Message):
-    """Asks one device to take part in (round, attempt).
+    """Invites one device to (round, attempt).
 
     Attributes:
-        cohort: compares its cohort secret with the others'.
-        share: of the spec's local steps that it should take (policy `pace`); left out at 1, which agents without the field read.
+        cohort: comparison of its cohort secret with the others'.
+        share: of the spec's local steps that the device should take (policy `pace`); omitted at 1, the value for agents without the field.
     """
 
     kind: Literal["invite"] = "invite"
@@ -601,10 +602,10 @@ class Invite(_Message):
 
 
 class Accept(_Message):
-    """The device takes part.
+    """The device accepts the invitation.
 
     Attributes:
-        predicted_s: seconds that it expects its update to take, by its last round, where its owner allows `health`.
+        predicted_s: expected seconds until its update, from its last round, if its owner allows `health`.
     """
 
     kind: Literal["accept"] = "accept"
@@ -612,21 +613,21 @@ class Accept(_Message):
 
 
 class Decline(_Message):
-    """The device does not take part; not a failure."""
+    """The device declines the round; not a failure."""
 
     kind: Literal["decline"] = "decline"
     reason: DeclineReason
 
 
 class Manifest(_Message):
-    """The device has an update of (round, attempt) to deliver; repeated until a receipt comes."""
+    """The device has an update of (round, attempt) to deliver; repeated until a receipt arrives."""
 
     kind: Literal["manifest"] = "manifest"
     artifact: ArtifactRef
 
 
 class Need(_Message):
-    """The receiver of an artifact asks for chunks of it; `ranges` are (first index, count) pairs."""
+    """The receiver of an artifact requests chunks of it; `ranges` are (first index, count) pairs."""
 
     kind: Literal["need"] = "need"
     artifact: Sha256
@@ -642,13 +643,13 @@ class Leave(_Message):
 
 
 class Left(_Message):
-    """The coordinator confirms: the device is no member any more, and no round waits for it."""
+    """The coordinator confirms: the device is no longer a member, and no round waits for it."""
 
     kind: Literal["left"] = "left"
 
 
 class Revoked(_Message):
-    """The coordinator has revoked the device that has this message key. It is said outside of a session."""
+    """The coordinator has revoked the device with this message key. Sent outside of a session."""
 
     kind: Literal["revoked"] = "revoked"
     key: Sha256
@@ -680,9 +681,9 @@ class SumDown(_Message):
 
 
 InSession = Heartbeat | SelfReport | Accept | Decline | Manifest | Need | Leave | SumUp
-"""What a device sends inside a session."""
+"""Messages of a device inside a session."""
 DeviceMessage = Hello | DeviceStatus | InSession
-"""What a device sends."""
+"""All messages of a device."""
 AnyMessage = (
     DeviceMessage
     | Offer
@@ -701,7 +702,7 @@ _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(disc
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The JSON bytes of a message, the ones that get signed.
+    """The JSON bytes of a message, which are signed.
 
     Raises:
         TooLargeError: the message is over 16 KB.

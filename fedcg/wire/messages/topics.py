@@ -1,6 +1,6 @@
-"""The only place that spells a topic, and the only source of the rules of which identity may write or read which topic.
+"""The only module that spells topics and defines which identity may write or read which topic.
 
-Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from here; nothing here connects to a broker.
+Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from it. It does not connect to a broker.
 """
 
 import re
@@ -13,14 +13,14 @@ from fedcg.wire.messages.schemas import COORDINATOR
 OBSERVER = "observer"
 LISTS_WRITER = "lists-writer"
 LISTS_READER = "lists-reader"
-"""The identities at the two ends of the broker's lists of devices: the coordinator's side, and the program beside the broker."""
+"""The identities at both ends of the broker's lists of devices: the coordinator's side, and the program next to the broker."""
 LISTS = "fedcg/lists/1/wanted"
-"""Retained: the lists of devices that the broker has to apply."""
+"""Retained: the lists of devices that the broker must apply."""
 LISTS_APPLIED = "fedcg/lists/1/applied"
-"""Which lists the program beside the broker has applied."""
+"""The lists that the program next to the broker has applied."""
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 ANY_DEVICE = "+"
-"""In place of a device's id: the filter over all devices."""
+"""Instead of a device's id: the filter for all devices."""
 
 
 class TopicKind(str, Enum):
@@ -68,7 +68,7 @@ _READS: dict[Role, tuple[TopicKind, ...]] = {
 
 @dataclass(frozen=True)
 class ParsedTopic:
-    """A topic of the protocol, taken apart; `device` is None on broadcasts."""
+    """The fields of a topic; `device` is None for broadcasts."""
 
     kind: TopicKind
     device: str | None
@@ -89,13 +89,13 @@ def role_of(identity: str) -> Role:
 
 
 def lists_acl() -> str:
-    """The sections of Mosquitto's access list by which it gets its lists, whatever federations there are."""
+    """The sections of Mosquitto's access list for the transfer of its lists, independent of federations."""
     ends = ((LISTS_WRITER, LISTS, LISTS_APPLIED), (LISTS_READER, LISTS_APPLIED, LISTS))
     return "\n".join(f"user {own}\ntopic write {written}\ntopic read {read}\n" for own, written, read in ends)
 
 
 def check_device_id(identity: str) -> str:
-    """The identity itself when a device may have it.
+    """Return the identity if a device may have it.
 
     Raises:
         ValueError: reserved, or not lower-case letters, digits and dashes (1 to 63 of them).
@@ -158,7 +158,7 @@ class Topics:
         return self._spell(TopicKind.DOWN_CONTROL, device)
 
     def down_chunk(self, device: str) -> str:
-        """Chunks that one device asked for."""
+        """Chunks that one device requested."""
         return self._spell(TopicKind.DOWN_CHUNK, device)
 
     def status(self, device: str) -> str:
@@ -170,7 +170,7 @@ class Topics:
         return f"{self.prefix}#"
 
     def parse(self, topic: str) -> ParsedTopic | None:
-        """A concrete topic taken apart, or None when it is not one of this federation's."""
+        """The fields of a concrete topic, or None if it is not of this federation."""
         parsed = self._parse_filter(topic)
         return None if parsed is None or parsed.device == ANY_DEVICE else parsed
 
@@ -179,7 +179,7 @@ class Topics:
         return self._allowed(_WRITES, identity, self.parse(topic))
 
     def may_read(self, identity: str, topic: str) -> bool:
-        """Whether an identity may receive a topic, or subscribe to a filter all of whose topics it may receive."""
+        """Whether an identity may receive a topic, or all topics of a filter."""
         if topic == self.everything():
             return role_of(identity) is Role.OBSERVER
         return self._allowed(_READS, identity, self._parse_filter(topic))
@@ -187,12 +187,12 @@ class Topics:
     def mosquitto_acl(
         self, device_ids: Iterable[str], observers: Iterable[str] = (), revoked: Iterable[str] = ()
     ) -> str:
-        """Mosquitto's access list: one `user` section per identity, nothing for anybody else.
+        """Mosquitto's access list: one `user` section per identity, and no access for others.
 
-        A revoked device whose session outlives the change may read its own topic, where the coordinator tells it so, and nothing else.
+        A revoked device whose session outlives the change may only read its own topic, where the coordinator announces the revocation.
 
-        One explicit section per device, not a pattern: rewriting the file and sending SIGHUP then silences a revoked
-        device even while its session is up.
+        Each device has an explicit section instead of a pattern. Rewriting the file and sending SIGHUP then silences a revoked
+        device even during its session.
 
         Raises:
             ValueError: a device id that is reserved, or an observer that is not named as one.

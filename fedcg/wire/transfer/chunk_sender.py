@@ -1,7 +1,7 @@
-"""Sends granted chunks as the link takes them: each is read from disk when its turn comes, so memory stays flat.
+"""Sends granted chunks at the pace of the link. Each chunk is read from disk just before it is sent, so memory use stays constant.
 
-One thread per sender, fair between receivers. It keeps no state that a restart could lose: a chunk that was granted and never
-sent is granted again by its receiver. A chunk that still waits for the link is not sent twice, however often it is granted.
+One thread per sender, fair between receivers. It keeps no state that a restart could lose: the receiver grants a chunk again if it was
+not sent. A chunk that still waits for the link is not sent twice, however often it is granted.
 """
 
 import logging
@@ -20,12 +20,12 @@ from fedcg.wire.transfer.chunks import chunk_check, chunk_frame, chunk_length
 from fedcg.wire.transfer.windows import Ranges
 from fedcg.wire.transport.transport import Publication, Transport
 
-HIGH_WATER_BYTES = 2_000_000  # so much may wait for the link; at 300 MB/s it lasts for two pauses
-HIGH_WATER_MESSAGES = 200  # for small chunks; control messages need room in the transport's queue
+HIGH_WATER_BYTES = 2_000_000  # the most that may wait for the link; at 300 MB/s enough for two pauses
+HIGH_WATER_MESSAGES = 200  # for small chunks; control messages need space in the transport's queue
 PAUSE_S = 0.003
 REFUSED_S = 0.05
-MAX_GRANTED = 256  # chunks of one receiver; a receiver that wants more asks again
-SPARE_PUBLICATIONS = 16  # finished ones that may be held beside twice as many as were under way at the last look
+MAX_GRANTED = 256  # chunks of one receiver, which can request more later
+SPARE_PUBLICATIONS = 16  # clean up at twice the publications in progress at the last clean-up, plus these
 BURST_CHUNKS = 16
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def file_ref(path: Path, chunk_bytes: int) -> ArtifactRef:
 
 
 class ChunkFile:
-    """An artifact on disk as a source of chunk frames; opened at the first one, after that its name may go."""
+    """An artifact on disk as a source of chunk frames. It is opened for the first frame; after that its name may be deleted."""
 
     def __init__(self, path: Path, ref: ArtifactRef) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class ChunkFile:
 
         Raises:
             OSError: the file is gone or can't be read.
-            IntegrityError: it is shorter than it was.
+            IntegrityError: it has become shorter.
         """
         if self._file < 0:
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -84,7 +84,7 @@ class _Job:
     listed: set[int] = field(default_factory=set)
 
     def add(self, ranges: Ranges, is_under_way: Callable[[int], bool]) -> None:
-        """Queue granted chunks; indices behind the last one are left out, a grant comes from the other side."""
+        """Queue granted chunks. A grant comes from the other side, so indices after the last chunk are ignored."""
         for first, count in ranges:
             for index in range(first, min(first + count, self.source.ref.chunks)):
                 if len(self.waiting) >= MAX_GRANTED:
@@ -122,7 +122,7 @@ class ChunkSender:
         self._transport = transport
         self._name = name
         self._clock = clock
-        self._jobs: dict[tuple[str, str], _Job] = {}  # those with chunks that wait, and so with a turn
+        self._jobs: dict[tuple[str, str], _Job] = {}  # jobs with waiting chunks; each has a turn
         self._under_way: dict[tuple[str, str, int], Publication] = {}
         self._look_at = SPARE_PUBLICATIONS
         self._turns: deque[tuple[str, str]] = deque()
@@ -132,12 +132,12 @@ class ChunkSender:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop at once; chunks that were granted and not published are forgotten."""
+        """Stop at once; granted chunks that are not published are dropped."""
         with self._filled:
             self._closing = True
             self._filled.notify()
@@ -147,12 +147,12 @@ class ChunkSender:
 
     @property
     def is_busy(self) -> bool:
-        """Whether chunks wait to be published, or were published and wait for the link."""
+        """Whether chunks wait to be published, or are published and wait for the link."""
         with self._filled:
             return bool(self._turns) or any(sent.is_under_way for sent in self._under_way.values())
 
     def serve(self, topic: str, source: ChunkFile, ranges: Ranges) -> None:
-        """Send these chunks on a topic (QoS 1), after those granted there before."""
+        """Send these chunks on a topic (QoS 1), after earlier grants there."""
         key = (topic, source.ref.id)
         with self._filled:
             known = self._jobs.get(key)
@@ -175,18 +175,18 @@ class ChunkSender:
         """Send all chunks once, at most once each (QoS 0), while `is_current` is True.
 
         Args:
-            topic: where to.
+            topic: of the broadcast.
             source: the artifact.
             is_current: False ends the broadcast.
             bytes_per_s: its pace.
-            burst: so many chunks may leave at once; a subscriber's queue at the broker must hold them.
+            burst: the most chunks sent at once; a subscriber's queue at the broker must hold them.
         """
         with self._filled:
             self._broadcasts.append(_Broadcast(topic, source, is_current, bytes_per_s, min(burst, BURST_CHUNKS)))
             self._filled.notify()
 
     def forget(self, artifact: str) -> None:
-        """Send nothing more of an artifact, and forget its count."""
+        """Stop sending an artifact, and reset its count."""
         with self._filled:
             self._jobs = {key: job for key, job in self._jobs.items() if key[1] != artifact}
             self._turns = deque(self._jobs)
@@ -194,7 +194,7 @@ class ChunkSender:
             self.sent.pop(artifact, None)
 
     def drop_waiting(self) -> None:
-        """Forget the chunks that were granted and not published: the link is gone, and receivers ask again."""
+        """Drop granted chunks that are not published: the link is down, and receivers request them again."""
         with self._filled:
             self._jobs.clear()
             self._turns.clear()
@@ -210,7 +210,7 @@ class ChunkSender:
             try:
                 pause_s = self._send_some()
             except Exception:  # noqa: BLE001 - the run loop of a thread; logged with its traceback
-                _LOG.exception("%s failed to send a chunk; its receiver asks again", self._name)
+                _LOG.exception("%s failed to send a chunk; its receiver requests it again", self._name)
                 pause_s = REFUSED_S
             if pause_s:
                 with self._filled:
@@ -218,7 +218,7 @@ class ChunkSender:
                         self._filled.wait(pause_s)
 
     def _send_some(self) -> float:
-        """Send until the link has enough; returns how long to wait before there is more to do."""
+        """Send until the link has enough; returns how long to wait before the next call."""
         while True:
             backlog = self._transport.backlog
             if backlog.bytes >= HIGH_WATER_BYTES or backlog.messages >= HIGH_WATER_MESSAGES:
@@ -265,7 +265,7 @@ class ChunkSender:
             publication = self._transport.publish(job.topic, frame)
         except TransportError as error:
             _LOG.info("not published on %s: %s", job.topic, error)
-            self.drop_waiting()  # no link, or a full queue: a receiver that still wants it asks again
+            self.drop_waiting()  # no link, or a full queue: a receiver that still needs the chunk requests it again
             return False
         with self._filled:
             self._remember((job.topic, job.source.ref.id, index), publication)
@@ -273,7 +273,7 @@ class ChunkSender:
         return True
 
     def _remember(self, key: tuple[str, str, int], publication: Publication) -> None:
-        """Keep publications under way, and few finished ones: each holds its chunk's bytes."""
+        """Keep publications in progress and only a few finished ones: each holds its chunk's bytes."""
         self._under_way[key] = publication
         if len(self._under_way) >= self._look_at:
             self._under_way = {name: sent for name, sent in self._under_way.items() if sent.is_under_way}
@@ -284,7 +284,7 @@ class ChunkSender:
         return known is not None and known.is_under_way
 
     def _burst(self, broadcast: _Broadcast, now: float) -> bool:
-        """Send the next chunks of a broadcast; False when it is over."""
+        """Send the next chunks of a broadcast; False at its end."""
         sent = 0
         for index in range(broadcast.next, min(broadcast.next + broadcast.burst, broadcast.source.ref.chunks)):
             if not broadcast.is_current():
@@ -297,7 +297,7 @@ class ChunkSender:
                 return False
             broadcast.next = index + 1
             sent += len(frame)
-            if sent >= broadcast.bytes_per_s:  # a slow pace must not come in bursts of seconds
+            if sent >= broadcast.bytes_per_s:  # a slow broadcast must not send bursts of several seconds
                 break
         broadcast.ready_at = now + sent / broadcast.bytes_per_s
         return broadcast.next < broadcast.source.ref.chunks

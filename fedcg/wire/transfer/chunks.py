@@ -1,7 +1,7 @@
-"""How an artifact is cut for a link: chunk frames over MQTT, byte ranges of whole chunks over HTTPS.
+"""Splits an artifact for a link: chunk frames over MQTT, byte ranges of whole chunks over HTTPS.
 
-Lost, repeated, reordered and foreign chunks do no harm. Pure: no I/O, no threads, no clock; `windows` says which chunks are asked
-for, `chunk_sender` sends, `partial_files` receives.
+Lost, repeated, reordered and foreign chunks do no harm. Pure: no I/O, no threads, no clock. `windows` selects the chunks to request,
+`chunk_sender` sends, `partial_files` receives.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ MIN_CHUNK_BYTES = 256
 
 @dataclass(frozen=True)
 class Chunk:
-    """One piece of an artifact; `index` counts from 0, `check` is the truncated hash that came with it."""
+    """One piece of an artifact; `index` counts from 0, `check` is the received truncated hash."""
 
     artifact: str
     index: int
@@ -34,33 +34,33 @@ def chunk_bytes_for(max_payload: int, configured: int = MAX_CHUNK_BYTES) -> int:
     """The chunk size for a link: the smallest of the link's limit, the configured one and 120 KB, minus the frame's head.
 
     Raises:
-        TransportError: the link takes too little for any chunk.
+        TransportError: the link's limit is too small for any chunk.
     """
     size = min(max_payload, configured, MAX_CHUNK_BYTES) - FRAME_OVERHEAD_BYTES
     if size < MIN_CHUNK_BYTES:
         raise TransportError(
-            f"the link takes payloads of {max_payload} bytes, too little for a chunk of {MIN_CHUNK_BYTES}; "
+            f"the link takes payloads of {max_payload} bytes, too small for a chunk of {MIN_CHUNK_BYTES}; "
             "raise the broker's maximum packet size or the configured chunk size"
         )
     return size
 
 
 def chunk_length(ref: ArtifactRef, index: int) -> int:
-    """How many bytes a chunk of this artifact has."""
+    """The number of bytes in a chunk of this artifact."""
     return min(ref.chunk_bytes, ref.size - index * ref.chunk_bytes)
 
 
 def chunk_check(artifact: str, index: int, data: bytes | memoryview) -> bytes:
-    """The truncated hash of a chunk's name, place and content."""
+    """The truncated hash of a chunk's artifact, index and content."""
     digest = hashlib.sha256(bytes.fromhex(artifact) + index.to_bytes(4, "big"))
     digest.update(data)
     return digest.digest()[:CHECK_BYTES]
 
 
 def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> bytes:
-    """The bytes of one chunk on the wire: magic, artifact id, index, truncated hash of all of it, data.
+    """The bytes of one chunk on the wire: magic, artifact id, index, truncated hash of them and the data, data.
 
-    `check` saves hashing where the same chunk was framed before.
+    `check` saves hashing if the same chunk was framed before.
     """
     return b"".join(
         (_HEAD.pack(MAGIC, bytes.fromhex(artifact), index, check or chunk_check(artifact, index, data)), data)
@@ -68,11 +68,11 @@ def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> b
 
 
 def read_frame(frame: bytes) -> Chunk:
-    """The chunk in a frame, its content not yet compared with its hash: for a caller that checks the whole artifact. Copies nothing.
+    """The chunk in a frame, without a check of its hash: for a caller that checks the whole artifact. Does not copy.
 
     Raises:
         TooLargeError: over the bound of the protocol.
-        MalformedError: no chunk frame.
+        MalformedError: not a chunk frame.
     """
     if len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
         raise TooLargeError(
@@ -89,19 +89,19 @@ def parse_chunk(frame: bytes) -> Chunk:
 
     Raises:
         TooLargeError: over the bound of the protocol.
-        MalformedError: no chunk frame, or one whose hash does not fit its content.
+        MalformedError: not a chunk frame, or its hash does not match its content.
     """
     chunk = read_frame(frame)
     if chunk.check != chunk_check(chunk.artifact, chunk.index, chunk.data):
-        raise MalformedError(f"chunk {chunk.index} of artifact {chunk.artifact} was damaged on its way")
+        raise MalformedError(f"chunk {chunk.index} of artifact {chunk.artifact} was damaged in transit")
     return chunk
 
 
 def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:
-    """Whether a chunk is one of this artifact.
+    """Whether a chunk belongs to this artifact.
 
     Raises:
-        MalformedError: it names this artifact, with an index or a length that the artifact can't have.
+        MalformedError: it names this artifact, but has an index or a length that the artifact can't have.
     """
     if chunk.artifact != ref.id:
         return False
@@ -117,7 +117,7 @@ READY_PATH = "/v1/ready"
 ARTIFACTS_PATH = "/v1/artifacts"
 UPDATES_PATH = "/v1/updates"
 HTTPS_STALL_S = 30.0
-"""A connection on which nothing moves for so long is ended, by either side."""
+"""Either side ends a connection without progress for this time."""
 _RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{0,12})")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,12})-([0-9]{1,12})/([0-9]{1,12})")
 
@@ -137,7 +137,7 @@ class Span:
 
     @property
     def range(self) -> str:
-        """The `Range` header that asks for it."""
+        """The `Range` header that requests it."""
         return f"bytes={self.first}-{self.last}"
 
     @property
@@ -146,31 +146,31 @@ class Span:
         return f"bytes {self.first}-{self.last}/{self.size}"
 
     def chunks(self, ref: ArtifactRef) -> Iterator[tuple[int, int]]:
-        """The whole chunks that it consists of: (index, bytes).
+        """Its whole chunks: (index, bytes).
 
         Raises:
-            MalformedError: it is not of this artifact, or begins or ends inside a chunk.
+            MalformedError: it is of another artifact, or starts or ends inside a chunk.
         """
         ends = {self.size, -(-(self.last + 1) // ref.chunk_bytes) * ref.chunk_bytes}
         if self.size != ref.size or self.first % ref.chunk_bytes or self.last + 1 not in ends:
             raise MalformedError(
-                f"{self.content_range} are no whole chunks of an artifact of {ref.size} bytes in chunks of {ref.chunk_bytes}"
+                f"{self.content_range} does not match whole chunks of an artifact of {ref.size} bytes in chunks of {ref.chunk_bytes}"
             )
         first, end = self.first // ref.chunk_bytes, -(-(self.last + 1) // ref.chunk_bytes)
         return ((index, chunk_length(ref, index)) for index in range(first, end))
 
 
 def span_of(ref: ArtifactRef, first: int, count: int) -> Span:
-    """The bytes of `count` chunks from index `first` on; the last chunk of the artifact ends them."""
+    """The bytes of `count` chunks from index `first` on, at most to the end of the artifact."""
     return Span(first * ref.chunk_bytes, min((first + count) * ref.chunk_bytes, ref.size) - 1, ref.size)
 
 
 def parse_range(text: str, size: int) -> Span:
-    """The span that a `Range` header asks of an artifact of `size` bytes; an end behind the last byte means the last byte.
+    """The span that a `Range` header requests from an artifact of `size` bytes; an end after the last byte means the last byte.
 
     Raises:
-        TooLargeError: it begins behind the last byte.
-        MalformedError: not one range that begins somewhere.
+        TooLargeError: it starts after the last byte.
+        MalformedError: not exactly one range with a start.
     """
     match = _RANGE.fullmatch(text)
     if match is None:
@@ -178,7 +178,7 @@ def parse_range(text: str, size: int) -> Span:
     first = int(match[1])
     last = min(int(match[2]), size - 1) if match[2] else size - 1
     if first >= size:
-        raise TooLargeError(f"the artifact has {size} bytes; byte {first} is not one of them")
+        raise TooLargeError(f"the artifact has {size} bytes; byte {first} is after its end")
     if last < first:
         raise MalformedError("Range ends before it begins")
     return Span(first, last, size)
@@ -188,8 +188,8 @@ def parse_content_range(text: str) -> Span:
     """The span that a `Content-Range` header announces.
 
     Raises:
-        TooLargeError: of an artifact over the bound of the protocol.
-        MalformedError: no such header, or its numbers contradict each other.
+        TooLargeError: an artifact over the bound of the protocol.
+        MalformedError: not such a header, or its numbers contradict each other.
     """
     match = _CONTENT_RANGE.fullmatch(text)
     if match is None:
@@ -198,5 +198,5 @@ def parse_content_range(text: str) -> Span:
     if span.size > MAX_ARTIFACT_BYTES:
         raise TooLargeError(f"an artifact of {span.size} bytes is over the bound of {MAX_ARTIFACT_BYTES}")
     if not span.first <= span.last < span.size:
-        raise MalformedError(f"{text} is no part of an artifact")
+        raise MalformedError(f"{text} is not a range of an artifact")
     return span

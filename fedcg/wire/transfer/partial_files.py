@@ -1,10 +1,9 @@
-"""Half-received artifacts on disk: chunks that a process received before it was killed are not fetched again.
+"""Partially received artifacts on disk: chunks that a process received before it was killed are not fetched again.
 
-A transfer is one file, `<name>.part`: every chunk at its place, and behind them the journal, a head (artifact, size, chunk
-size) and one record per chunk (index, the chunk's own hash). Nothing is fsynced on the way, and no order of writing is relied
-on: a process that opens the file again reads every recorded chunk and keeps it only when its hash fits, so a torn or altered file
-costs its bad chunks and no others. The sha256 of the whole is always checked before `finish` cuts the journal off and hands
-the file over.
+A transfer is one file, `<name>.part`: every chunk at its offset, then the journal. The journal has a head (artifact, size, chunk size)
+and one record per chunk (index, the chunk's hash). The file is not fsynced and does not depend on the order of writes: a process that
+opens it again reads every recorded chunk and keeps those whose hashes match. So a torn or altered file loses only its bad chunks. The
+sha256 of the whole is always checked before `finish` removes the journal and hands the file over.
 """
 
 import hashlib
@@ -27,21 +26,21 @@ _CRC = struct.Struct(">I")
 HEAD_BYTES = _HEAD.size + _CRC.size
 _RECORD = struct.Struct(f">I{CHECK_BYTES}s")
 RECORD_BYTES = _RECORD.size + _CRC.size
-EXPIRE_S = 7 * 24 * 3600.0  # since a transfer was opened last; then `collect` deletes it
+EXPIRE_S = 7 * 24 * 3600.0  # after a transfer was last opened, `collect` deletes it
 _NAME = re.compile(r"(?:[a-z0-9][a-z0-9-]{0,62}@)?[0-9a-f]{64}")
 
 
 class DurableReceiver(ChunkRecord):
-    """The record of an artifact's chunks together with the file that they are in. Opening it finds the chunks that are there already.
+    """The record of an artifact's chunks and the file that holds them. Opening it finds chunks that are already in the file.
 
     Args:
-        path: of the file; made when it is missing, one of another transfer is replaced.
-        ref, window, stall_s: as of `ChunkRecord`.
+        path: of the file; created if missing, replaced if it is of another transfer.
+        ref, window, stall_s: as for `ChunkRecord`.
 
     Attributes:
-        resumed: chunks that an earlier process left and whose hashes fit.
-        fresh: chunks that came since.
-        repeated: chunks that came and were here already.
+        resumed: chunks from an earlier process whose hashes match.
+        fresh: chunks received since.
+        repeated: chunks received again.
     """
 
     def __init__(self, path: Path, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
@@ -63,15 +62,15 @@ class DurableReceiver(ChunkRecord):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The chunks by how they came, as lines of the event log have them."""
+        """The numbers of chunks by origin, for the event log."""
         return {"resumed": self.resumed, "received": self.fresh, "repeated": self.repeated}
 
     def feed(self, chunk: Chunk, now: float) -> bool:
-        """Take a chunk, asked for or not; True when it brought something new.
+        """Store a chunk, requested or not; True if it is new.
 
         Raises:
             MalformedError: an index or a length that this artifact can't have.
-            OSError: the disk does not take it; the chunk is asked for again later.
+            OSError: it can't be written; the chunk is requested again later.
         """
         if not check_chunk(self.ref, chunk):
             return False
@@ -88,15 +87,15 @@ class DurableReceiver(ChunkRecord):
         return self.received(chunk.index, now)
 
     def finish(self) -> Path:
-        """The file with the whole artifact, verified and closed: adopt it, and make it durable, or leave it to be discarded.
+        """The file with the whole artifact, verified and closed. The caller adopts it and makes it durable, or discards it.
 
         Raises:
             MalformedError: not complete yet.
-            IntegrityError: it does not have the announced sha256. The receiver goes on with the chunks whose own hashes fit, or
-                from nothing when all of them fit.
+            IntegrityError: it does not have the announced sha256. The receiver continues with the chunks whose own hashes match, or
+                starts again if all of them match.
         """
         if not self.complete:
-            raise MalformedError("an artifact was read before all its chunks were there")
+            raise MalformedError("an artifact was read before all its chunks arrived")
         while self._hashed < self.ref.chunks:
             self._hash(self._hashed, self._read(self._hashed))
         if self._digest.hexdigest() != self.ref.id:
@@ -120,7 +119,7 @@ class DurableReceiver(ChunkRecord):
         self._file = -1
 
     def _recover(self) -> tuple[list[int], int]:
-        """The chunks on disk whose hashes fit, and the number of those whose hashes don't; the digest begins anew."""
+        """The chunks on disk whose hashes match, and the number of those whose hashes don't. Restarts the digest."""
         self._digest, self._hashed = hashlib.sha256(), 0
         size = os.fstat(self._file).st_size
         if size == self.ref.size and self._is_whole():
@@ -129,7 +128,7 @@ class DurableReceiver(ChunkRecord):
             self._start_again()
             return [], 0
         begin = self.ref.size + HEAD_BYTES
-        records = (size - begin) // RECORD_BYTES  # a torn last record is written over
+        records = (size - begin) // RECORD_BYTES  # a torn last record is overwritten
         checks: dict[int, bytes] = {}
         for start in range(0, records, 4096):
             wanted = min(4096, records - start) * RECORD_BYTES
@@ -145,13 +144,13 @@ class DurableReceiver(ChunkRecord):
         return present, len(checks) - len(present)
 
     def _is_whole(self) -> bool:
-        """Whether the file was finished and not taken over."""
+        """Whether the file is finished and was not adopted."""
         for index in range(self.ref.chunks):
             self._hash(index, self._read(index))
         return self._digest.hexdigest() == self.ref.id
 
     def _hash(self, index: int, data: bytes | memoryview) -> None:
-        """Bring the digest on by a chunk, if it is the next one."""
+        """Add a chunk to the digest, if it is the next one."""
         if index == self._hashed:
             self._digest.update(data)
             self._hashed += 1
@@ -159,7 +158,7 @@ class DurableReceiver(ChunkRecord):
     def _start_again(self) -> None:
         self._digest, self._hashed = hashlib.sha256(), 0
         os.ftruncate(self._file, 0)
-        _write_all(self._file, self._head, self.ref.size)  # sparse: the part in front takes no room yet
+        _write_all(self._file, self._head, self.ref.size)  # sparse: the part before it uses no space yet
         self._end = self.ref.size + HEAD_BYTES
 
     def _read(self, index: int) -> bytes:
@@ -167,13 +166,13 @@ class DurableReceiver(ChunkRecord):
 
 
 class Partials:
-    """A folder of half-received artifacts, bounded in number and bytes; the oldest that are not in use are deleted first.
+    """A folder of partially received artifacts, bounded in number and bytes. The oldest ones that are not in use are deleted first.
 
     Args:
-        root: the folder, on the file system where the artifacts end up; made when the first transfer begins.
-        max_files: transfers kept at most.
-        max_bytes: the sum of their announced sizes at most.
-        clock: unix time, that of the files.
+        root: the folder, on the file system of the complete artifacts; created with the first transfer.
+        max_files: the most transfers to keep.
+        max_bytes: the largest sum of their announced sizes.
+        clock: unix time, as in the files' time stamps.
     """
 
     def __init__(self, root: Path, max_files: int, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
@@ -182,18 +181,18 @@ class Partials:
         self._max_bytes = max_bytes
         self._clock = clock
         self._open: set[str] = set()
-        self._kept: dict[str, int] | None = None  # size by name, the oldest first; read from the folder once
+        self._kept: dict[str, int] | None = None  # size by name, oldest first; read from the folder once
 
     def open(self, ref: ArtifactRef, window: Window | None = None, owner: str = "") -> DurableReceiver:
-        """The receiver of a transfer, on the file that an earlier process left if there is one.
+        """The receiver of a transfer; it continues with the file of an earlier process if there is one.
 
         Args:
             ref: the announced artifact.
-            window: how much is asked for at once; all of it when None.
+            window: how much is requested at once; None: everything.
             owner: its sender; transfers of different owners never share a file.
 
         Raises:
-            CapacityError: the bounds are taken up by transfers that are under way.
+            CapacityError: transfers in progress use up the limits.
             OSError: the disk is full or broken.
         """
         name = _name(ref.id, owner)
@@ -206,16 +205,16 @@ class Partials:
         return receiver
 
     def release(self, artifact: str, owner: str = "") -> None:
-        """End the work on a transfer; its file stays for later."""
+        """Stop a transfer; its file stays for later."""
         self._open.discard(_name(artifact, owner))
 
     def discard(self, artifact: str, owner: str = "") -> None:
-        """Forget a transfer and its file."""
+        """Stop a transfer and delete its file."""
         self.release(artifact, owner)
         self._delete(_name(artifact, owner))
 
     def clear(self) -> None:
-        """Forget all transfers that are not under way."""
+        """Delete all transfers that are not in progress."""
         for name in self._known().keys() - self._open:
             self._delete(name)
 
@@ -245,8 +244,8 @@ class Partials:
                 self._delete(other)
         if others >= self._max_files or taken + size > self._max_bytes:
             raise CapacityError(
-                f"{others} transfers are under way; another one of {size} bytes has to wait "
-                f"(bounds: {self._max_files} transfers, {self._max_bytes} bytes)"
+                f"{others} transfers are in progress; another one of {size} bytes must wait "
+                f"(limits: {self._max_files} transfers, {self._max_bytes} bytes)"
             )
 
     def _known(self) -> dict[str, int]:
@@ -267,7 +266,7 @@ class Partials:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """The size and time of a file; None when another thread has just taken it over."""
+    """The size and time of a file; None if another thread has just adopted it."""
     try:
         return path.stat()
     except FileNotFoundError:

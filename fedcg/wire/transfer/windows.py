@@ -1,14 +1,12 @@
-"""How much of an artifact may be under way, and which chunks to ask for next: windows, the limits of known brokers that bound them, and the grants of one artifact.
+"""Flow control of transfers: windows, the limits of known brokers, and the chunks of one artifact to request next.
 
-Pure; holds no data and knows no MQTT library.
+Pure; holds no data and must not know an MQTT library.
 
-Over MQTT a window bounds the chunks under way: a broker's queue for the receiver has a bound (`PRESETS`), and messages
-beyond it are dropped. The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: the
-chunks under way must not fill the queues of a slow link, behind which keepalives and receipts would wait. Over HTTPS there is no such
-queue and no window: everything that is missing is asked for at once.
+Over MQTT a window limits the chunks in transit, because a broker drops messages beyond the limit of the receiver's queue (`PRESETS`).
+The window starts small, grows with every chunk that arrives quickly, and shrinks when chunks take long. Otherwise chunks would fill the
+queues of a slow link and delay keepalives and receipts. HTTPS has no such queue and no window: all missing chunks are requested at once.
 
-The figures are the services' documented limits. Only Mosquitto is run here; a Mosquitto that is limited the same way stands
-for the others in the tests.
+The figures are the services' documented limits. Tests use only Mosquitto, also with the limits of the other services.
 """
 
 from collections.abc import Iterable
@@ -18,11 +16,11 @@ from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.schemas import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transport.mqtt_config import IN_FLIGHT
 
-FIRST_CHUNKS = 4  # asked for before the link was measured
+FIRST_CHUNKS = 4  # requested before the link is measured
 MAX_STALL_S = 60.0
-MAX_RANGES = 256  # of one request; the bound of the message
-GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
-CALMING = 0.75  # how fast that patience shrinks again, per chunk
+MAX_RANGES = 256  # in one request; the limit of the message
+GAP_FACTOR = 2.0  # grants count as lost after this many times the pause between two chunks
+CALMING = 0.75  # how fast that time shrinks again, per chunk
 UNDER_WAY_S = 4.0  # granted chunks should arrive within this time
 Ranges = tuple[tuple[int, int], ...]
 
@@ -35,7 +33,7 @@ class Window:
     bytes: int = 1_900_000
 
     def chunks_of(self, chunk_bytes: int) -> int:
-        """How many chunks of this size fit; always at least one."""
+        """The number of chunks of this size that fit; at least one."""
         return max(1, min(self.chunks, self.bytes // chunk_bytes))
 
 
@@ -44,9 +42,9 @@ class ChunkRecord:
 
     Args:
         ref: the announced artifact; the caller has checked that its size is acceptable.
-        window: the most that may be under way; None for no bound.
-        stall_s: with nothing for so long, granted chunks that did not come are granted again. On a slow link, which
-            shows by the pauses between chunks, it takes longer: granted twice, they would go over the link twice.
+        window: the most that may be in transit; None for no limit.
+        stall_s: if no chunk arrives for this time, missing granted chunks are granted again. Longer pauses between chunks show a
+            slow link and extend it, because chunks that are granted twice are sent twice.
     """
 
     def __init__(self, ref: ArtifactRef, window: Window | None, stall_s: float = 2.0) -> None:
@@ -80,7 +78,7 @@ class ChunkRecord:
         return bool(self._have[index])
 
     def restore(self, indices: Iterable[int]) -> None:
-        """Begin again with these chunks received, and no others."""
+        """Start again with exactly these chunks received."""
         self._have = bytearray(self.ref.chunks)
         self._count = self._next = 0
         self._granted.clear()
@@ -89,19 +87,19 @@ class ChunkRecord:
             self._add(index)
 
     def received(self, index: int, now: float) -> bool:
-        """Count a chunk, asked for or not; True when it is new."""
+        """Count a chunk, requested or not; True if it is new."""
         self._arrived(index, now)
         self._granted.discard(index)
         return self._add(index)
 
     def next_need(self, now: float, room: int | None = None) -> Ranges | None:
-        """Chunks to grant now as (first, count) pairs, or None when there is nothing to ask for at the moment.
+        """Chunks to grant now as (first, count) pairs, or None if there is nothing to request now.
 
         New grants wait until half of the window is free, so that one message grants several chunks.
 
         Args:
             now: monotonic seconds.
-            room: at most so many chunks, where several transfers share a bound; None for no such bound.
+            room: the most chunks, if several transfers share a limit; None for no such limit.
         """
         if self.complete:
             return None
@@ -180,13 +178,13 @@ DEFAULT_PRESET: PresetName = "mosquitto"
 
 @dataclass(frozen=True)
 class LinkLimits:
-    """How a link to a broker is used.
+    """The limits for a link to a broker.
 
     Attributes:
-        max_packet: largest MQTT packet in bytes, whatever the broker announces.
-        in_flight: QoS 1 publishes that wait for the broker's acknowledgement at most.
-        window: what one transfer may have under way.
-        shared: what all transfers to one receiver together may have under way: they meet in its queue at the broker.
+        max_packet: largest MQTT packet in bytes, even if the broker announces more.
+        in_flight: the most QoS 1 publishes that wait for the broker's acknowledgement.
+        window: of one transfer.
+        shared: window of all transfers to one receiver together, which share its queue at the broker.
         broadcast_bytes_per_s: pace of a QoS 0 broadcast.
         chunk_bytes: largest chunk frame in bytes; the broker's packet limit still holds.
     """
@@ -217,7 +215,7 @@ def limits_for(
     window_chunks: int | None = None,
     window_bytes: int | None = None,
 ) -> LinkLimits:
-    """The limits of a preset, with single settings of the configuration in place of its own."""
+    """The limits of a preset, with single settings replaced by the configuration."""
     limits = PRESETS[preset]
     window = Window(window_chunks or limits.window.chunks, window_bytes or limits.window.bytes)
     shared = Window(max(limits.shared.chunks, window.chunks), max(limits.shared.bytes, window.bytes))

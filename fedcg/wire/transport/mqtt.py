@@ -1,8 +1,7 @@
 """Transport over MQTT 5 or 3.1.1: connects, reconnects, and keeps its guarantees over broken links.
 
-One thread per transport owns the link and every callback; other threads only put into a bounded queue. A message that was sent and not
-acknowledged when a link broke is sent again after the reconnect when it was QoS 1, and dropped when it was QoS 0. The connection,
-on paho, is in `mqtt_link`.
+One thread per transport owns the link and every callback; other threads only add to a bounded queue. If a link breaks, unacknowledged
+QoS 1 messages are sent again after the reconnect, and QoS 0 messages are dropped. The connection, on paho, is in `mqtt_link`.
 """
 
 import logging
@@ -27,24 +26,24 @@ __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]
 _LOG = logging.getLogger(__name__)
 BACKOFF_FIRST_S = 0.2
 BACKOFF_CAP_S = 30.0
-STEADY_S = 5.0  # a link that stood so long starts the backoff anew
-DRAIN_S = 2.0  # how long `close` lets queued messages leave
+STEADY_S = 5.0  # a link that lasted this long resets the backoff
+DRAIN_S = 2.0  # how long `close` waits for queued messages to leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
-TURN = 32  # messages that leave before the other direction has its turn
-TICK_S = 1.0  # how often keepalive is looked after when nothing happens
+TURN = 32  # messages sent before the other direction gets its turn
+TICK_S = 1.0  # how often keepalive is checked without other activity
 ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
-ACK_S = 60.0  # without any acknowledgement while some are owed; at 2 KB/s a chunk of 120 KB takes so long
+ACK_S = 60.0  # the longest wait for an acknowledgement; a chunk of 120 KB takes this long at 2 KB/s
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes in this protocol), properties
 
 
 def backoff_s(failures: int, rng: random.Random) -> float:
-    """Seconds to wait after so many failures in a row: doubling from 0.2 s to 30 s, up to half of it taken off as jitter."""
+    """Seconds to wait after a number of failures in a row: doubling from 0.2 s to 30 s, reduced by up to half as jitter."""
     ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2.0 ** min(max(failures - 1, 0), 16))
     return ceiling * (0.5 + 0.5 * rng.random())
 
 
 class MqttTransport:
-    """A client of an MQTT broker that keeps itself connected.
+    """A client of an MQTT broker that stays connected.
 
     Args:
         config: the broker and this client's identity on it.
@@ -52,9 +51,9 @@ class MqttTransport:
         retry_log_level: of the line about a failed connection.
 
     Attributes:
-        last_error: the reason why there is no link now, for people; None while there is one.
-        attempts: connections that were tried and have ended.
-        is_refused: whether the broker refused the last QoS 1 publish, as it can tell over MQTT 5; the first one in a row is logged.
+        last_error: why there is no link now, for people; None while there is one.
+        attempts: number of connections that were tried and have ended.
+        is_refused: whether the broker refused the last QoS 1 publish, which only MQTT 5 reports; the first one in a row is logged.
     """
 
     def __init__(self, config: MqttConfig, will: Will | None = None, retry_log_level: int = logging.WARNING) -> None:
@@ -95,17 +94,17 @@ class MqttTransport:
             TransportError: started twice, or TLS files that can't be used.
         """
         if self._thread is not None or self._closing.is_set():
-            raise TransportError("a transport is started once")
-        self._context()  # files that can't be used raise in the caller, not in a thread
+            raise TransportError("a transport can only be started once")
+        self._context()  # unusable files raise in the caller, not in a thread
         self._on_delivery, self._on_link = on_delivery, on_link
         self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._config.identity}", daemon=True)
         self._thread.start()
 
     def wait_linked(self, timeout_s: float) -> None:
-        """Wait until the first connection stands.
+        """Wait for the first connection.
 
         Raises:
-            TransportError: every version of the protocol was tried, or the time is over; with the reason, and what to check.
+            TransportError: all protocol versions failed, or the time is over; with the reason, and what to check.
         """
         deadline = time.monotonic() + timeout_s
         while not self._up:
@@ -151,29 +150,29 @@ class MqttTransport:
 
     @property
     def protocol(self) -> str:
-        """The protocol version in use, or the one that is tried next."""
+        """The protocol version in use, or the next one to try."""
         return self._versions[-1]
 
     def change_will(self, will: Will) -> None:
-        """Replace the will; this connects anew, without triggering the old one."""
+        """Replace the will. This reconnects without triggering the old will."""
         self._will = will
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Connect anew, without triggering the will, so that changed TLS files count. Nothing unacknowledged is lost."""
+        """Reconnect without triggering the will, for example to use changed TLS files. Nothing unacknowledged is lost."""
         self._anew.set()
         self._wake()
 
     def be_patient(self, retry_s: float) -> None:
-        """Give up the link, if there is one, and from now on let at least so many seconds pass before each new try; 0 ends that."""
+        """Drop the link, if there is one, and from now on wait at least this many seconds before each attempt; 0 ends that."""
         self._patience_s = retry_s
         if retry_s:
             self.reconnect()
 
     def close(self) -> None:
-        """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread.
+        """Wait briefly for queued messages to leave, disconnect without triggering the will, and stop the thread.
 
-        A thread that hangs in an unanswered handshake is not waited for; it ends by itself when that times out.
+        A thread that hangs in an unanswered handshake ends later, when the handshake times out.
         """
         self._closing.set()
         self._wake()
@@ -189,7 +188,7 @@ class MqttTransport:
         try:
             self._wake_in.send(b"x")
         except OSError:
-            return  # full, so it wakes anyway; or closed, so no thread is left to wake
+            return  # full: the thread wakes anyway; or closed: no thread is left to wake
 
     def _close_wake(self) -> None:
         self._wake_in.close()
@@ -213,7 +212,7 @@ class MqttTransport:
                 return
             failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
             delay = max(backoff_s(failures, self._rng), self._patience_s)
-            # whoever asked for patience has the reason
+            # the caller of `be_patient` has the reason
             level = logging.DEBUG if self._patience_s else self._retry_log_level
             _LOG.log(level, "%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
@@ -231,9 +230,9 @@ class MqttTransport:
             self.last_error = str(error)
         except OSError as error:
             self.last_error = mqtt_config.explain_break(self._config, error, reached=reached, accepted=self._accepted)
-        except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
+        except Exception as error:  # noqa: BLE001 - the run loop: invalid bytes from a broker must not end the transport
             if not isinstance(error, WireError):
-                _LOG.exception("the MQTT client failed; connecting again")
+                _LOG.exception("the MQTT client failed; reconnecting")
             self.last_error = f"the broker at {self._config.address} sent unexpected data: {error}"
         finally:
             if reached and not self._accepted and not self._anew.is_set():
@@ -252,11 +251,11 @@ class MqttTransport:
         return link
 
     def _serve(self, link: MqttLink) -> None:
-        """Move packets until the transport closes or connects anew.
+        """Exchange packets until the transport closes or reconnects.
 
         Raises:
-            TransportError: the broker refuses, hangs up, or does not answer.
-            OSError: the link is gone.
+            TransportError: the broker refuses, closes the connection, or does not answer.
+            OSError: the link is broken.
             MalformedError: bytes that a broker may not send.
         """
         own = self._config
@@ -274,20 +273,20 @@ class MqttTransport:
             is_drained = not self._outgoing and not link.want_write()
             if self._anew.is_set() or (close_at is not None and (now >= close_at or is_drained)):
                 if self._anew.is_set():
-                    self.last_error = f"connecting anew to the broker at {self._config.address}"
+                    self.last_error = f"reconnecting to the broker at {self._config.address}"
                 link.hang_up()
                 return
             wait_s = 0.0 if is_busy else TICK_S if close_at is None else TICK_S / 10
             if link.move(self._wake_out.fileno(), wait_s):
                 self._wake_out.recv(65_536)
-                self._is_woken = False  # before the queue is read: a later message wakes the thread again
+                self._is_woken = False  # before the queue is read, so that a later message wakes the thread again
 
     def _await_answer(self) -> None:
-        # On a link that stands the answer comes behind chunks, as acknowledgements do.
+        # On an open link the answer arrives after chunks, like acknowledgements.
         self._answer_by = time.monotonic() + (ACK_S if self._up else ANSWER_FACTOR * self._config.connect_timeout_s)
 
     def _hand_over(self, link: MqttLink) -> bool:
-        """Send the messages that the link takes at once and keep the rest in the bounded queue; returns whether it would take more."""
+        """Send the messages that the link takes now and keep the rest in the bounded queue; returns whether the link would take more."""
         if self._accepted and self._new_filters:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
@@ -303,7 +302,7 @@ class MqttTransport:
 
     def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> None:
         _, packet = link.subscribe(filters)
-        if packet is not None:  # else the connection is gone
+        if packet is not None:  # otherwise the connection is broken
             self._unanswered[packet] = filters
             self._await_answer()
 

@@ -1,4 +1,4 @@
-"""How to reach a broker, and the messages for an operator when it can't be reached. Knows nothing of MQTT libraries."""
+"""The address and limits of a broker, and the messages for an operator if it can't be reached. Must not know an MQTT library."""
 
 import hashlib
 import ipaddress
@@ -14,8 +14,8 @@ from fedcg.wire.tls import SET_CLOCK, ServerRole, ServerRoleError, clock_time, e
 
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455
-MAX_INBOUND = 2 << 20  # bytes; the limit of the generated broker configuration, and many times a chunk
-# a control message of 16 KB, its signature, topic and header: a link that takes less is none
+MAX_INBOUND = 2 << 20  # bytes; the limit of the generated broker configuration, many times a chunk
+# a control message of 16 KB with signature, topic and header: a link with a smaller limit is unusable
 MIN_PACKET_BYTES = 17 * 1024
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 
@@ -37,10 +37,10 @@ class TlsFiles:
     key: Path
 
     def context(self, role: ServerRole = ServerRole.BROKER) -> ssl.SSLContext:
-        """A TLS 1.3 client context that checks the server's certificate, name and role and shows this side's own.
+        """A TLS 1.3 client context that checks the server's certificate, name and role, and sends this side's certificate.
 
         Raises:
-            TransportError: names the file that is missing or not usable.
+            TransportError: names the file that is missing or unusable.
         """
         for path in (self.ca, self.cert, self.key):
             if not path.is_file():
@@ -69,16 +69,15 @@ class MqttConfig:
     """A broker and this client's identity on it.
 
     Attributes:
-        identity: over TLS the certificate's common name must be the same.
-        federation: sets the connections of one identity apart, one per federation; "" for its only one.
+        identity: over TLS, the certificate's common name must be the same.
         tls: mutual TLS; None only with `insecure` and a loopback host.
         protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
         assumed_max_packet: largest packet in bytes for a broker that does not announce its own (any with 3.1.1); the
             smallest limit among the known brokers is 128 KB.
-        max_packet: largest packet in bytes whatever the broker announces, for services that take less than they announce.
-        max_inbound: largest packet in bytes that is taken from the broker; a larger one ends the link before it is read.
-        connection: sets the connections of one identity apart (`connection_name`).
-        in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker announces so.
+        max_packet: largest packet in bytes even if the broker announces more, for services that accept less than they announce.
+        max_inbound: largest packet in bytes that is accepted from the broker; a larger one ends the link before it is read.
+        connection: distinguishes the connections of one identity (`connection_name`); "" for its only one.
+        in_flight: the most QoS 1 publishes that are sent and not acknowledged; fewer if the broker announces fewer.
     """
 
     host: str
@@ -115,10 +114,10 @@ class MqttConfig:
 
 
 def connection_name(federation: str, secret: bytes) -> str:
-    """The name of an identity's connection for a federation: the same at every start, and unknown to all without the secret.
+    """The name of an identity's connection for a federation: the same at every start, and secret.
 
-    A broker ends the session of a client id that connects again, whoever does. Nobody but the identity itself and the
-    coordinator can do that to a client id that nobody else can guess.
+    A broker ends the session of a client id if another client connects with the same id. With a secret id only the identity itself and the
+    coordinator can cause that.
 
     Args:
         federation: that the connection serves.
@@ -128,9 +127,9 @@ def connection_name(federation: str, secret: bytes) -> str:
 
 
 def explain_failure(config: MqttConfig, error: OSError) -> str:
-    """The cause for an operator to check when connecting failed with `error`."""
+    """The message for an operator when connecting failed, with the cause to check."""
     if isinstance(error, ServerRoleError):
-        cause = f"its certificate was not accepted: {error.verify_message}. Check host and port; else somebody is in between"
+        cause = f"its certificate was not accepted: {error.verify_message}. Check host and port; otherwise the connection may be intercepted"
     elif isinstance(error, ssl.SSLCertVerificationError):
         cause = explain_dates(error) or (
             f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA and name "
@@ -139,7 +138,7 @@ def explain_failure(config: MqttConfig, error: OSError) -> str:
     elif isinstance(error, ssl.SSLError):
         cause = f"TLS failed ({in_words(error)}): the port may not speak TLS 1.3, or it refuses this certificate"
     elif isinstance(error, ConnectionRefusedError):
-        cause = "nobody listens there: is the broker running, is the port right, does a firewall refuse?"
+        cause = "the connection was refused: is the broker running, is the port right, does a firewall block it?"
     elif isinstance(error, socket.gaierror):
         cause = f"the name can't be resolved ({error.strerror}): check the host name and DNS"
     elif isinstance(error, TimeoutError):
@@ -158,18 +157,18 @@ def explain_refusal(config: MqttConfig, reason: str) -> str:
 
 
 def explain_silence(config: MqttConfig, reason: str) -> str:
-    """The message for an operator when the broker hung up before it answered; TLS 1.3 shows no better reason."""
+    """The message for an operator when the broker closed the connection before it answered; TLS 1.3 gives no better reason."""
     causes = "the protocol version is not supported"
     if config.tls is not None:
         causes = (
             f"the broker does not accept the certificate {config.tls.cert} (signed by another CA, expired, revoked, or a clock "
             f"is wrong: this machine's shows {clock_time()}; {SET_CLOCK}, and the broker's), or {causes}"
         )
-    return f"the broker at {config.address} hung up before answering ({reason}). Likely causes: {causes}"
+    return f"the broker at {config.address} closed the connection before answering ({reason}). Likely causes: {causes}"
 
 
 def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted: bool) -> str:
-    """The message for an operator when a link broke, by the step that it had reached."""
+    """The message for an operator when a link broke, depending on its progress."""
     if not reached:
         return explain_failure(config, error)
     if not accepted:
@@ -178,9 +177,9 @@ def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted
 
 
 def explain_small_packets(config: MqttConfig, largest: int) -> str:
-    """The message for an operator when the broker takes packets that are too small for this protocol."""
+    """The message for an operator when the broker's packet limit is too small for this protocol."""
     return (
-        f"the broker at {config.address} takes packets of at most {largest} bytes, and {MIN_PACKET_BYTES} are needed: raise its "
+        f"the broker at {config.address} takes packets of at most {largest} bytes, but {MIN_PACKET_BYTES} are needed: raise its "
         "maximum packet size (Mosquitto: max_packet_size)"
     )
 
@@ -190,8 +189,8 @@ def explain_subscription(config: MqttConfig, topics: list[str], answers: list[st
 
     Args:
         config: the broker.
-        topics: the requested ones.
-        answers: per topic why it was refused, "" when it was not; a broker may send too few or too many.
+        topics: the requested topics.
+        answers: per topic why it was refused, "" if it was granted; a broker may send too few or too many.
     """
     refused = [f"{topic}: {answer}" for topic, answer in zip(topics, answers) if answer]  # noqa: B905 - of other lengths
     what = "; ".join(refused) or f"it answered {len(answers)} of {len(topics)} subscriptions"

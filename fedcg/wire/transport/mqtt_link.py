@@ -1,11 +1,10 @@
-"""One connection to a broker on paho, with bounds on what a broker may send, and the bounded queue of messages that wait for it.
+"""One connection to a broker on paho, with limits for incoming packets, and the bounded queue of waiting messages.
 
-No thread of its own, no policy of reconnecting (`mqtt`).
+It has no thread and no policy for reconnecting; both are in `mqtt`.
 
-paho's threads and its reconnecting are not used: they send an oversize publish again for ever, queue without a bound, and end
-silently with an exception in a callback. The private names of paho that are used here are listed in docs/decisions/013.
-
-Knows nothing of MQTT libraries; safe to use from several threads.
+paho's threads and its reconnecting are not used: they resend an oversize publish without end, queue without a limit, and end silently after
+an exception in a callback. docs/decisions/013 lists the private names of paho that are used here. The queue is safe to use from several
+threads.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Backlog, Will
 
 HANG_UP_S = 0.8  # how long `hang_up` waits for the broker
-MAX_UNSENT = 65_536  # packets; as many acknowledgements as there are packet ids, and a ping
+MAX_UNSENT = 65_536  # packets: one acknowledgement per packet id, and a ping
 READ_BYTES = 1 << 18
 OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
 
 class MqttLink(paho.Client):
-    """A connection; its owner opens it, hands messages over, and moves it, on one thread.
+    """A connection. One thread opens it, passes messages to it, and calls `move`.
 
     Args:
         config: the broker.
@@ -59,7 +58,7 @@ class MqttLink(paho.Client):
         self._cause = ""
         self._give_up_at = 0.0
         self.is_accepted = False
-        self.connect_timeout = config.connect_timeout_s  # of the TLS handshake too
+        self.connect_timeout = config.connect_timeout_s  # also for the TLS handshake
         if context is not None:
             self.tls_set_context(context)
         if will is not None:
@@ -71,7 +70,7 @@ class MqttLink(paho.Client):
         """Connect and send CONNECT.
 
         Raises:
-            OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
+            OSError: no connection or no handshake in time (`ssl.SSLError` is one).
         """
         properties = Properties(PacketTypes.CONNECT) if self._is_5 else None  # type: ignore[no-untyped-call]
         if properties is not None:
@@ -79,7 +78,7 @@ class MqttLink(paho.Client):
         self.connect(self._settings.host, self._settings.port, self._settings.keepalive_s, properties=properties)
 
     def accept_keepalive(self, seconds: int | None) -> None:
-        """Use the broker's keepalive where it is shorter; none at all, or a longer one, would hide a dead link."""
+        """Use the broker's keepalive if it is shorter; none, or a longer one, would hide a dead link."""
         self._keepalive = min(self._settings.keepalive_s, seconds or self._settings.keepalive_s)
 
     def move(self, wake: int | None, seconds: float) -> bool:
@@ -93,13 +92,13 @@ class MqttLink(paho.Client):
             Whether `wake` can be read.
 
         Raises:
-            OSError: the connection is gone.
-            MalformedError: a packet that a broker may not send; paho raises errors of its own for others.
+            OSError: the connection is broken.
+            MalformedError: a packet that a broker may not send; paho raises its own errors for others.
         """
         sock: Any = self.socket()
         if sock is None:
             raise ConnectionError(self._cause or "it is closed")
-        holds_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # which no poll announces
+        holds_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # poll does not report these bytes
         poll, descriptor = select.poll(), sock.fileno()
         poll.register(descriptor, select.POLLIN | (select.POLLOUT if self.want_write() else 0))
         if wake is not None:
@@ -119,12 +118,12 @@ class MqttLink(paho.Client):
         return wake in ready
 
     def hang_up(self) -> None:
-        """End the packet that is on its way, send DISCONNECT, and give the broker a moment to close the connection.
+        """Finish the current packet, send DISCONNECT, and give the broker time to close the connection.
 
-        A connection that is closed while bytes wait to be read is reset: the broker may never read DISCONNECT, and publishes the will.
+        Closing a connection with unread bytes resets it: the broker may then never read DISCONNECT, and publishes the will.
         """
         self._give_up_at = time.monotonic() + HANG_UP_S
-        self.on_socket_close = self._drain  # paho closes as soon as DISCONNECT has left
+        self.on_socket_close = self._drain  # paho closes as soon as DISCONNECT is sent
         with contextlib.suppress(OSError, MalformedError):
             self.disconnect()
             while self.socket() is not None and (left_s := self._give_up_at - time.monotonic()) > 0:
@@ -147,7 +146,7 @@ class MqttLink(paho.Client):
             self._cause = f"the broker ended it: {reason}"
 
     def _sock_recv(self, bufsize: int) -> bytes:
-        """Read for paho, which asks for the rest of a packet after its kind and length were read, and before there is room for it."""
+        """Read for paho, which requests the rest of a packet after its type and length, before it allocates memory for it."""
         self._check_header(self._in_packet["command"], bufsize)
         return super()._sock_recv(bufsize)
 
@@ -155,7 +154,7 @@ class MqttLink(paho.Client):
         kind = command & 0xF0
         if size > self._settings.max_inbound:
             raise MalformedError(f"a packet of {size} bytes; at most {self._settings.max_inbound} are read")
-        if command & 0xF4 == paho.PUBLISH | 0x04:  # paho would keep each until the broker releases it
+        if command & 0xF4 == paho.PUBLISH | 0x04:  # paho would keep each one until the broker releases it
             raise MalformedError("a message at QoS 2, which nothing here subscribes to")
         if kind == paho.CONNACK and self.is_accepted:
             raise MalformedError("a second answer to CONNECT")
@@ -168,7 +167,7 @@ def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-MAX_SENDS = 3  # a QoS 1 publish under which three links broke is given up: it may be what breaks them
+MAX_SENDS = 3  # a QoS 1 publish is dropped after three broken links: it may be the cause
 
 
 @dataclass(eq=False)
@@ -176,8 +175,8 @@ class Outgoing:
     """One publish.
 
     Attributes:
-        sends: how often it was handed to a link.
-        is_under_way: it waits here for the link, or for the broker's acknowledgement.
+        sends: how often it was passed to a link.
+        is_under_way: it waits for the link or for the broker's acknowledgement.
     """
 
     topic: str
@@ -189,7 +188,7 @@ class Outgoing:
 
 
 class OutgoingQueue:
-    """Publishes that are queued, and QoS 1 publishes that are sent and not acknowledged."""
+    """Queued publishes, and QoS 1 publishes that are sent and not acknowledged."""
 
     def __init__(self, max_messages: int = 1000, max_bytes: int = 64 * 1024 * 1024) -> None:
         self._max_messages = max_messages
@@ -215,14 +214,14 @@ class OutgoingQueue:
         """Queue a publish.
 
         Raises:
-            TransportError: a bound would be passed.
+            TransportError: a limit would be exceeded.
         """
         with self._lock:
             waiting = len(self._queue) + len(self._unacked)
             if waiting >= self._max_messages or self._bytes + len(message.payload) > self._max_bytes:
                 raise TransportError(
-                    f"the outgoing queue is full ({waiting} messages, {self._bytes} bytes): the link is slower than what is "
-                    "sent; wait and try again"
+                    f"the outgoing queue is full ({waiting} messages, {self._bytes} bytes): the link is too slow; "
+                    "wait and try again"
                 )
             self._queue.append(message)
             self._bytes += len(message.payload)

@@ -1,7 +1,7 @@
-"""The seam between sessions and brokers: a small Protocol; `mqtt` implements it, and tests have a twin in one process.
+"""The interface between sessions and brokers: a small Protocol. `mqtt` implements it, and tests have an in-process implementation.
 
-A transport carries bytes between topics. It knows nothing of envelopes, artifacts or rounds, and its callbacks only
-enqueue: nothing is ever computed on a transport's thread.
+A transport carries bytes between topics. It must not know envelopes, artifacts or rounds. Its callbacks only enqueue: no work is done
+on a transport's thread.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True)
 class Delivery:
-    """One message as it came from the broker."""
+    """One message from the broker."""
 
     topic: str
     payload: bytes
@@ -33,12 +33,12 @@ class Publication(Protocol):
 
     @property
     def is_under_way(self) -> bool:
-        """Queued, or sent and not acknowledged: sending the same once more would put it on the link twice."""
+        """Queued, or sent and not acknowledged. Publishing the same again would send it twice."""
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """The messages that were published and have not left: queued, or sent at QoS 1 and not acknowledged."""
+    """Published messages that are not delivered yet: queued, or sent at QoS 1 and not acknowledged."""
 
     messages: int = 0
     bytes: int = 0
@@ -51,29 +51,29 @@ _LOG = logging.getLogger(__name__)
 
 
 def call_out(callback: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
-    """Call a user's callback from a transport's thread, which must survive every exception of the callback."""
+    """Call a user's callback from a transport's thread, which must survive all exceptions of the callback."""
     try:
         callback(argument)
     except Exception:  # noqa: BLE001 - the outermost frame of a transport's thread; logged with its traceback
-        _LOG.exception("a transport's callback failed; the event that it was given is lost")
+        _LOG.exception("a transport's callback failed; its event is lost")
 
 
 class Transport(Protocol):
     """Publish and subscribe, at least once for QoS 1, at most once for QoS 0.
 
     Laws (the contract suite proves them on every broker):
-      * a QoS 1 publish made while connected reaches every live subscriber that is allowed to read the topic;
-      * a subscriber gets the retained message of a topic right after it subscribed, with `retained` set;
+      * a QoS 1 publish while connected reaches every live subscriber that may read the topic;
+      * a subscriber receives the retained message of a topic right after subscribing, with `retained` set;
       * subscriptions survive a reconnect without a new call of `subscribe`;
-      * `on_link(True)` comes after every successful (re)connect, once the subscriptions are granted; `on_link(False)` after a loss;
-      * a link on which a broker takes too small packets, does not grant a subscription or acknowledges nothing is given up, and
-        tried again with backoff;
-      * a publish that is refused, by a broker that answers so, leaves the link up and sets `is_refused`, until one is let through;
+      * `on_link(True)` follows every successful (re)connect, once the subscriptions are granted; `on_link(False)` follows a loss;
+      * if a broker has a too small packet limit, refuses a subscription or acknowledges nothing, the link is dropped and
+        retried with backoff;
+      * if a broker reports that it refuses a publish, the link stays up and `is_refused` is set until a publish is accepted;
       * callbacks run on the transport's own thread and must only enqueue.
     """
 
     is_refused: bool
-    """Whether the broker did not let the last publish through: this client may not write there."""
+    """Whether the broker refused the last publish: this client may not write to that topic."""
 
     def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
         """Connect in the background and keep connecting, with backoff, until `close`."""
@@ -82,21 +82,21 @@ class Transport(Protocol):
         """Subscribe to a topic filter, now and after every reconnect."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
-        """Hand bytes to the broker; never blocks on the network. From any thread.
+        """Publish bytes; never blocks on the network. From any thread.
 
         Raises:
             TransportError: not connected, the outgoing queue is full, or the payload is over `max_payload`.
         """
 
     def change_will(self, will: Will) -> None:
-        """Replace the will; this connects anew, without triggering the old one."""
+        """Replace the will. This reconnects without triggering the old will."""
 
     def be_patient(self, retry_s: float) -> None:
-        """Give up the link, if there is one, and from now on let at least so many seconds pass before each new try; 0 ends that."""
+        """Drop the link, if there is one, and from now on wait at least this many seconds before each attempt; 0 ends that."""
 
     @property
     def backlog(self) -> Backlog:
-        """The messages that wait to leave; a caller that sends much waits until they are few."""
+        """The messages that wait to leave. A caller that sends a lot waits until there are few."""
 
     @property
     def max_payload(self) -> int:

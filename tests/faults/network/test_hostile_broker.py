@@ -382,6 +382,6 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
     (refused,) = federation.world.events("update_refused")
     assert (refused["client"], refused["outcome"]) == ("a", "conflict")
-    for told in ("two devices seem to use its private store", "a copy of it, or of its private store, takes part too"):
+    for told in ("seem to use the same private store", "A copy of the device or of its private store is running"):
         assert any(told in record.message for record in caplog.records), told
     federation.assert_completed()

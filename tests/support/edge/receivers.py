@@ -55,7 +55,7 @@ class Receiver:
             IntegrityError: the chunks don't add up to the announced sha256; the receiver starts again from nothing.
         """
         if not self.complete:
-            raise MalformedError("an artifact was read before all its chunks were there")
+            raise MalformedError("an artifact was read before all its chunks arrived")
         data = b"".join(self._have[index] for index in range(self.ref.chunks))
         if hashlib.sha256(data).hexdigest() != self.ref.id:
             self._have.clear()

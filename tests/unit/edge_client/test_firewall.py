@@ -202,7 +202,7 @@ def test_a_report_without_what_the_method_needs_is_refused() -> None:
         ({}, PolicySection(), None, ""),
         ({"upload": tuple(LAYOUTS)}, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "extractor"),
         ({"upload": tuple(LAYOUTS)}, EVERYTHING, None, ""),
-        (COUNTED, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "statistics (numbers computed of the images"),
+        (COUNTED, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "statistics (numbers computed from the images"),
         ({"report": tuple(ReportField)}, PolicySection(), DeclineReason.REPORT_NOT_ALLOWED, "label_counts"),
         ({}, PolicySection(allow_report=frozenset()), DeclineReason.REPORT_NOT_ALLOWED, "examples"),
         ({"method": "telepathy"}, PolicySection(), DeclineReason.UNKNOWN_METHOD, "telepathy"),
@@ -363,9 +363,7 @@ def test_a_sealed_part_leaves_only_as_numbers_behind_masks_and_without_masks_as_
         built(shared, spec=spec, policy=PolicySection(allow_upload=frozenset(Part) - {Part.SEALED}))
     assert caught.value.part == "sealed"
     shared[Part.EXTRACTOR]["weight"][0, 0] = 9.0
-    with pytest.raises(
-        CodecError, match="tensor weight holds numbers beyond -8 and 8, and a sealed sum has no room for them"
-    ):
+    with pytest.raises(CodecError, match="tensor weight holds numbers outside -8 to 8, which a sealed sum can't hold"):
         left(Sealing(0.25, masks.__add__))
 
 

@@ -235,7 +235,7 @@ def test_running_already_existing_and_missing_things_have_exit_codes_of_their_ow
     )
     assert codes == [0, EXISTS, ALREADY_RUNNING]
     assert {words: run_fedcg(*words).exit_code for words in missing} == dict.fromkeys(missing, NOT_FOUND)
-    assert "7 what was named does not exist" in " ".join(run_fedcg("--help").stdout.split())
+    assert "7 not found" in " ".join(run_fedcg("--help").stdout.split())
 
 
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_requests_that_their_peers_end_are_one_line_without_a_traceback(
         wait_until(lambda: site.ended == 20, "all are ended")
         assert ask(open_sockets.enter_context(connect(site.port))) == 200
     assert len(caplog.records) == 1
-    assert " ended a request before all of it was here" in caplog.text
+    assert " ended a request before all of it arrived" in caplog.text
     assert "Traceback" not in caplog.text
 
 

@@ -205,7 +205,7 @@ def test_a_wrong_passphrase_and_a_file_that_is_not_whole_write_nothing(
     wrong = ("--passphrase-file", tmp_path / "wrong")
     assert "another passphrase was used for it" in fails(1, "coordinator", "restore", file, "--dir", new, *wrong)
     missing = ("coordinator", "restore", tmp_path / "none", "--dir", new, *words)
-    assert "there is no such file" in fails(NOT_FOUND, *missing)
+    assert "no such file or folder" in fails(NOT_FOUND, *missing)
     assert not new.exists()
 
 

@@ -309,7 +309,7 @@ def test_the_brokers_key_can_not_play_the_enrolment_listener(desk: Desk, tmp_pat
     theirs, token = SigningKey.generate().public.hex, desk.token("line-4")
     with (
         between(desk, BROKER_NAME, lambda answer: {**answer, "coordinator_key": theirs}) as thief,
-        pytest.raises(EnrolError, match=r"of the server 'broker'.*'enrolment' is expected.*Nothing secret was sent"),
+        pytest.raises(EnrolError, match=r"for the server 'broker'.*'enrolment' is expected.*Nothing secret was sent"),
     ):
         enrol(token, tmp_path / "box", url=thief.url)
     assert token.secret.hex().encode() not in thief.heard
@@ -396,9 +396,9 @@ def test_a_box_takes_no_other_server_of_the_coordinator_for_broker_or_carrier(de
     tls = TlsFiles(desk.authority, own.certificate, own.key)
     with between(desk, "enrolment", dict) as other:
         port = urlsplit(other.url).port or 0
-        with pytest.raises(TransportError, match="of the server 'enrolment', and 'broker' is expected"):
+        with pytest.raises(TransportError, match="for the server 'enrolment', but 'broker' is expected"):
             probe(MqttConfig(HOST, port, "line-4", tls=tls), timeout_s=20)
-        with pytest.raises(ssl.SSLError, match="of the server 'enrolment', and 'carrier' is expected"):
+        with pytest.raises(ssl.SSLError, match="for the server 'enrolment', but 'carrier' is expected"):
             check_ready(other.url, tls)
     assert not other.heard
 

@@ -109,11 +109,9 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     )
     assert "Without a cohort secret: a, b, c." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
-    shows(
-        reader, "/events", "tiny: round 1: the update of a is accepted (", "b declined (no_data)", 'tr class="warning"'
-    )
-    shows(reader, "/f/tiny", "round 1: the update of a is accepted (")
-    shows(reader, "/events?event=update_stored", "the update of a is accepted")
+    shows(reader, "/events", "tiny: round 1: update of a accepted (", "b declined (no_data)", 'tr class="warning"')
+    shows(reader, "/f/tiny", "round 1: update of a accepted (")
+    shows(reader, "/events?event=update_stored", "update of a accepted")
     shows(reader, "/devices/a", ">accepted</span>")
     shows(reader, "/f/tiny/sent.html", "<td>accepted</td>")
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
@@ -160,7 +158,7 @@ def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_by_pa
         told = run_fedcg("federation", "watch", "tiny", "--once", *place, environment=environment).output
     assert "updates 4 of 4 (quorum 2)" in told
     assert re.search(rf"^c +quarantined +{re.escape(why)} *$", told, re.MULTILINE), told
-    assert "round 1: 3 updates are merged" in told
+    assert "round 1: merging 3 updates" in told
 
 
 def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> None:
@@ -236,10 +234,10 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     operator, viewer, store = page.reader(), page.reader(Role.VIEWER), page.made.world.store
     for form, form_of, fields, shown, text in (
         ("federations/tiny/pause", "/confirm/pause/tiny", {"reason": "cleaning"}, "/f/tiny", 'badge warn">paused'),
-        ("federations/tiny/resume", "/federations", {}, "/events", "tiny: an operator lets it run"),
+        ("federations/tiny/resume", "/federations", {}, "/events", "tiny: started or resumed by an operator"),
         ("federations/tiny/extend", "/federations", {"rounds": "5"}, "/f/tiny", "of 7"),
         ("devices/a/disable", "/confirm/disable/a", {"reason": "moved"}, "/devices/a", "disabled: moved"),
-        ("devices/a/enable", "/devices/a", {}, "/events", "a is invited again"),
+        ("devices/a/enable", "/devices/a", {}, "/events", "a enabled and invited again"),
         ("federations/tiny/stop", "/confirm/stop/tiny", {}, "/federations", "stopped"),
         ("federations/tiny/archive", "/federations", {}, "/federations?archived=true", 'id="f-tiny"'),
     ):

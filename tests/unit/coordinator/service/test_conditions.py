@@ -157,7 +157,7 @@ def test_a_wrong_clock_and_two_agents_under_one_identity_are_problems(make_world
         note("b", report("b", boot=BOOTS[0]))
         found = world.problems(running.service)["two devices with one identity"]
         assert (found.device, "fedcg device revoke b" in found.remedy) == ("b", True)
-        assert "the problem closes 10 minutes after the last time that both reported" in found.remedy
+        assert "The problem closes 10 minutes after the last time that both reported" in found.remedy
         for later_s, is_open in ((599, True), (601, False)):
             then = replace(world.known(running.service), now=now + later_s)
             assert any(each.kind == found.kind for each in open_problems(then)) is is_open
@@ -192,7 +192,7 @@ def test_devices_that_remember_more_than_the_coordinator_are_a_problem_with_its_
         problem = remember(epoch, 20)["devices are ahead"]
         assert f"a knows epoch {epoch} and round 20; this coordinator is at epoch {epoch} and round 1" in problem.what
         assert "fedcg coordinator restore FILE --dir NEW" in problem.remedy
-        assert "If they decline as `not eligible`: one start with" in problem.remedy
+        assert "If they decline as `not eligible`: start once with" in problem.remedy
         assert not problem.is_severe
         problem = remember(epoch + 3, 1)["devices are ahead"]
         assert problem.is_severe

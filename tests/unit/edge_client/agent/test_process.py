@@ -53,7 +53,7 @@ def test_an_agent_that_makes_a_damaged_file_anew_names_it_in_its_log(start: Star
     agent, log = start(), store.root / "events.jsonl"
     wait_until(lambda: any(event["event"] == "refused" for event in read_events(log)), "the damage is reported", 30)
     refused = next(event for event in read_events(log) if event["event"] == "refused")
-    assert str(refused["detail"]).startswith(f"{store.root}/accepted.json is damaged. It holds which images")
+    assert str(refused["detail"]).startswith(f"{store.root}/accepted.json is damaged. It holds only the list of images")
     assert agent.poll() is None
 
 

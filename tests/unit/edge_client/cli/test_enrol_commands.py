@@ -157,7 +157,7 @@ def test_a_box_whose_clock_is_wrong_is_told_by_how_much_and_keeps_its_token(
     command = [sys.executable, "-c", SHIFTED.format(days * 86_400), "enrol", "--token", token, "--out", str(out)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
-    assert re.search(f"this box's clock is {how} the coordinator's", refused.stderr)
+    assert re.search(f"this device's clock is {how} the coordinator's", refused.stderr)
     assert refused.stderr.count(" UTC") == 2
     assert "(timedatectl set-ntp true), then enrol again" in refused.stderr
     assert not out.exists()

@@ -104,7 +104,7 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     assert lines[2] == f"After each round this would leave {DEVICE}, up to 1.3 MB:"
     assert "classifier 4.8 kB the network from features to classes; it never sees an image" in lines
     assert any(
-        line.startswith("statistics 1.2 MB numbers computed of the images") and "(not in [policy])" in line
+        line.startswith("statistics 1.2 MB numbers computed from the images") and "(not in [policy])" in line
         for line in lines
     )
     assert "label_counts the number of training images of each class (not in [policy])" in lines

@@ -105,7 +105,7 @@ def test_a_truncated_or_altered_file_and_a_wrong_passphrase_write_nothing(box: P
     output = run("restore", file, "--config", new, "--json", root=tmp_path, ends=1)
     assert not new.parent.exists()
     assert "another passphrase was used" in output
-    assert "give the passphrase with which it was written" in output
+    assert "give the passphrase that it was written with" in output
 
 
 @pytest.mark.parametrize("name", ["signing.key", "store/secrets/device.key", "store/counter.json"])

@@ -205,8 +205,8 @@ def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent
         huge.truncate(MAX_FILE_BYTES + 1)
     (folder / ".hidden.png").write_bytes(b"no image")  # as macOS leaves beside every file
     reasons = {
-        "gone.png": "a link to a file that is not there",
-        "self.png": "a link to a file that is not there",
+        "gone.png": "a link to a file that does not exist",
+        "self.png": "a link to a file that does not exist",
         "fifo.png": "not a regular file",
         "zero.png": "not a regular file",
         "folder.png": "not a regular file",

@@ -87,7 +87,7 @@ def test_what_is_no_regular_file_in_a_folder_is_named_the_others_are_classified_
     assert done.exit_code == 2
     assert [one["file"] for one in document["results"]] == [str(folder / "1.png")]
     assert {Path(one["file"]).name: one["error"] for one in document["errors"]} == {
-        "gone.png": "a link to a file that is not there",
+        "gone.png": "a link to a file that does not exist",
         "zero.png": "not a regular file",
         "fifo.png": "not a regular file",
     }

@@ -152,7 +152,7 @@ def _bomb() -> bytes:
     ("content", "status", "code", "told"),
     [
         (encoded(picture(1), "PNG")[:300], 422, "bad_image", "damaged"),
-        (b"no image", 422, "bad_image", "not an image.*; the model takes images, RGB, brought to 24 x 20 pixels"),
+        (b"no image", 422, "bad_image", "not an image.*; the model takes images, RGB, resized to 24 x 20 pixels"),
         (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), 422, "bad_image", "32 bits or floats"),
         (encoded(Image.new("L", (100, 101)), "PNG"), 413, "image_too_large", "101.* over the limit of 10000"),
         (_bomb(), 422, "bad_image", "damaged"),

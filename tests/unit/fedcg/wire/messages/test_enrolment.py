@@ -42,7 +42,7 @@ def test_a_mistyped_or_cut_token_is_noticed_before_anything_is_asked(
 
 def test_what_is_no_token_is_told_without_repeating_it() -> None:
     for text in ("", "secret-looking", "fcg1", "x" * 5000):
-        with pytest.raises(MalformedError, match="no enrolment token") as refused:
+        with pytest.raises(MalformedError, match="not an enrolment token") as refused:
             enrolment_messages.Token.parse(text)
         assert "secret-looking" not in str(refused.value)
 

@@ -211,7 +211,7 @@ def test_an_altered_link_is_refused(change: dict[str, object]) -> None:
         ([LINKS[0], LINKS[2]], "do not follow"),
         ([LINKS[1], LINKS[0]], "do not follow"),
         ([LINKS[0], make_link(FEDERATION, 2, 4, KEYS[1], KEYS[2].public)], "do not follow"),  # its epoch goes back
-        ([LINKS[0], make_link(FEDERATION, 2, 6, KEYS[1], KEYS[0].public)], "comes back"),
+        ([LINKS[0], make_link(FEDERATION, 2, 6, KEYS[1], KEYS[0].public)], "occurs twice"),
     ],
 )
 def test_links_out_of_order_and_keys_that_come_back_are_refused(links: list[KeyLink], why: str) -> None:

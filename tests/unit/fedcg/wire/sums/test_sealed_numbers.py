@@ -105,7 +105,7 @@ def test_sums_of_groups_are_opened_together_and_with_another_secret_or_list_not_
         (added(list(numbers.values())) + 1, nobodys, "shapes", SECRET),
     ]
     for sent, of, federation, secret in wrong:
-        with pytest.raises(SumError, match="is of another secret, or was changed on the way"):
+        with pytest.raises(SumError, match="is of another secret, or was altered in transit"):
             opened({Part.EXTRACTOR.value: sent}, of, federation, secret)
 
 
@@ -114,7 +114,7 @@ def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
     for place, sign in ((1 + TAGS, 1), (46 + TAGS, -1)):
         lie = honest.copy()
         lie[place] = np.int32(sign * 1.001 * STEPS).astype(np.uint32)
-        with pytest.raises(SumError, match="an opened sum is no mean of numbers within their bounds"):
+        with pytest.raises(SumError, match="an opened sum is not a mean of numbers in their bounds"):
             from_numbers(lie, LAYOUTS, RANGE)
     honest[0] = np.uint32(1.001 * STEPS)
     with pytest.raises(SumError, match="the shares in an opened sum don't add up"):
@@ -124,9 +124,9 @@ def test_a_device_that_sends_a_number_beyond_its_share_leaves_no_mean() -> None:
 @pytest.mark.parametrize(
     ("name", "number", "problem"),
     [
-        ("weight", 8.5, "tensor weight holds numbers beyond -8 and 8, and a sealed sum has no room for them"),
-        ("weight", -9.0, "tensor weight holds numbers beyond -8 and 8"),
-        ("held", 1.25, "tensor held holds numbers beyond 0 and 1"),
+        ("weight", 8.5, "tensor weight holds numbers outside -8 to 8, which a sealed sum can't hold"),
+        ("weight", -9.0, "tensor weight holds numbers outside -8 to 8"),
+        ("held", 1.25, "tensor held holds numbers outside 0 to 1"),
     ],
 )
 def test_a_number_beyond_its_bounds_names_its_tensor(name: str, number: float, problem: str) -> None:

@@ -162,7 +162,7 @@ def test_the_last_chunk_is_as_long_as_what_is_left() -> None:
     "span", [Span(0, 298, 1000), Span(1, 299, 1000), Span(0, 299, 1001), Span(0, 999, 1200), Span(300, 700, 1000)]
 )
 def test_a_span_of_anything_but_whole_chunks_is_refused(span: Span) -> None:
-    with pytest.raises(MalformedError, match="no whole chunks"):
+    with pytest.raises(MalformedError, match="does not match whole chunks"):
         span.chunks(RANGED)
 
 
