@@ -123,7 +123,7 @@ WRONG: dict[str, list[Row]] = {
         ("mean = [0.5, 0.5]", "input.mean: must have one number for each channel, 1 with mode L, not 2"),
         ("std = [1e-300]", "input.std.0: must be greater than or equal to 0.0001"),
         ("[params]", ""),
-        ("lr = 1e300", "params.lr: must be true, false, a text of at most 200 characters or a number within 1e18"),
+        ("lr = 1e300", "params.lr: must be true, false, a text of at most 200 characters or a number within ±1e18"),
         ("epochs = 0", "params.epochs: must be greater than or equal to 1 ("),
         ("ephocs = 3", "params.ephocs: there is no such setting (did you mean `epochs`?)"),
         ("gan_lr = [1]", "params.gan_lr: must be true, false, a text"),

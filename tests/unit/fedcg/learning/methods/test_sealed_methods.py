@@ -118,7 +118,7 @@ def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it_and_comp
     warnings: list[str] = []
     ctx = replace(asked(party.spec, 3, {"a": CALIBRATED}, data.val), callbacks=Callbacks(warn=warnings.append))
     assert fedseal.align(own, Aggregate(spoilt), data.train, ctx) == {}
-    assert "moments of no images: the averaged classifier is used as it came" in warnings[0]
+    assert "moments of no images: the averaged classifier is used without calibration" in warnings[0]
 
 
 def test_with_balanced_logits_the_calibrated_classifier_gets_the_clients_own_label_shares(sealed: Simulation) -> None:

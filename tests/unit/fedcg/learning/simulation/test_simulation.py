@@ -274,7 +274,7 @@ def test_methods_are_listed_with_when_to_take_which() -> None:
 
 def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
     text = run_fedcg("method", "show", "fedmd_cg").stdout
-    assert "stays on the box: extractor" in text
+    assert "stays on the device: extractor" in text
     assert "label counts" in text
     shown = data_of(run_fedcg("method", "show", "fedcg", "--json").stdout)
     assert shown["private"] == ["discriminator", "extractor"]
