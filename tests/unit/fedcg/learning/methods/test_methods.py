@@ -260,7 +260,7 @@ def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_t
             "returns no sequence of 1 losses (smoothed cross",
         ),
         ("label_smoothing=", 'reduction="none", label_smoothing=', "the loss of both has the shape [8]; a Descent"),
-        ("found = yield", "found = None and", "stage smoothed: its step yields no Descent"),
+        ("found = yield", "found = None and", "stage smoothed: its step must yield a Descent"),
         ("AverageAggregator(UP", "AverageAggregator(KEPT", "the aggregator averages extractor, which no update"),
         ("F.cross_entropy", "G.cross_entropy", "NameError: name 'G' is not defined (our_package.py, line 42, in loss)"),
     ):
