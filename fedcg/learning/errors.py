@@ -1,14 +1,15 @@
 """Errors of the learning core.
 
-LearningError ├── DataError            a folder, file or array that does not match the spec ├── DefenceError         a
-data defence that is incompatible with the images, keys or settings ├── ExtensionError       an unusable method,
-generator or split of an installed package ├── NetworkError         a network that cannot be built, or weights that do
-not fit it ├── ProgramError         a user's program that can't be found, imported or called ├── ├── PrivacyError
-a mechanism that is unavailable with this method, network or installation └── UnknownMethodError   no file of that name
-in `fedcg/learning/methods/`, and no installed package with such a method
+LearningError
+├── DataError            a folder, file or array that does not match the spec
+├── DefenceError         a data defence that is incompatible with the images, keys or settings
+├── ExtensionError       an unusable method, generator or split of an installed package
+├── NetworkError         a network that cannot be built, or weights that do not fit it
+├── ProgramError         a user's program that can't be found, imported or called
+├── PrivacyError         a mechanism that is unavailable with this method, network or installation
+└── UnknownMethodError   no file of that name in `fedcg/learning/methods/`, and no installed package with such a method
 
-`fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and is defined
-there.
+`fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and is defined there.
 """
 
 from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError

@@ -182,7 +182,7 @@ class RoundContext:
     Attributes:
         spec: the federation's spec; `round` counts from 1 to `spec.rounds`, or further if the federation was extended.
         streams: already scoped to (federation, round, attempt).
-        public: unlabelled images, [N, C, H, W] uint8, for the server half; None if there are none.
+        public: unlabelled images, [N, C, H, W] uint8, for the server half; None without public images.
         validation: the client's validation images, for model selection and never for training; None on a server or if a
             client has none.
         privacy: this client's mechanisms; all off by default. A server half has none.

@@ -3,8 +3,9 @@
 Torch-free. Every size is checked before memory is allocated.
 
 The arrays are `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras'
-`x_train`. The same files can hold tensors of other shapes, uint8 or float32; `inputs` is another name for `images`. The
-sizes declared by the archive and by each array's header are checked against each other and the limit before unpacking.
+`x_train`. The same files can hold tensors of other shapes, uint8 or float32; `inputs` is another name for `images`.
+
+The sizes declared by the archive and by each array's header are checked against each other and the limit before unpacking.
 Never more is unpacked than declared. Objects (pickles) are refused.
 """
 

@@ -103,7 +103,7 @@ class Signals(Samples):
 def table(
     source: str | Path | pd.DataFrame, columns: Columns, label: str = "label", classes: Sequence[str] | None = None
 ) -> Table:
-    """The rows of a table.
+    """Read the rows of a table.
 
     Args:
         source: a CSV file (UTF-8, a header, commas), a Parquet file, or a pandas.DataFrame.

@@ -9,11 +9,11 @@ because both use every image. A generator that learns only from such a discrimin
 the data, is covered too (post-processing). So is everything that a server computes from the updates. Methods that train
 another network on images or labels are refused (`Method.private_stages`).
 
-What it does not cover: the numbers of a report (examples, label counts, loss, accuracy), the choice of the best round
-by validation images (it decides what a device keeps and serves, not what it sends), whether a device participates, and
-the personal model if anyone but the owner can query it: its weights are covered, its held-out metrics are not. A
-local-only model is trained without DP-SGD and never sent. The number of training images counts as public, because it
-sets the sampling rate and the number of steps. A subject in k images has up to k times the ε, at a larger δ.
+It does not cover the numbers of a report (examples, label counts, loss, accuracy), the choice of the best round by
+validation images (it decides what a device keeps and serves, not what it sends), whether a device participates, and the
+personal model if anyone but the owner can query it: its weights are covered, its held-out metrics are not. A local-only
+model is trained without DP-SGD and never sent. The number of training images counts as public, because it sets the
+sampling rate and the number of steps. A subject in k images has up to k times the ε, at a larger δ.
 
 Noise and sampling come from `torch.Generator`s seeded with 63 bits of the device's secret stream, so they can't be
 reproduced without the secret. They are not cryptographic generators. Attacks on floating-point noise are not covered:

@@ -51,7 +51,7 @@ def public_of(ctx: RoundContext) -> torch.Tensor:
     """The public images, [N, C, H, W] uint8.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no public images.
     """
     if ctx.public is None or not len(ctx.public):
         raise DataError(

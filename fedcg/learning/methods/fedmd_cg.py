@@ -68,7 +68,7 @@ class FedmdCgParams(DistilledParams):
     server_batch: int = Field(default=64, ge=2, description="rows of a student step")
     bank: Literal["auto", "exact", "arrival"] = Field(
         default="auto",
-        description="server labels from this round's p(y), or from the last one's, reweighted; auto: the latter above exact_clients",
+        description="server labels from this round's p(y), or the last p(y), reweighted; auto: the latter above exact_clients",
     )
     exact_clients: int = Field(default=32, ge=1, description="with more, eq. 11 draws one client per batch and label")
 

@@ -8,8 +8,8 @@ that the round starts from:
   * all use the calibrated classifier if most clients' validation losses fall;
   * a mean is rolled back if, with the better of both classifiers, its loss on most clients' validation images is higher
     than that of the parts they trained from. All then continue from those parts. This is needed because sealed weights
-    can't be inspected. (A head that a client fits to the features itself is a weaker test of an extractor: features of
-    a corrupted one still fit a few dozen images.)
+    can't be inspected. (A head that a client fits to the features itself is a weaker test. The features of a corrupted
+    extractor still fit a few dozen images.)
   * if the images of half of the clients come from another domain, so that the mean fits them far worse than their own
     models, all keep their own extractors and share only the classifiers.
 """
@@ -54,7 +54,7 @@ class FedsealParams(fl.TrainingParams):
     unusable: float = Field(
         default=1.05,
         gt=1,
-        description="a mean is unusable if its validation loss exceeds this multiple of the loss before training",
+        description="a mean is unusable if its validation loss exceeds this multiple of the loss of the parts it was trained from",
     )
     other_kind: float = Field(
         default=1.4,

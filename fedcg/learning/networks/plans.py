@@ -99,7 +99,7 @@ def sealed_parts(plan: FederationPlan, method: Method) -> frozenset[Part]:
     if wrong := frozenset(plan.sealed) - method.payload.sealed - method.payload.sealable:
         can = ", ".join(sorted(part.value for part in method.payload.sealable)) or "none"
         names = ", ".join(sorted(part.value for part in wrong))
-        raise NetworkError(f"{method.name}: sealed = {names} is not supported; parts that it only averages: {can}")
+        raise NetworkError(f"{method.name}: sealed = {names} is not supported; it only averages: {can}")
     sealed = method.payload.sealed | frozenset(plan.sealed)
     if sealed and plan.params.get("average", "mean") != "mean":
         raise NetworkError(

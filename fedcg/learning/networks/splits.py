@@ -262,9 +262,7 @@ def _output(asked: Rehearsal, half: str, module: nn.Module, inputs: torch.Tensor
     if not isinstance(output, torch.Tensor):
         raise asked.wrong(half, f"returns a {type(output).__name__}, not a tensor")
     if output.ndim < 2 or len(output) != len(inputs) or 0 in output.shape:
-        raise asked.wrong(
-            half, f"gives {list(output.shape)} for {list(inputs.shape)}; the first dimension is the batch"
-        )
+        raise asked.wrong(half, f"gives {list(output.shape)} for {list(inputs.shape)}; dimension 0 must be the batch")
     if output.dtype != torch.float32:
         raise asked.wrong(half, f"returns {output.dtype}, not float32")
     if not bool(torch.isfinite(output).all()):

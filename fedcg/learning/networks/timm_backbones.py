@@ -74,7 +74,7 @@ def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
     if wrong:
         more = f" and {len(wrong) - _NAMED_IN_ERRORS} more" if len(wrong) > _NAMED_IN_ERRORS else ""
         raise NetworkError(
-            f"{path}: these are not the weights of this network: {', '.join(wrong[:_NAMED_IN_ERRORS])}{more}; choose the right weights "
+            f"{path}: not the weights of this network: {', '.join(wrong[:_NAMED_IN_ERRORS])}{more}; choose the right weights "
             "file"
         )
     return result

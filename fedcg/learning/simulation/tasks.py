@@ -87,7 +87,7 @@ class RoundRecord:
         local_accuracy: of the local-only model on its own test images (None without one); `local_validation`,
             `local_common` likewise.
         consistency: share of its generated features that its classifier recognises; None without a generator.
-        spread: mean std(G) / std(F) of its own generator.
+        spread: mean std(G) / std(F) of its generator.
         accuracy_ema: of the moving average, on its own test images; `common_ema` likewise.
         common_after: as `accuracy_after`, on the common test images.
         losses: calibrated validation losses of the candidate models: "own", "ema", "downloaded", "local".

@@ -58,7 +58,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[weight] = {"step": self._count, "exp_avg": mean, "exp_avg_sq": square}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for weight in self._weights:
             weight.grad = None
 
@@ -152,7 +152,7 @@ class NoisyOptimiser(torch.optim.Optimizer):
         restore_optimiser(self._inner, {name: value for name, value in kept.items() if name != "stream"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._inner.zero_grad(set_to_none)
 
     @torch.no_grad()

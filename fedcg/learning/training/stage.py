@@ -45,7 +45,7 @@ class AfterStep(Protocol):
     """A callback after each step, with the updated networks."""
 
     def __call__(self) -> None:
-        """A step is done."""
+        """Called after each step."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """A step is done."""
+        """Called after each step."""
         self._steps += 1
         step = int(self._steps)
         kept = min(self._decay, (1 + step) / (10 + step))

@@ -56,9 +56,9 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("--freeze all", "no weights of timm:test_efficientnet are at hand"),
-        ("--freeze all --weights random", "freeze = all keeps a backbone as its weights are"),
-        ("--weights nowhere", "no file, and no folder with"),
+        ("--freeze all", "no weights of timm:test_efficientnet found"),
+        ("--freeze all --weights random", "freeze = all needs pretrained weights"),
+        ("--weights nowhere", "not a file, and not a folder with"),
         ("--weights FILE --network lenet5", "--weights are of a backbone with a projection"),
     ],
 )

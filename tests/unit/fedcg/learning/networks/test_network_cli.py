@@ -61,7 +61,7 @@ def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
     ("arguments", "said"),
     [
         (("lenet5", "--channels", "2"), "1 (grey) or 3"),
-        (("lenet5", "--generator", "gru"), "no generator named 'gru'"),
+        (("lenet5", "--generator", "gru"), "no generator 'gru'"),
         (("lenet 5",), "network.split: must be 1 to 200 letters, digits and signs of _.:@+-"),
     ],
 )

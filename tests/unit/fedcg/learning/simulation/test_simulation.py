@@ -311,7 +311,7 @@ def test_a_client_whose_budget_ends_takes_no_part_any_more() -> None:
     now, after_two = stood[-1], stood[1]
     for name in ("a", "c"):
         assert [failure.round for failure in now.failures[name]] == [3, 4]
-        assert "privacy budget is used up: a round more would bring epsilon to" in now.failures[name][0].reason
+        assert "privacy budget is used up: another round would bring epsilon to" in now.failures[name][0].reason
         assert now.spent[name].epsilon(1e-5) == pytest.approx(epsilon(12, 8 / 24), rel=1e-9)
     assert "b" not in now.failures
     assert cases.same_parts(now.states["a"].parts, after_two.states["a"].parts)
