@@ -34,7 +34,7 @@ from fedcg.learning.training.optimisers import with_gradient_noise
 from fedcg.wire.parts import Part
 
 LOOKS = 20
-"""How often a watched loss is read while a stage runs."""
+"""How many times a watched loss is read while a stage runs."""
 
 Tensors = tuple[torch.Tensor, ...]
 LossOf = Callable[[], torch.Tensor]

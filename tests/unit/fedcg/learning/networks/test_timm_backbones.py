@@ -224,9 +224,7 @@ def test_weights_that_do_not_fit_are_found_when_the_plan_is_made_and_absent_ones
         other.write_bytes(other.read_bytes().replace(b"layer.weight", b"layer.\xffeight"))
     if damage == "text":
         other.write_text("no weights")
-    with pytest.raises(
-        NetworkError, match=r"other\.pth: (not the weights of this network|can't read weights)"
-    ):
+    with pytest.raises(NetworkError, match=r"other\.pth: (not the weights of this network|can't read weights)"):
         complete_spec(tiny_plan("local", other))
     monkeypatch.setenv(split_names.WEIGHTS_VARIABLE, "")
     assert complete_spec(tiny_plan("local", other)).network.weights == split_names.weights_digest(other)
