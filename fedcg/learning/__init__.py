@@ -1,1 +1,1 @@
-"""The learning core: spec, networks, losses and methods. Knows nothing of sockets, sessions or stores."""
+"""The learning core: spec, networks, losses and methods. Independent of sockets, sessions and stores."""

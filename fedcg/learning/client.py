@@ -1,6 +1,6 @@
-"""Who takes part in a federation, as a program of the user's own states it: the network, its data, its classes.
+"""A participant of a federation, as defined by the user's program: network, data and classes.
 
-The same value is simulated (`fedcg.simulate`) and run on a device.
+The same value is used in simulations (`fedcg.simulate`) and on devices.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from fedcg.wire.parts import Part, TensorLayout
 _SHARES = {"train": 0.9, "val": 0.1}
 _TRACED = 64
 _WIDE = 8.0
-"""Deviation of random inputs that look for features beyond those of the data."""
+"""Standard deviation of the random inputs that probe for features beyond those of the data."""
 
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """One participant.
+    """One participant of a federation.
 
     Attributes:
         model: `fedcg.split(net, after="features")`, or `fedcg.Split(extractor, classifier)`.
-        train: what it trains on: a torch Dataset of (x, y), two arrays (inputs, labels), `fedcg.table` or `fedcg.signals`, or rows with an input and a label; a tenth of it,
-            by content, chooses the best model (validation). x is uint8, then scaled to [0, 1], or any number, as float32; all of one shape.
+        train: training data: a torch Dataset of (x, y), two arrays (inputs, labels), `fedcg.table` or `fedcg.signals`,
+            or rows with an input and a label. A tenth, split by content, is used for validation. x is uint8 (scaled to
+            [0, 1]) or any number (as float32), all of one shape.
         classes: names of the classes; a label y is an index into them.
-        test: what its models are measured on, of the same form; None: its validation samples.
-        name: of the site, for tables and files; empty: its place in the list, client-1 and so on.
-        trainer: for another task than classification: trains and measures `model`, which is then a whole network, on data that it has itself;
-            `train`, `test` and `classes` are left out.
-        example: one input of the network, [*shape], that its export follows from; with a trainer.
-        mean, std: inputs are normalised by these, a number for each index of x's first dimension; empty: they are not.
+        test: test data of the same form; None: the validation samples.
+        name: of the site, for tables and files; empty: client-1 and so on, by position in the list.
+        trainer: for tasks other than classification: trains and evaluates `model`, a whole network, on its own data.
+            Leave out `train`, `test` and `classes`.
+        example: one input of the network, [*shape], used for its export; only with a trainer.
+        mean, std: for normalising inputs, one number per index of x's first dimension; empty: no normalisation.
     """
 
     model: Halves | nn.Module
@@ -70,24 +71,25 @@ class Client:
         """Check the model.
 
         Raises:
-            NetworkError: it is not cut in two, or built at its first call; or what is given does not go together.
+            NetworkError: the model is not split in two or is only built at its first call, or the fields are
+                inconsistent.
         """
         if self.trainer is not None:
             if not isinstance(self.trainer, Trainer) or not isinstance(self.model, nn.Module):
-                raise NetworkError("with a trainer, which extends fedcg.Trainer, model is a whole torch.nn.Module")
+                raise NetworkError("trainer must extend fedcg.Trainer, and model must be a whole torch.nn.Module")
             if self.example is None or self.train is not None or self.classes:
                 raise NetworkError(
-                    "with a trainer, give example, one input of the network; the trainer has the data, so leave train and classes out"
+                    "with a trainer, set example to one input of the network, and leave train, test and classes out: the trainer has the data"
                 )
             modules = list(self.model.named_modules())
         elif isinstance(self.model, Halves):
             if self.train is None or len(self.classes) < 2:
                 raise NetworkError(
-                    "train and classes are needed, two classes or more; for another task than classification give a trainer"
+                    "set train, and two or more classes; for tasks other than classification, set a trainer"
                 )
             columns = [list(part.columns.items()) for part in (self.train, self.test) if isinstance(part, Table)]
             if columns[1:] not in ([], columns[:1]):
-                raise NetworkError("test has other columns than train, or in another order")
+                raise NetworkError("test and train must have the same columns in the same order")
             modules = [*self.model.extractor.named_modules(), *self.model.classifier.named_modules()]
             private = {id(one) for one in self.model.extractor.parameters()}
             if tied := [name for name, one in self.model.classifier.named_parameters() if id(one) in private]:
@@ -96,16 +98,16 @@ class Client:
                 )
         else:
             raise NetworkError(
-                f"model is a {type(self.model).__name__}: give fedcg.split(net, after=...) or fedcg.Split(extractor, classifier)"
+                f"model is a {type(self.model).__name__}: use fedcg.split(net, after=...) or fedcg.Split(extractor, classifier)"
             )
         if lazy := [name for name, one in modules if isinstance(one, nn.modules.lazy.LazyModuleMixin)]:
-            raise NetworkError(f"model: {lazy[0]} is built at its first call: run the network once before it is cut")
+            raise NetworkError(f"model: {lazy[0]} is only built at its first call: run the network before the split")
 
     def data(self, name: str) -> ClientData:
-        """Its samples, read into memory.
+        """The client's samples, read into memory.
 
         Raises:
-            DataError: names the client, the sample and what is wrong with it.
+            DataError: names the client, the sample and the problem.
         """
         if (task := self.own_task(name)) is not None:
             return ClientData(*task.held())
@@ -119,19 +121,19 @@ class Client:
         train, val = (rows.rows([int(entry.path) for entry in parts[part]]) for part in ("train", "val"))
         if len(train) < 2 or not len(val):
             raise DataError(
-                f"client {name}: of {len(rows)} samples of train {len(train)} are to train on and {len(val)} to validate with "
-                "(copies, and windows that overlap, stay together): give it more, and different ones"
+                f"client {name}: train splits into {len(train)} samples for training and {len(val)} for validation, of {len(rows)} "
+                "(copies and overlapping windows stay together): add more, different samples"
             )
         test = val if self.test is None else read_dataset(self.test, self.classes, f"client {name}: test")
         if test.images.shape[1:] != train.images.shape[1:] or test.images.dtype != train.images.dtype:
-            raise DataError(f"client {name}: samples of test and train have other shapes or types")
+            raise DataError(f"client {name}: samples of test and train differ in shape or type")
         return ClientData(train, val, test)
 
     def arrays(self, name: str) -> ArrayData:
-        """Its samples as a device reads them from a source: `train`, and `test` where it has one.
+        """The client's samples as a device reads them from a source: `train`, and `test` if set.
 
         Raises:
-            DataError: names the client, the sample and what is wrong with it.
+            DataError: names the client, the sample and the problem.
         """
 
         def read(part: str, data: Any) -> LabelledImages:
@@ -141,16 +143,16 @@ class Client:
         return ArrayData(read("train", self.train), None if self.test is None else read("test", self.test))
 
     def own_task(self, name: str) -> Task | None:
-        """What it trains by its own trainer; None without one."""
+        """The task of the client's trainer; None without a trainer."""
         return None if self.trainer is None else Task(name, cast(nn.Module, self.model), self.trainer)
 
     def as_started_by(self, first: Client, choice: NetworkChoice, name: str) -> NetworkChoice:
-        """The networks of the first client, with this one's trainer."""
+        """The networks of the first client, with this client's trainer."""
         task = replace(first, trainer=self.trainer).own_task(name)
         return choice if task is None else choice.bound(task.split(), task)
 
     def form(self, images: torch.Tensor | NDArray[Any]) -> TensorForm:
-        """The form of its inputs [N, *shape]; with a trainer that of its example."""
+        """The form of the inputs [N, *shape]; with a trainer, of its example."""
         if self.example is not None:
             images = torch.as_tensor(self.example)[None]
             images = images if images.dtype == torch.uint8 else images.to(torch.float32)
@@ -166,14 +168,14 @@ class Client:
         )
 
     def network(self, data: ClientData, **chosen: Any) -> NetworkChoice:
-        """Its network as a spec names it, with the code bound to it.
+        """The network as named in a spec, with its code bound to it.
 
         Args:
-            data: its samples; some are sent through the network.
+            data: the client's samples; some are run through the network.
             chosen: other fields of the choice, e.g. generator.
 
         Raises:
-            NetworkError: the network can't run on them, or makes something else than logits of its classes.
+            NetworkError: the network can't run on them, or does not return logits of its classes.
         """
         if (task := self.own_task(self.name)) is not None:
             task.check_example(
@@ -186,7 +188,7 @@ class Client:
         features, logits = _traced(halves, samples)
         if logits.shape != (len(samples), len(self.classes)):
             raise NetworkError(
-                f"the network makes {list(logits.shape[1:])} of an input, not one number for each of {len(self.classes)} classes"
+                f"the network returns {list(logits.shape[1:])} per input, not one logit for each of {len(self.classes)} classes"
             )
         wide, _ = _traced(halves, torch.randn(samples.shape, generator=torch.Generator().manual_seed(0)) * _WIDE)
         reach = FeatureRange.around(torch.cat([features, wide]))
@@ -195,7 +197,7 @@ class Client:
         return choice.bound(self._split(choice))
 
     def bound(self, choice: NetworkChoice, form: InputForm, name: str) -> NetworkChoice:
-        """A federation's choice of networks with this program's code, which has to be what the choice says.
+        """A federation's choice of networks with this program's code bound to it. The code must match the choice.
 
         Raises:
             NetworkError: names what differs.
@@ -206,12 +208,12 @@ class Client:
         for stated, ours in self._stated(task, features).items():
             if (theirs := getattr(choice, stated)) != ours:
                 raise NetworkError(
-                    f"the federation's network is not that of this program: network.{stated} has {_first_other(theirs, ours)}"
+                    f"the federation's network differs from this program's: network.{stated} has {_first_other(theirs, ours)}"
                 )
         return choice.bound(self._split(choice)) if task is None else choice.bound(task.split(), task)
 
     def _stated(self, task: Task | None, features: torch.Tensor | None = None) -> dict[str, Any]:
-        """What a spec says of the network beside its features, which the classifier is tried on."""
+        """The spec's fields of the network other than its features, on which the classifier is tried."""
         if task is not None:
             stored = {part: layout_of(weights) for part, weights in task.parts().items()}
             return {"split": TRAINER, "extractor": stored[Part.EXTRACTOR], "head": stored[Part.CLASSIFIER]}
@@ -240,7 +242,7 @@ def _stored(extractor: nn.Module) -> tuple[TensorLayout, ...] | None:
     """The tensors of an extractor; None where it has none.
 
     Raises:
-        NetworkError: one is of a type that can't be stored.
+        NetworkError: a tensor's type can't be stored.
     """
     tensors = extractor.state_dict()
     for name, tensor in tensors.items():
@@ -250,10 +252,10 @@ def _stored(extractor: nn.Module) -> tuple[TensorLayout, ...] | None:
 
 
 def _first_other(theirs: Any, ours: Any) -> str:
-    """Where two names, or two lists of tensors or layers, differ first."""
+    """The first difference between two names, or two lists of tensors or layers."""
     sides = [(one,) if isinstance(one, str) else one or () for one in (theirs, ours)]
     pairs = ([_told(one) for one in pair] for pair in itertools.zip_longest(*sides))
-    return next(f"{one}, and here {other}" for one, other in pairs if one != other)
+    return next(f"{one} there and {other} here" for one, other in pairs if one != other)
 
 
 def _told(one: object) -> str:
@@ -270,7 +272,7 @@ def _built(layers: tuple[Layer, ...], *_: object) -> nn.Module:
 
 @torch.no_grad()
 def _traced(halves: Halves, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features and logits of inputs, in eval mode; the modules stay as they are."""
+    """Features and logits of inputs, in eval mode. The modules are not changed."""
     extractor, classifier = (copy.deepcopy(one).eval() for one in (halves.extractor, halves.classifier))
     try:
         features = extractor(inputs)
@@ -284,7 +286,7 @@ def _traced(halves: Halves, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.T
             if isinstance(features, torch.Tensor)
             else type(features).__name__
         )
-        raise NetworkError(f"the extractor makes {found}, not a float32 tensor [B, ...] of features")
+        raise NetworkError(f"the extractor returns {found}, not a float32 tensor [B, ...] of features")
     try:
         return features, classifier(features)
     except Exception as error:
@@ -295,10 +297,10 @@ def _traced(halves: Halves, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def _as_data(halves: Halves, features: torch.Tensor) -> tuple[Layer, ...] | None:
-    """The classifier as data, where the layers that it is made of give its own logits; None where it has none."""
+    """The classifier as data, if its layers reproduce its logits; None otherwise."""
     layers = halves.layers()
     if not layers or not all(weight.requires_grad for weight in halves.classifier.parameters()):
-        return None  # what is frozen keeps its weights
+        return None  # frozen tensors keep their weights
     own = copy.deepcopy(halves.classifier).eval()
     again = built(layers).eval()
     tensors, names = own.state_dict().values(), again.state_dict()

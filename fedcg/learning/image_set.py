@@ -1,4 +1,4 @@
-"""Decoded images, or tensors in their place, with their labels, the files that they came from, and those that could not be read."""
+"""Decoded images or other tensors with their labels, their source files, and the files that could not be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class SkippedImage:
-    """An image that could not be decoded, and why; it is in no split and no snapshot."""
+    """An image that could not be decoded, and why. It is in no split and no snapshot."""
 
     file: str
     reason: str
@@ -31,8 +31,8 @@ class ImageSet:
     """Decoded images and their labels.
 
     Attributes:
-        images: [N, *tensor_shape] uint8 or float32, of images [N, C, H, W] uint8; [N, K] float32 where a frozen backbone's features stand
-            for them.
+        images: [N, *tensor_shape] uint8 or float32; images are [N, C, H, W] uint8; [N, K] float32 if replaced by a
+            frozen backbone's features.
         labels: [N] int64, indices into `classes`.
         classes: class names in the spec's order.
     """

@@ -1,11 +1,12 @@
 """The contract of a federated method: one value that holds both halves of an algorithm.
 
-The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
-Laws (tested over every method that is installed, with its `example`; `docs/how-to/add-a-method.md` explains them):
+The caller (trainer, aggregation worker, simulation) never branches on a method's name. It calls these functions. Laws
+(tested for every installed method with its `example`; see `docs/how-to/add-a-method.md`):
   * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
-  * `LocalResult.shared` holds exactly the parts of `payload.up` that the round exchanges; `private` holds every part of the client; both in storage of their own;
-  * `local_round` changes neither the state nor the aggregate nor the data that it is given;
-  * `finish` does not depend on the order of `add`, nor on `add` having been called for a client, or more than once;
+  * `LocalResult.shared` holds exactly the parts of `payload.up` that the round exchanges; `private` holds every part of
+    the client; both own their storage;
+  * `local_round` does not change the given state, aggregate or data;
+  * `finish` does not depend on the order of `add`, nor on whether or how often `add` was called for a client;
   * a loss that is not finite raises `DivergedError`, and fewer than two training images raise `DataError`.
 """
 
@@ -38,15 +39,15 @@ else:
 Progress = Callable[[str, int, int], None]
 Precision = Literal["f32", "bf16"]
 Combination = Literal["mean", "median", "trimmed"]
-"""How the clients' numbers become one: weighted by examples, or by a statistic that a minority does not move far."""
+"""How client values are combined: the mean weighted by examples, or a statistic that is robust to a minority."""
 
 
 class DivergedError(Exception):
-    """A local round or a distillation produced NaN or an exploding loss; the state before it still stands."""
+    """A local round or a distillation produced NaN or an exploding loss. The previous state is kept."""
 
 
 def check_finite(parts: Mapping[Part, Weights], what: str) -> None:
-    """Check weights that no loss has been computed with, such as those after the last step.
+    """Check weights for which no loss was computed, such as those after the last step.
 
     Raises:
         DivergedError: a number is not finite; names `what` and the tensor.
@@ -54,39 +55,39 @@ def check_finite(parts: Mapping[Part, Weights], what: str) -> None:
     for part, weights in parts.items():
         for name, tensor in weights.items():
             if not bool(tensor.isfinite().all()):
-                raise DivergedError(f"{what}: {part.value}/{name} is not finite; the state before still stands")
+                raise DivergedError(f"{what}: {part.value}/{name} is not finite; the previous state is kept")
 
 
 class TrainingParams(Settings):
-    """Parameters that every method has; each method's own params extend these. Unknown keys are errors."""
+    """Parameters of every method; each method extends them. Unknown keys are errors."""
 
-    epochs: int = Field(default=20, ge=1, description="local epochs a round")
-    steps: int = Field(default=0, ge=0, description="local steps a round; 0 counts by epochs instead")
+    epochs: int = Field(default=20, ge=1, description="local epochs per round")
+    steps: int = Field(default=0, ge=0, description="local steps per round; 0: use epochs instead")
     batch_size: int = Field(default=16, ge=2, description="local batch size")
     optimiser: str = Field(default="adam", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
     lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")
-    weight_decay: float = Field(default=1e-4, ge=0, description="of the optimiser of extractor and classifier")
+    weight_decay: float = Field(default=1e-4, ge=0, description="weight decay of extractor and classifier")
     ema: float = Field(
         default=0.0,
         ge=0,
         lt=1,
         exclude_if=lambda ema: ema == 0.0,
-        description="decay of a moving average of the client's model over a round's steps, a further candidate of the final choice",
+        description="decay of a moving average of the client's weights over a round's steps; one more candidate for the deployed model",
     )
 
     @property
     def needs_label_counts(self) -> bool:
-        """Whether, at these values, a method whose label counts are `OPTIONAL` can't do without them."""
+        """Whether these values require label counts that are `OPTIONAL` for the method."""
         return False
 
 
-# Parameters that several methods have, each with the default beside its name. Specs that leave one out keep the digest that they had
-# before it existed.
+# Parameters that several methods have, each with its default. A spec without one keeps the digest from before the
+# parameter existed.
 Average = Annotated[
     Combination,
     Field(
         exclude_if=lambda average: average == "mean",
-        description="of the clients' weights: mean by examples, or median or trimmed mean of every number, each client once",
+        description="how client weights are combined: mean weighted by examples, or coordinate-wise median or trimmed mean, unweighted",
     ),
 ]
 Aux = Annotated[
@@ -94,7 +95,7 @@ Aux = Annotated[
     Field(
         ge=0,
         exclude_if=lambda aux: aux == 0.0,
-        description="weight of a second cross-entropy, through the downloaded classifier, which stays as it came; from round 2 on",
+        description="weight of a second cross-entropy, through the frozen downloaded classifier; from round 2 on",
     ),
 ]
 ServerMomentum = Annotated[
@@ -103,15 +104,15 @@ ServerMomentum = Annotated[
         ge=0,
         lt=1,
         exclude_if=lambda momentum: momentum == 0.0,
-        description="of the averaged classifier from round to round (FedAvgM, Hsu et al. 2019, for that part alone)",
+        description="server momentum of the averaged classifier (FedAvgM, Hsu et al. 2019, for that part only)",
     ),
 ]
 Taught = Annotated[
     Literal["sum", "standardised", "median", "trimmed"],
     Field(
         exclude_if=lambda ensemble: ensemble == "sum",
-        description="of the teachers' outputs: weighted sum of logits; the same with every teacher scaled alike (standardised); "
-        "median or trimmed mean of log-probabilities, each teacher once",
+        description="how teacher outputs are combined: weighted sum of logits; the same with teachers on one scale (standardised); "
+        "median or trimmed mean of log-probabilities, unweighted",
     ),
 ]
 
@@ -122,14 +123,14 @@ def silent(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a half of a method runs on.
+    """The hardware and precision that a half of a method uses.
 
     Attributes:
         device: torch device string.
-        precision: of training steps; "bf16" for CUDA devices (see `precision`).
+        precision: of training steps; "bf16" for CUDA devices (see `training.stage.in_precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
-        most_rows: rows that go through a teacher, or forth and back through the networks of a training step, at once, where memory is short;
-            None: as many as are fast. Other last digits.
+        most_rows: maximum rows per forward pass of a teacher, or per forward and backward pass of a training step, if
+            memory is short; None: no limit. It changes the last digits.
     """
 
     device: str = "cpu"
@@ -140,12 +141,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Where a half of a method reports to.
+    """Callbacks through which a half of a method reports.
 
     Attributes:
         progress: called with (phase, step, steps); phases are "classify", "generate", "calibrate", "teacher", "distil",
             "evaluate".
-        watch_loss: called with the mean loss of the last steps of "distil", at intervals, each time before the `progress` of its step.
+        watch_loss: called at intervals with the mean loss of the last steps of "distil", before the `progress` of its
+            step.
         warn: called with a sentence for the owner of the device.
     """
 
@@ -156,15 +158,16 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class Cohort:
-    """What the clients have in common, and the server does not know.
+    """What the clients share and the server does not know.
 
     Attributes:
-        streams: randomness of the cohort's secret, scoped to the federation: alike on all clients. None on a server, or where there is no
-            secret.
-        votes: by client, the bits that it gave (`Method.vote`) before the round's sealed sum, seen alike by all that are in it; empty where
-            there is no sum.
-        changed: whether an earlier sealed sum of the round's parts had other clients. Statistics that hardly move between rounds are then to be
-            of a fresh random half of the images: else a client's could be read from the difference of two sums, and it would sit out.
+        streams: randomness derived from the cohort's secret, scoped to the federation, equal on all clients. None on a
+            server or without a secret.
+        votes: each client's vote bits (`Method.vote`) before the round's sealed sum. All its clients see the same
+            votes; empty without a sum.
+        changed: whether an earlier sealed sum of the round's parts had other clients. If so, statistics that change
+            little between rounds must use a fresh random half of the images. Otherwise the difference of two sums could
+            reveal a client's, and it would not participate.
     """
 
     streams: Streams | None = None
@@ -174,15 +177,16 @@ class Cohort:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What a half of a method may use besides its state and data.
+    """What a half of a method may use in addition to its state and data.
 
     Attributes:
-        spec: the federation's spec; `round` counts from 1, to `spec.rounds` unless the federation is prolonged.
-        streams: scoped to (federation, round, attempt) already.
-        public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
-        validation: the client's validation images, to choose by and never to train on; None on a server, or where a client has none.
+        spec: the federation's spec; `round` counts from 1 to `spec.rounds`, or further if the federation was extended.
+        streams: already scoped to (federation, round, attempt).
+        public: unlabelled images, [N, C, H, W] uint8, for the server half; None without public images.
+        validation: the client's validation images, for model selection and never for training; None on a server or if a
+            client has none.
         privacy: this client's mechanisms; all off by default. A server half has none.
-        checkpoint: keeps the state inside a local round; None: a round that is killed begins anew.
+        checkpoint: stores the state within a local round; None: an interrupted round restarts from its beginning.
     """
 
     spec: FederationSpec
@@ -205,11 +209,12 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class ClientState:
-    """All that a client keeps between rounds.
+    """Everything that a client keeps between rounds.
 
     Attributes:
-        parts: weights per part, its own latest ones, private AND shared.
-        extras: what else its method remembers, by name: moments, moving averages, mixing weights. They never leave.
+        parts: the client's latest weights per part, private AND shared.
+        extras: further state of the method, by name: moments, moving averages, mixing weights. They never leave the
+            device.
     """
 
     parts: Mapping[Part, Weights]
@@ -218,11 +223,11 @@ class ClientState:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What comes down: shared parts and, where a method wants it, the published label distribution p(y) (length C).
+    """What clients download: shared parts and, for some methods, the published label distribution p(y) (length C).
 
     Attributes:
-        sums: on the server, what clients open `Part.SEALED` with; a client's half gets the sealed parts themselves, or lacks those
-            whose last sum could not be opened.
+        sums: on the server, what clients need to open `Part.SEALED`. A client's half gets the opened parts, without
+            those whose last sum could not be opened.
     """
 
     parts: Mapping[Part, Weights]
@@ -232,7 +237,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class SharedResult:
-    """The half of a local round that may leave the box; a type of its own so that it can't be mixed up."""
+    """The half of a local round that may leave the device. A separate type prevents mix-ups."""
 
     parts: Mapping[Part, Weights]
 
@@ -248,7 +253,7 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Update:
-    """One client's decoded and validated update, as an aggregator gets it."""
+    """One client's decoded and validated update, as passed to an aggregator."""
 
     client: str
     parts: Mapping[Part, Weights]
@@ -276,10 +281,10 @@ class ServerState:
 
 
 class Spill(Protocol):
-    """Where an aggregator keeps per-client tensors until `finish`; a directory in the service, a dict in a simulation."""
+    """Where an aggregator stores per-client tensors until `finish`: a directory in the service, a dict in a simulation."""
 
     def put(self, client: str, tensors: Weights) -> None:
-        """Keep tensors of a client, durably where the store is durable."""
+        """Store a client's tensors, durably if the store is durable."""
 
     def get(self, client: str) -> Weights:
         """The tensors of a client."""
@@ -292,14 +297,14 @@ class Aggregator(Protocol):
     """The server half of one round attempt."""
 
     def add(self, update: Update) -> None:
-        """Do the teacher pass of one update, spill its rows and count it. Idempotent per client."""
+        """Run the teacher pass of one update, spill its rows and count it. Idempotent per client."""
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Merge exactly these updates; loads those that were not added, one at a time, through their callables."""
+        """Merge exactly these updates. Updates that were not added are loaded one at a time through their callables."""
 
 
 class LabelCounts(str, Enum):
-    """Whether a method's updates report how many images of each class a client has; a device's policy stands above it."""
+    """Whether a method's updates report a client's number of images per class. A device's policy takes precedence."""
 
     NEVER = "never"
     OPTIONAL = "optional"
@@ -312,7 +317,7 @@ _SMALL_IMAGES = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,
 
 @dataclass(frozen=True)
 class Example:
-    """Networks and a form of images that a method can work with; its laws are tested with them."""
+    """Networks and an image form that a method supports. Its laws are tested with them."""
 
     network: NetworkChoice = _SMALL_NETWORKS
     image: ImageForm = _SMALL_IMAGES
@@ -320,20 +325,21 @@ class Example:
 
 @dataclass(frozen=True)
 class Payload:
-    """The parts of a client: what goes up, what comes down, what stays.
+    """The parts of a client: which it uploads, downloads and keeps private.
 
     Attributes:
         up: parts of every update.
         down: parts of the aggregate.
         private: parts that the client trains and never shares.
-        continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
-            are not coded as the difference to it.
+        continued: parts whose training continues from the aggregate's weights; None: all downloaded parts. Updates of
+            other parts are not coded as a difference to the aggregate.
         statistics: (plan or spec) -> the layout of the part `statistics`, with bounds; None for a method without that part.
-        sealed: parts of `up` of which only the clients may know the weighted mean, and nobody a single client's. They are averaged beside
-            the method's `aggregator`, whose updates do not hold them.
-        sealable: further parts that the server half does nothing with but average them: a plan may seal them.
-        alternates: whether rounds 2, 4, 6, ... exchange `statistics` alone, of the aggregate as it came and without training; the others
-            everything else. Parts of the aggregate that a round does not bring stay as they were.
+        sealed: parts of `up` whose weighted mean only the clients may know; a single client's stays unreadable to all.
+            They are averaged separately: the updates of the method's `aggregator` do not hold them.
+        sealable: further parts that the server half only averages, so that a plan can seal them.
+        alternates: whether rounds 2, 4, 6, ... exchange only `statistics`, computed from the unchanged aggregate
+            without training, and the others everything else. Parts that a round does not exchange stay unchanged in the
+            aggregate.
     """
 
     up: frozenset[Part]
@@ -346,37 +352,37 @@ class Payload:
     alternates: bool = False
 
     def __post_init__(self) -> None:
-        """Check what is sealed.
+        """Check the sealed parts.
 
         Raises:
-            ValueError: it does not go up and come down, or there are no statistics to alternate with.
+            ValueError: a sealed part is not both uploaded and downloaded, or there are no statistics to alternate with.
         """
         if self.sealed - (self.up & self.down):
-            raise ValueError("sealed parts are averaged: they have to go up and come down")
+            raise ValueError("sealed parts are averaged: list them in both payload.up and payload.down")
         if self.alternates and Part.STATISTICS not in self.up:
-            raise ValueError("every second round exchanges the part statistics: share it, or leave alternates out")
+            raise ValueError("alternates needs the part statistics: add it to payload.up, or leave alternates out")
 
     @property
     def parts(self) -> frozenset[Part]:
-        """Every part that a client has."""
+        """All parts of a client."""
         return self.up | self.private | self.down
 
     @property
     def with_base(self) -> frozenset[Part]:
-        """Parts of an update that lie near the aggregate which the round started from."""
+        """Parts of an update that are close to the round's starting aggregate."""
         return self.up & (self.down if self.continued is None else self.continued)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method can't do without.
+    """The requirements of a method.
 
     Attributes:
-        label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
+        label_counts: a device that does not allow them omits `OPTIONAL` ones, and declines rounds with `REQUIRED` ones.
         public: whether the server half needs `RoundContext.public`.
         cohort: whether clients need the cohort's secret.
-        networks: (plan or spec) -> why the method can't work with its networks, as a sentence with the setting to change, or nothing;
-            asked when a federation is planned.
+        networks: (plan or spec) -> why the method does not support its networks, as a sentence with the setting to
+            change, or nothing; called when a federation is planned.
     """
 
     label_counts: LabelCounts = LabelCounts.NEVER
@@ -387,15 +393,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class Personal:
-    """A client's model.
+    """A client's personal model.
 
     Attributes:
-        parts: that it is made of.
-        predict: (spec, those parts) -> the model, from images [B, C, H, W] float32, normalised, to logits [B, classes]; evaluation, gates and
-            export use it alike. None: the classifier on the extractor.
-        align: (a client's own parts, aggregate, training images, context of the round after the aggregate's) -> parts that a download
-            changes beside those of the aggregate, or in their place; what measures, exports or trains on from a downloaded model uses them.
-            None: a download replaces the parts that it holds, and that is all.
+        parts: the parts of the model.
+        predict: (spec, those parts) -> the model, from normalised images [B, C, H, W] float32 to logits [B, classes],
+            used for evaluation, gates and export. None: extractor followed by classifier.
+        align: (a client's own parts, aggregate, training images, context of the round after the aggregate's) -> parts
+            that a download changes in addition to, or instead of, those of the aggregate; used to evaluate, export or
+            further train a downloaded model. None: a download only replaces the parts that it holds.
     """
 
     parts: frozenset[Part] = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
@@ -405,15 +411,18 @@ class Personal:
 
 @dataclass(frozen=True)
 class Method:
-    """A federated method. Both halves, its parameters and its payload in one value.
+    """A federated method: both halves, parameters and payload in one value.
 
     Attributes:
         client_start: (spec, initial) -> the state of a new client; `initial` gives every part's initial weights. None: those weights.
-        server_start: (spec, initial) -> the first aggregate, and what the server keeps. None: the initial weights of what comes down.
-        private_stages: how many stages of a local round train a network with DP-SGD where it is asked for (`RoundContext.privacy`),
-            each of `private_step_count` steps; together they are ALL that see images or labels. 0: DP-SGD can't cover the method.
-        takes_trainer: whether its clients may train a task of their own, by a `fedcg.Trainer`: it only averages what they share.
-        example: what its laws are tested with; it has to fit `Needs.networks`.
+        server_start: (spec, initial) -> the first aggregate and the server's state. None: the initial weights of the
+            downloaded parts.
+        private_stages: how many stages of a local round train with DP-SGD if it is enabled (`RoundContext.privacy`),
+            each with `private_step_count` steps. Together they must be ALL stages that see images or labels. 0: DP-SGD
+            can't cover the method.
+        takes_trainer: whether its clients may train their own task with a `fedcg.Trainer`. Such a method only averages
+            what they share.
+        example: input of the tests of its laws; must satisfy `Needs.networks`.
         vote: (state, aggregate, training images, context) -> bits from 0 to 255 that all clients of the next sealed sum see (`Cohort.votes`). None: 0.
     """
 
@@ -433,13 +442,13 @@ class Method:
     vote: Callable[[ClientState, Aggregate, ImageSet, RoundContext], int] | None = None
 
     def __post_init__(self) -> None:
-        """Check that what the method names fits together.
+        """Check that the fields are consistent.
 
         Raises:
             ValueError: names the field.
         """
         if not (isinstance(self.params_type, type) and issubclass(self.params_type, TrainingParams)):
-            raise ValueError("params_type has to be a class that extends TrainingParams")  # noqa: TRY004 - a value of a method, as the one below
+            raise ValueError("params_type must be a subclass of TrainingParams")  # noqa: TRY004 - a bad field, like the one below
         if missing := sorted(part.value for part in self.personal.parts - self.payload.parts):
             raise ValueError(
                 f"a client's model needs {', '.join(missing)}: share it in payload.up or payload.down, keep it in payload.private, or "
@@ -453,7 +462,7 @@ class Method:
         return ClientState({part: initial[part] for part in sorted(self.payload.parts)})
 
     def init_server(self, spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
-        """The server's state before the first round: everyone starts from the same aggregate, sealed parts that it does not know aside."""
+        """The server's state before the first round. All clients start from the same aggregate, except for sealed parts."""
         if self.server_start is not None:
             return self.server_start(spec, initial)
         return ServerState(Aggregate({part: initial[part] for part in sorted(self.payload.down & initial.keys())}))

@@ -1,7 +1,7 @@
-"""The mechanisms that a device puts around any method to make its updates reveal less. Settings only, and torch-free.
+"""Settings of the mechanisms that make a device's updates reveal less, with any method. Torch-free.
 
-They belong to the device, not to the spec: each client chooses its own, and the server half of a method needs to know none of
-them. All are off by default, and then not one bit of a result changes. What they do is in `fedcg.learning.mechanisms`.
+They belong to the device, not to the spec. Each client chooses its own, and the server half of a method does not need
+them. All are off by default and then change no bit of a result. The implementation is in `fedcg.learning.mechanisms`.
 """
 
 import json
@@ -20,52 +20,51 @@ _Bound = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class DpSgdSettings(Settings):
-    """DP-SGD (Abadi et al., 2016) in place of the ordinary local steps; what its ε covers is said in `mechanisms.dp_sgd`.
+    """DP-SGD (Abadi et al., 2016) instead of ordinary local steps; `mechanisms.dp_sgd` states what its ε covers.
 
     Attributes:
         noise_multiplier: σ; the noise on a sum of gradients has the standard deviation σ · clip.
-        clip: L2 norm to which one image's gradient is cut.
+        clip: L2 norm to which one image's gradient is clipped.
         delta: δ of the guarantee; well below one over the number of images.
-        budget_epsilon: a round that would bring ε above it is not trained; None: no end.
+        budget_epsilon: rounds that would exceed this ε are not trained; None: no limit.
     """
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e9, description="noise of a step, in units of clip (sigma)")]
-    clip: Annotated[_Bound, Field(description="L2 norm to which the gradient of one image is cut")] = 1.0
+    clip: Annotated[_Bound, Field(description="L2 norm to which one image's gradient is clipped")] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1, description="delta of the guarantee; well below 1 / images")] = 1e-5
     budget_epsilon: Annotated[
-        _Bound | None, Field(description="no round is trained that would bring epsilon above it")
+        _Bound | None, Field(description="rounds that would exceed this epsilon are not trained")
     ] = None
 
 
 class PrivacySettings(Settings):
-    """Every mechanism of one device; what is off has its default.
+    """The mechanisms of one device; the defaults turn each off.
 
     Attributes:
-        update_clip: L2 norm to which the update's difference to its aggregate is cut, over all shared float tensors together.
+        update_clip: L2 norm to which the update's difference to its aggregate is clipped, over all shared float tensors
+            together.
         update_noise: standard deviation of Gaussian noise on every number of that difference.
-        prune: share of the numbers of each tensor of that difference, smallest in magnitude, that become 0.
+        prune: share of the smallest magnitudes in each tensor of that difference that are set to 0.
         label_counts_noise: scale of discrete Laplace noise on reported label counts.
         gradient_noise: standard deviation of Gaussian noise on every number of every gradient of the local steps.
-        dropout: share of the features that the classifier does not see in a local step.
-        balance: what keeps the client's label distribution out of the classifier that is sent (`mechanisms.balance`).
+        dropout: dropout rate of the features between extractor and classifier in a local step.
+        balance: how the client's label distribution is kept out of the sent classifier (`mechanisms.protected_round`).
         dp_sgd: None: ordinary steps.
     """
 
-    update_clip: Annotated[_Bound | None, Field(description="cut the update's L2 distance from its aggregate")] = None
+    update_clip: Annotated[_Bound | None, Field(description="clip the update's L2 distance from its aggregate")] = None
     update_noise: Annotated[_Scale, Field(description="standard deviation of noise on every number of the update")] = (
         0.0
     )
     prune: Annotated[
-        float, Field(ge=0, lt=1, description="share of the update's numbers, the smallest, that become 0")
+        float, Field(ge=0, lt=1, description="share of the update's smallest numbers that are set to 0")
     ] = 0.0
     label_counts_noise: Annotated[_Scale, Field(description="scale of Laplace noise on reported label counts")] = 0.0
     gradient_noise: Annotated[_Scale, Field(description="standard deviation of noise on every local gradient")] = 0.0
-    dropout: Annotated[float, Field(ge=0, lt=1, description="of features, between extractor and classifier")] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="dropout rate between extractor and classifier")] = 0.0
     balance: Annotated[
         Literal["none", "logits", "bias"],
-        Field(
-            description="keep the label distribution out of the classifier that is sent: logit adjustment, or no bias"
-        ),
+        Field(description="keep the label distribution out of the sent classifier: logit adjustment, or no bias"),
     ] = "none"
     dp_sgd: Annotated[DpSgdSettings | None, Field(description="differentially private local steps")] = None
 
@@ -74,7 +73,7 @@ class PrivacySettings(Settings):
         if self.dp_sgd is None:
             return self
         if self.gradient_noise:
-            raise ValueError("dp_sgd puts its own noise on gradients: leave gradient_noise out")
+            raise ValueError("dp_sgd already adds noise to gradients: leave gradient_noise out")
         if self.balance == "logits":
             raise ValueError(
                 "balance = logits trains with the exact label distribution, which dp_sgd's epsilon does not cover: "
@@ -88,17 +87,17 @@ class PrivacySettings(Settings):
         return self != OFF
 
     def without_balance(self) -> Self:
-        """The same for a task without classes, which has no label distribution to keep."""
+        """The same settings for a task without classes, which has no label distribution."""
         return self.model_copy(update={"balance": "none"})
 
     @property
     def reduces_update(self) -> bool:
-        """Whether a finished update is clipped, gets noise, or is pruned."""
+        """Whether a finished update is clipped, noised or pruned."""
         return self.update_clip is not None or bool(self.update_noise) or bool(self.prune)
 
     @property
     def label(self) -> str:
-        """What is on, for the name of a run: `update_clip=1.0-update_noise=0.01`; nothing where nothing is."""
+        """The enabled mechanisms, for a run's name: `update_clip=1.0-update_noise=0.01`; empty if none is."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         values |= {f"dp_sgd.{key}": value for key, value in values.pop("dp_sgd", {}).items()}
         return "-".join(f"{key}={value}" for key, value in values.items())
@@ -111,7 +110,7 @@ def parse_mechanisms(pairs: Sequence[str]) -> PrivacySettings:
     """Read `key=value` and `dp_sgd.key=value` as typed on a command line.
 
     Raises:
-        PrivacyError: names every pair that is not of that form, of an unknown key, or out of range.
+        PrivacyError: names every pair with a wrong form, an unknown key or a value out of range.
     """
     fields: dict[str, Any] = {}
     for pair in pairs:
@@ -142,4 +141,4 @@ def _reason(problem: Mapping[str, Any]) -> str:
         return " ".join(filter(None, ("--mechanism", key))) + f": {wrong_value(problem)}"
     known = [name for name in PrivacySettings.model_fields if name != "dp_sgd"]
     known += [f"dp_sgd.{name}" for name in DpSgdSettings.model_fields]
-    return f"--mechanism {key}: no such mechanism; there are {', '.join(known)}"
+    return f"--mechanism {key}: no such mechanism; choose from {', '.join(known)}"

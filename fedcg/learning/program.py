@@ -1,6 +1,6 @@
-"""A program of the user's own, `module:function`: where its code lies, its digest, and the client that it states. Torch-free until it is called.
+"""A user's program, `module:function`: its source files, its digest, and the client that it returns. Torch-free until called.
 
-Its name comes from the owner of this machine, by agent.toml or on the command line, and never from the wire.
+Its name comes from the owner of this machine, through agent.toml or the command line, and never over the wire.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 PROGRAM_PATTERN = r"^[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99}$"
 PREFIX = "program:"
-"""Before the name of a program, where a data source is expected."""
+"""Prefix of a program's name used as a data source."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program by its name.
+    """A program, referenced by name.
 
     Attributes:
         name: `module:function`; the function takes a site's name and returns a `fedcg.Client`.
-        folder: searched for the module before the installed packages.
+        folder: searched for the module before installed packages.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Program:
 
     @staticmethod
     def of_source(root: Path) -> Program | None:
-        """The program that a data source `FOLDER/program:NAME` stands for; None for another source."""
+        """The program of a data source `FOLDER/program:NAME`; None for other sources."""
         return Program(root.name.removeprefix(PREFIX), root.parent) if root.name.startswith(PREFIX) else None
 
     @property
@@ -53,7 +53,7 @@ class Program:
         return PathFinder.find_spec(self._top, [str(self.folder)]) or PathFinder.find_spec(self._top)
 
     def files(self) -> list[Path]:
-        """The source files of its module, or of the whole package that the module lies in, sorted. Imports nothing.
+        """The source files of the module, or of the whole package that contains it, sorted. Imports nothing.
 
         Raises:
             ProgramError: there is no such module.
@@ -65,7 +65,7 @@ class Program:
         return sorted(origin.parent.rglob("*.py")) if found.submodule_search_locations else [origin]
 
     def digest(self) -> str:
-        """The sha256 of its source file; of several, of their names, sizes and contents, in hex.
+        """The sha256 of the source file in hex; for several files, of their names, sizes and contents.
 
         Raises:
             ProgramError: there is no such module, or it can't be read.
@@ -82,17 +82,17 @@ class Program:
         return digest.hexdigest()
 
     def module(self) -> ModuleType:
-        """Its module, imported from where `files` found it.
+        """The module, imported from the place where `files` found it.
 
         Raises:
-            ProgramError: it is not there, or its code raises.
+            ProgramError: the module is missing, or its code raises.
         """
         files, loaded = {one.resolve() for one in self.files()}, sys.modules.get(self._top)
         before = Path(str(getattr(loaded, "__file__", None))).resolve()
         if loaded is not None and before not in files:
             if not is_users(str(before)):
                 raise ProgramError(f"program {self.name}: a module of that name is loaded from {before}: rename yours")
-            self.forget()  # of another project
+            self.forget()  # loaded by another project
         if str(self.folder) not in sys.path:
             sys.path.append(str(self.folder))
         try:
@@ -106,26 +106,26 @@ class Program:
             raise ProgramError(f"program {self.name} can't be imported: {told(error)}") from error
 
     def forget(self) -> None:
-        """Let its next call import the code anew."""
+        """Make the next call import the code again."""
         for name in [one for one in sys.modules if one.partition(".")[0] == self._top]:
             del sys.modules[name]
 
     def sites(self) -> Sequence[str]:
-        """The names of its sites, `SITES` of its module.
+        """The names of the sites: `SITES` in the module.
 
         Raises:
-            ProgramError: as `module`; or it has none.
+            ProgramError: as `module`, or `SITES` is missing.
         """
         found = getattr(self.module(), "SITES", None)
         if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found) or not found:
-            raise ProgramError(f'program {self.name}: its module needs a list of names: SITES = ["a", "b", "c", "d"]')
+            raise ProgramError(f'program {self.name}: the module needs a list of names: SITES = ["a", "b", "c", "d"]')
         return found
 
     def client(self, site: str, seed: int) -> Client:
-        """Call it for a site; torch's random numbers follow from the seed, so that all sites' networks start from the same weights.
+        """Call the function for a site. The seed sets torch's random numbers, so all sites' networks start from the same weights.
 
         Raises:
-            ProgramError: as `module`; or the function is not there, raises, or returns something else.
+            ProgramError: as `module`, or the function is missing, raises, or does not return a `fedcg.Client`.
         """
         from fedcg.learning.client import Client
         from fedcg.learning.networks.randomness import lent_generators
@@ -133,7 +133,7 @@ class Program:
         name = self.name.partition(":")[2]
         function = getattr(self.module(), name, None)
         if not callable(function):
-            raise ProgramError(f"program {self.name}: its module has no function {name}")
+            raise ProgramError(f"program {self.name}: the module has no function {name}")
         try:
             with lent_generators(seed):
                 made = function(site)

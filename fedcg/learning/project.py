@@ -1,4 +1,4 @@
-"""A project folder: `client.py` with the user's own program, `plan.toml`, and what packages them. Torch-free until a program is called.
+"""A project folder: `client.py` with the user's program, `plan.toml` and the package files. Torch-free until a program is called.
 
 `fedcg simulate FOLDER` runs it on one machine, `fedcg federation create FOLDER/plan.toml` on devices whose agent.toml names the program.
 """
@@ -29,17 +29,15 @@ def program_of(folder: Path) -> Program:
     """The program of a project.
 
     Raises:
-        ProgramError: the folder has none.
+        ProgramError: the folder has no program.
     """
     if not (folder / "client.py").is_file():
-        raise ProgramError(
-            f"{folder}: no client.py with a function client(site) in it; `fedcg new NAME` makes a project"
-        )
+        raise ProgramError(f"{folder}: no client.py with a function client(site); `fedcg new NAME` creates a project")
     return Program(PROGRAM_NAME, folder.resolve())
 
 
 def written_plan(folder: Path) -> dict[str, Any]:
-    """What stands in the project's plan; nothing where it has none.
+    """The fields of the project's plan; empty if there is no plan.
 
     Raises:
         ProgramError: it is not TOML.
@@ -49,16 +47,16 @@ def written_plan(folder: Path) -> dict[str, Any]:
 
 
 def project_plan(folder: Path) -> dict[str, Any]:
-    """The plan that follows from a project: what its `plan.toml` has, with classes, input and network of the program as it is.
+    """The plan of a project: the fields of `plan.toml`, with classes, input and network taken from the current program.
 
-    The client of the first site is asked, and some of its samples are sent through the network.
+    This calls the program for the first site and runs some of its samples through the network.
 
     Raises:
         ProgramError: the program can't be used.
-        LearningError: its data or network can't.
-        ValueError: the plan's other fields can't be used.
+        LearningError: its data or network can't be used.
+        ValueError: other fields of the plan can't be used.
     """
-    from fedcg.learning.networks.plans import complete_spec  # torch comes with it
+    from fedcg.learning.networks.plans import complete_spec  # imports torch
     from fedcg.learning.registry import get_method
 
     program, kept = program_of(folder), written_plan(folder)
@@ -77,7 +75,7 @@ def project_plan(folder: Path) -> dict[str, Any]:
         if kept
         else {"params": {"epochs": 5, "lr": 1e-3} | ({"server_iterations": 200} if method.name == "fedcg" else {})}
     )
-    if method.payload.up & network.starts_on_devices:  # the first differences are to zeros: whole weights
+    if method.payload.up & network.starts_on_devices:  # the first differences are to zeros, so they are whole weights
         first["codec"] = "f16-delta"
     form = client.form(data.train.images).model_dump(mode="json", exclude_defaults=True)
     stated = network.model_dump(mode="json", exclude_defaults=True)
@@ -90,7 +88,7 @@ CHOSEN = frozenset({"generator", "discriminator", "noise_dim"})
 
 
 def plan_text(plan: Mapping[str, Any]) -> str:
-    """A plan as TOML: the fields of its first level, then its tables; lists of tables one to a line."""
+    """A plan as TOML: the top-level fields, then the tables; lists of tables use one line per table."""
     tables = {name: value for name, value in plan.items() if isinstance(value, dict)}
     lines = [f"{name} = {_toml(value)}" for name, value in plan.items() if name not in tables]
     for table, fields in tables.items():
@@ -109,16 +107,16 @@ def _toml(value: object) -> str:
 
 
 def new_project(folder: Path, template: str) -> list[Path]:
-    """Write a project that runs as it is; its plan follows from its program.
+    """Write a project that runs unchanged, with a plan that matches its program.
 
     Returns:
-        Its files.
+        The files written.
 
     Raises:
-        ProgramError: the folder is there and not empty.
+        ProgramError: the folder exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ProgramError(f"{folder} is there already: choose another name", exit_code=EXISTS)
+        raise ProgramError(f"{folder} already exists: choose another name", exit_code=EXISTS)
     folder.mkdir(parents=True, exist_ok=True)
     source = files("fedcg.learning").joinpath("templates")
     name = re.sub(r"[^A-Za-z0-9]+", "-", folder.resolve().name).strip("-").lower() or "federation"

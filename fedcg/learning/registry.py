@@ -1,6 +1,7 @@
-"""Finds by name, without importing it, what this program and installed packages offer: methods, and the entry points of a group. Torch-free.
+"""Finds methods and the entry points of a group by name, built-in and in installed packages, without importing them. Torch-free.
 
-A method is a file `fedcg/learning/methods/NAME.py` that holds `METHOD`, or an entry of the group `fedcg.methods` (NAME to `module:METHOD`).
+A method is a file `fedcg/learning/methods/NAME.py` that defines `METHOD`, or an entry point in the group
+`fedcg.methods` (NAME to `module:METHOD`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from fedcg.learning.method import Method
 
 
-@functools.cache  # reading it takes milliseconds, and what is installed does not change while a process runs
+@functools.cache  # reading takes milliseconds, and installed packages do not change while a process runs
 def registered(group: str, built_in: frozenset[str]) -> Mapping[str, str]:
-    """Names of a group (`fedcg.splits`, `fedcg.methods`, `fedcg.generators`) that are installed here, to `module:attribute`.
+    """The installed entry points of a group (`fedcg.splits`, `fedcg.methods`, `fedcg.generators`): name to `module:attribute`.
 
     Args:
-        group: of entry points.
-        built_in: names that have a meaning already.
+        group: name of the entry-point group.
+        built_in: names that are already taken.
 
     Raises:
-        ExtensionError: two installed packages give one name to different things, or one has the name of something built in.
+        ExtensionError: two installed packages use one name for different things, or one uses a built-in name.
     """
     found: dict[str, str] = {}
     for entry in sorted(entry_points(group=group)):
@@ -47,7 +48,7 @@ def registered(group: str, built_in: frozenset[str]) -> Mapping[str, str]:
 
 
 def imported(target: str) -> Any:
-    """What a `module:attribute` names.
+    """Import a `module:attribute`.
 
     Raises:
         ExtensionError: it can't be imported.
@@ -67,7 +68,8 @@ def method_names() -> tuple[str, ...]:
     """Names of all methods, sorted. Reads a directory and the entry points; imports neither torch nor a method.
 
     Raises:
-        ExtensionError: two installed packages give one name to different methods, or one has the name of a built-in method.
+        ExtensionError: two installed packages use one name for different methods, or one uses the name of a built-in
+            method.
     """
     own = _own_names()
     return tuple(sorted(own | registered(ENTRY_POINT_GROUP, own).keys()))
@@ -82,17 +84,18 @@ def get_method(name: str) -> Method:
     """The method of that name (imports its file, and so torch).
 
     Raises:
-        UnknownMethodError: no such file or entry; the message lists the names there are.
-        ExtensionError: an entry that can't be imported, or a method that has another name than its file or entry.
+        UnknownMethodError: no such file or entry point; the message lists the available names.
+        ExtensionError: an entry point that can't be imported, or a method whose name differs from its file or entry
+            point.
     """
     names = method_names()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UnknownMethodError(f"no method {name!r}; there are {', '.join(names)}.{hint}")
+        raise UnknownMethodError(f"no method {name!r}; choose from {', '.join(names)}.{hint}")
     own = _own_names()
     entry = None if name in own else registered(ENTRY_POINT_GROUP, own)[name]
     method: Method = imported(entry or f"{_PACKAGE}.{name}:METHOD")
     if (found := getattr(method, "name", type(method).__name__)) != name:
-        raise ExtensionError(f"method {name}: the METHOD that {entry or f'{name}.py'} holds is named {found!r}")
+        raise ExtensionError(f"method {name}: the METHOD in {entry or f'{name}.py'} is named {found!r}")
     return method

@@ -1,8 +1,9 @@
-"""Checkpoints inside a local round, so that a round whose process was killed goes on and ends in the same bits.
+"""Checkpoints within a local round: a round whose process was killed resumes and ends with bit-identical results.
 
-A stage of a method goes over blocks of batches that follow from the round's streams alone. A round that goes on draws the blocks before
-its checkpoint again, takes no step on them, and restores all that steps have changed before the first block that was not trained on: networks,
-optimisers, sums of losses, torch's default generators, streams that steps draw from. Stages that were finished are not repeated.
+A stage of a method iterates over blocks of batches that depend only on the round's streams. A resumed round draws the
+blocks before its checkpoint again without training on them. Before the first untrained block it restores all state that
+steps change: networks, optimisers, sums of losses, torch's default generators and the streams that steps draw from.
+Finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _RANDOM = "random"
 
 @runtime_checkable
 class Restorable(Protocol):
-    """An object of a stage with a state of its own that is neither a network nor an optimiser of torch."""
+    """A stateful object of a stage that is neither a network nor a torch optimiser."""
 
     def kept(self) -> Tensors:
-        """Its state, as tensors."""
+        """The state, as tensors."""
 
     def restore(self, kept: Tensors) -> None:
-        """Take a state that `kept` returned."""
+        """Restore a state returned by `kept`."""
 
 
 Kept = nn.Module | torch.optim.Optimizer | torch.Generator | Restorable
@@ -39,11 +40,11 @@ class RoundCheckpoint:
     """The checkpoints of one round attempt.
 
     Attributes:
-        save: makes the state of all stages durable; raises nothing that should not end the round.
-        saved: the state that was made durable last, in the form that `save` gets; empty for a round that begins.
-        every_s: seconds between two checkpoints at least.
+        save: stores the state of all stages durably; raises only errors that should end the round.
+        saved: the last stored state, in the format passed to `save`; empty for a new round.
+        every_s: minimum seconds between two checkpoints.
         clock: monotonic seconds.
-        prefix: before the names of stages.
+        prefix: of the names of stages.
     """
 
     save: Callable[[Tensors], None]
@@ -58,19 +59,19 @@ class RoundCheckpoint:
         self._saved_at = self.clock()
 
     def named(self, prefix: str) -> RoundCheckpoint:
-        """The same checkpoints for training beside the round itself, whose stages have the same names."""
+        """The same checkpoints for training other than the round itself, whose stages have the same names."""
         return replace(self, prefix=f"{self.prefix}{prefix}-")
 
     def blocks(
         self, stage: str, kept: Mapping[str, Kept], source: Iterable[Block], device: str
     ) -> Iterator[tuple[Block, bool]]:
-        """The blocks of a stage, each with whether it is to be trained on; a block that is not was trained on before a checkpoint.
+        """The blocks of a stage, each with whether to train on it: blocks before the checkpoint were already trained on.
 
-        What else draws from streams block by block must do so for every block.
+        Anything else that draws from streams block by block must do so for every block.
 
         Args:
-            stage: its name, of which a round has one.
-            kept: all that its steps change, by name.
+            stage: its name, unique in a round.
+            kept: all state that its steps change, by name.
             source: the blocks, a function of the round's streams alone.
             device: torch device string of the stage.
         """
@@ -98,7 +99,7 @@ class RoundCheckpoint:
 
 
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The moments and counts of an optimiser, by the number of their weight and their name."""
+    """The moments and counts of an optimiser, by index of the weight and name."""
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
     return {
         f"{number}.{key}": value
@@ -110,7 +111,7 @@ def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]
 
 @torch.no_grad()
 def restore_optimiser(optimiser: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Give an optimiser a state of `optimiser_state`; tensors that it has stay where they are."""
+    """Load a state from `optimiser_state` into an optimiser. Its existing tensors keep their memory."""
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
     for name, value in kept.items():
         number, key = name.split(".", 1)
@@ -132,7 +133,7 @@ def _state(kept: Mapping[str, Kept]) -> dict[str, torch.Tensor]:
             state = {"state": one.get_state()}
         else:
             state = optimiser_state(one)
-        # Not an f-string: it would write the member's name for a `Part` (and Python 3.10 its value).
+        # Not an f-string, which would write a `Part` by its member name (and by value on Python 3.10).
         tensors |= {name + "/" + key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     return tensors
 
@@ -153,7 +154,7 @@ def _restore(kept: Mapping[str, Kept], saved: Tensors) -> None:
 
 
 def _random(device: str) -> dict[str, torch.Tensor]:
-    """The states of torch's default generators, which layers draw from."""
+    """The states of torch's default generators, from which layers draw."""
     states = {f"{_RANDOM}/cpu": torch.random.get_rng_state()}
     if torch.device(device).type == "cuda":
         states[f"{_RANDOM}/cuda"] = torch.cuda.get_rng_state(device)

@@ -1,4 +1,4 @@
-"""Separate roots of randomness; every stream is a function of (root, federation, round, attempt, purpose).
+"""Separate roots of randomness. Every stream is a function of (root, federation, round, attempt, purpose).
 
 Never seeds anything globally. Design §5, "Randomness".
 """
@@ -36,7 +36,7 @@ class Streams:
         return int.from_bytes(hmac.new(self.root, label.encode(), hashlib.sha256).digest()[:8], "big") >> 1
 
     def generator(self, *purpose: object) -> torch.Generator:
-        """A fresh `torch.Generator` for a purpose; asking twice gives the same stream from its start."""
+        """A new `torch.Generator` for a purpose. A second call returns the same stream from its start."""
         import torch
 
         return torch.Generator().manual_seed(self.seed(*purpose))

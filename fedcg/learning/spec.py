@@ -1,4 +1,4 @@
-"""The spec of a federation: what all members must agree on. Torch-free, so that the agent process can read it.
+"""The spec of a federation: what all members must agree on. Torch-free, so the agent process can read it.
 
 A spec is an artifact: its id is the sha256 of its canonical JSON bytes.
 """
@@ -30,17 +30,17 @@ from fedcg.input_form import TensorForm as TensorForm
 from fedcg.learning.errors import LearningError
 from fedcg.wire import parts
 
-# Fields that weigh a client in the merge; accuracy, loss and health are only for people.
+# Fields that set a client's weight in the merge. Accuracy, loss and health are informational.
 _WEIGHING = frozenset({parts.ReportField.EXAMPLES, parts.ReportField.LABEL_COUNTS})
 DEFAULT_MIN_COHORT = 3
 
 
 def _in_one_sentence(value: object, validate: Callable[[object], object]) -> object:
-    """What no kind of `ParameterValue` takes is refused once, and not once for each kind."""
+    """Report one error for a value that no type of `ParameterValue` accepts, not one per type."""
     try:
         return validate(value)
     except ValidationError as error:
-        raise ValueError("must be true, false, a text of at most 200 characters or a number within 1e18") from error
+        raise ValueError("must be true, false, a text of at most 200 characters or a number within ±1e18") from error
 
 
 ParameterValue = Annotated[
@@ -53,14 +53,14 @@ ParameterValue = Annotated[
 ]
 MAX_DEADLINE_S = 366 * 86_400.0
 _Clients = Annotated[int, Field(ge=1, le=100_000)]
-"""More devices than one coordinator serves."""
+"""An upper bound beyond what one coordinator can serve."""
 CropPixels = Annotated[int, Field(ge=0, le=64)]
 _FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
 
 def _folder_name(name: str) -> str:
     if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\x7f-\x9f]", name):
-        raise ValueError(f"{name!r} can't be a folder's name: use letters, digits, dashes and spaces")
+        raise ValueError(f"{name!r} can't be a folder name: use letters, digits, dashes and spaces")
     return name
 
 
@@ -81,25 +81,25 @@ _Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def check_crop(pixels: int, side: int) -> int:
-    """The padding of random crops, where every window shows some of an image whose shorter side is `side` pixels.
+    """Check that with this padding every random crop overlaps an image whose shorter side is `side` pixels.
 
     Raises:
-        ValueError: one could show padding alone.
+        ValueError: a crop could contain padding only.
     """
     if pixels >= side:
-        raise ValueError(f"crops of {pixels} pixels can miss the whole image; the shorter side has {side}, use fewer")
+        raise ValueError(f"crops of {pixels} pixels can miss the whole image; use fewer than its shorter side, {side}")
     return pixels
 
 
 class _Frozen(Settings):
-    model_config = ConfigDict(allow_inf_nan=False)  # it is JSON, which has neither
+    model_config = ConfigDict(allow_inf_nan=False)  # the spec is JSON, which has neither
 
 
 _Count = Annotated[int, Field(ge=-64, le=1 << 20)]
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@+-]{1,200}$")]
 _Weights = Annotated[
     str | None,
-    Field(pattern=r"^[0-9a-f]{64}$", description="sha256 of the file with a backbone's weights; none: a random start"),
+    Field(pattern=r"^[0-9a-f]{64}$", description="sha256 of the backbone's weights file; none: random initialisation"),
 ]
 
 
@@ -107,13 +107,13 @@ Freeze = Annotated[
     str,
     Field(
         pattern=r"^(none|stem|all|all-but:[A-Za-z0-9_.]{1,80})$",
-        description="of a backbone with weights: none, stem, all, or all-but:STAGE, which trains STAGE and what follows it",
+        description="frozen layers of a pretrained backbone: none, stem, all, or all-but:STAGE, which trains STAGE and all later layers",
     ),
 ]
 
 
 class BackboneChoice(_Frozen):
-    """A backbone that a device may train in the place of the split's own, in front of a projection to as many features."""
+    """A backbone that a device may train instead of the split's own, with a projection to the same number of features."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@]{1,160}$", description="BACKBONE or BACKBONE@STAGE")]
     weights: _Weights = None
@@ -121,13 +121,13 @@ class BackboneChoice(_Frozen):
 
 
 PROGRAM = "program"
-"""The split whose extractor is the devices' own code: the spec has its features' shape, and the classifier as data."""
+"""The split whose extractor is defined by the devices' code. The spec holds the feature shape, and the classifier as data."""
 TRAINER = "trainer"
-"""The split of any other task: network, training and measure are the devices' own code, and the spec has the tensors alone."""
+"""The split of any other task. The devices' code defines network, training and metric; the spec holds only the tensor layouts."""
 
 
 class Layer(_Frozen):
-    """A standard layer as data; `fedcg.learning.networks.layers` has the kinds, and checks and builds it."""
+    """A standard layer as data. `fedcg.learning.networks.layers` defines the kinds, checks layers and builds them."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", description="linear, conv2d, relu, ...")]
     args: Annotated[
@@ -138,35 +138,35 @@ class Layer(_Frozen):
             | Annotated[float, Field(ge=-1e6, le=1e6)]
             | Annotated[tuple[_Count, ...], Field(max_length=4)],
         ],
-        Field(max_length=12, description="as torch.nn names them"),
+        Field(max_length=12, description="arguments, named as in torch.nn"),
     ] = Field({})
 
 
 class Features(_Frozen):
-    """What an extractor makes of one input."""
+    """An extractor's output for one input."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...], Field(min_length=1, max_length=4)]
     range: Annotated[
-        Literal["unit", "non_negative", "real"],
-        Field(description="unit: within [0, 1], non_negative: from 0 on, real: any"),
+        Literal["unit", "non_negative", "real"], Field(description="unit: in [0, 1], non_negative: >= 0, real: any")
     ] = "real"
 
 
 class NetworkChoice(_Frozen):
     """Which split, generator and discriminator, by name.
 
-    A process that has a program's code binds it to the spec (`bound`): it is no part of the spec, and not sent.
+    A process that has a program's code binds it to the spec (`bound`). The code is not part of the spec and is never
+    sent.
     """
 
     split: Annotated[_NetworkName, Field(description="extractor and classifier: `fedcg network list`")] = "lenet5_relu"
     generator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
     discriminator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
-    noise_dim: Annotated[int, Field(ge=1, le=4096, description="numbers that a generator starts from")] = 100
+    noise_dim: Annotated[int, Field(ge=1, le=4096, description="dimension of the generator's noise")] = 100
     weights: _Weights = None
     freeze: Freeze = "none"
     backbones: Annotated[
         tuple[BackboneChoice, ...],
-        Field(max_length=16, description="others that a device may choose, where the split is BACKBONE+project:D"),
+        Field(max_length=16, description="further backbones that a device may choose, for a split BACKBONE+project:D"),
     ] = ()
 
     @field_validator("backbones")
@@ -175,34 +175,34 @@ class NetworkChoice(_Frozen):
         own, plus, _ = str(info.data.get("split")).partition("+")
         names = [own, *(one.name for one in backbones)]
         if backbones and not plus:
-            raise ValueError(f"{own} has no projection; other backbones need a split BACKBONE+project:D")
+            raise ValueError(f"{own} has no projection; further backbones need a split BACKBONE+project:D")
         if len(set(names)) < len(names):
-            raise ValueError(f"each backbone once, the split's own too: {', '.join(names)}")
+            raise ValueError(f"list each backbone once, without the split's own: {', '.join(names)}")
         return backbones
 
-    # These are no part of other specs' bytes, and so of their names.
+    # Other specs leave these out of their bytes, so their digests do not depend on them.
     features: Annotated[
         Features | None,
-        Field(description=f"of the split {PROGRAM}: what its extractor makes", exclude_if=lambda one: one is None),
+        Field(description=f"split {PROGRAM}: output of the extractor", exclude_if=lambda one: one is None),
     ] = None
     classifier: Annotated[
         Annotated[tuple[Layer, ...], Field(min_length=1, max_length=64)] | None,
         Field(
-            description=f"of the split {PROGRAM}: layers; none: its code is the program's alone",
+            description=f"split {PROGRAM}: layers of the classifier; none: defined only by the program",
             exclude_if=lambda layers: layers is None,
         ),
     ] = None
     extractor: Annotated[
         Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
         Field(
-            description=f"of the splits {PROGRAM} and {TRAINER}: the tensors of the private part",
+            description=f"splits {PROGRAM} and {TRAINER}: tensors of the private part",
             exclude_if=lambda layouts: layouts is None,
         ),
     ] = None
     head: Annotated[
         Annotated[tuple[parts.TensorLayout, ...], Field(min_length=1, max_length=4096)] | None,
         Field(
-            description=f"the tensors of the other part, where it is the program's code too: of {TRAINER}, or of {PROGRAM} without `classifier`",
+            description=f"split {TRAINER}, or {PROGRAM} without `classifier`: tensors of the other part, also defined by the program",
             exclude_if=lambda layouts: layouts is None,
         ),
     ] = None
@@ -212,30 +212,30 @@ class NetworkChoice(_Frozen):
     @field_validator("extractor", "head", mode="before")
     @classmethod
     def _as_in_json(cls, layouts: Any) -> Any:
-        """TOML's lists, where the layouts of a spec, which is JSON, are strict."""
+        """Accept TOML's lists; the strict layouts of a spec expect JSON."""
         if not isinstance(layouts, list) or not all(isinstance(one, dict) for one in layouts):
             return layouts
         return [{key: tuple(of) if isinstance(of, list) else of for key, of in one.items()} for one in layouts]
 
     @property
     def program(self) -> object:
-        """The split of the program (`networks.splits.Split`) that this process bound; None where it has none."""
+        """The program's split (`networks.splits.Split`) bound by this process; None if there is none."""
         return self._program
 
     @property
     def task(self) -> object:
-        """The task of the program (`networks.task.Task`), where its split is `trainer`."""
+        """The program's task (`networks.task.Task`), if the split is `trainer`."""
         return self._task
 
     def bound(self, program: object, task: object = None) -> NetworkChoice:
         """The same choice with the code of its program, a `networks.splits.Split`, and with its task."""
         own = self.model_copy()
-        own._program, own._task = program, task  # noqa: SLF001 - a copy of its own
+        own._program, own._task = program, task  # noqa: SLF001 - its own copy
         return own
 
     @property
     def starts_on_devices(self) -> frozenset[parts.Part]:
-        """Parts whose first weights only the program has: the first aggregate holds zeros in their place, which no device takes."""
+        """Parts whose initial weights only the program has. The first aggregate holds zeros for them, which devices ignore."""
         own = {parts.Part.EXTRACTOR: self.split in (PROGRAM, TRAINER), parts.Part.CLASSIFIER: self.head is not None}
         return frozenset(part for part, is_own in own.items() if is_own)
 
@@ -255,13 +255,13 @@ class NetworkChoice(_Frozen):
         return self.model_copy(update={**changed, "backbones": ()})
 
     def private_start(self, has_secret: bool | None) -> str:
-        """Where the private networks' first weights come from, for people: what is public of them, an attacker has too.
+        """Where the private networks' initial weights come from, as a text. An attacker knows the public ones too.
 
         Args:
-            has_secret: whether the device has its cohort's secret; None: not known here.
+            has_secret: whether the device has its cohort's secret; None: unknown.
         """
         if self.split == PROGRAM:
-            return "the weights that the program gives to all"
+            return "the weights that the program gives to all sites"
         if self.backbones:
             return "; ".join(
                 f"{name}: {self.with_backbone(name).private_start(has_secret)}" for name in self.backbone_names
@@ -279,7 +279,7 @@ class NetworkChoice(_Frozen):
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     name, count = next(iter(Counter(names).most_common(1)), ("", 0))
     if count > 1:
-        raise ValueError(f"{name!r} is there {count} times; each class once")
+        raise ValueError(f"{name!r} is listed {count} times; list each class once")
     return names
 
 
@@ -292,18 +292,18 @@ def _with_classes(network: NetworkChoice, info: ValidationInfo) -> NetworkChoice
 
 
 def _for_images(pixels: int, info: ValidationInfo) -> int:
-    """What changes images, on or off or a number of pixels; tensors have nothing of the kind."""
+    """Refuse an image augmentation (a switch or a number of pixels) for tensor inputs."""
     form = info.data.get("input")  # missing where it is wrong itself
     if pixels and isinstance(form, TensorForm):
-        raise ValueError("changes images, and the inputs are tensors: leave it out")
+        raise ValueError("applies to images only, and the inputs are tensors: leave it out")
     return check_crop(pixels, min(form.height, form.width)) if pixels and form else pixels
 
 
 def image_form(form: ImageForm | TensorForm, who: str = "this") -> ImageForm:
-    """A form of images, for `who` works on images alone.
+    """The form of the input as images, for a caller `who` that needs images.
 
     Raises:
-        LearningError: it is one of tensors.
+        LearningError: the inputs are tensors.
     """
     if isinstance(form, TensorForm):
         raise LearningError(f"{who} needs images, not tensors of shape {list(form.shape)}")
@@ -315,14 +315,17 @@ class FederationSpec(_Frozen):
 
     Attributes:
         augment_flip: half of the training images are mirrored at random.
-        augment_crop: training images are random windows of the image, padded with so many black pixels at every side; 0: they are not.
+        augment_crop: training images are random crops of the image, padded with this many black pixels on every side;
+            0: no crops.
         report: every field that a device may report.
-        optional_report: those of them that the method uses when they are reported and does not require.
-        codec: of updates; `aggregate_codec` of aggregates.
-        with_base: parts of an update that a delta codec takes to the aggregate which the round started from; the others go by value.
-        sealed: parts that leave a device only within `Part.SEALED`: the cohort alone can read their weighted mean, nobody one device's.
-        sealed_range: bound of their numbers whose layout has none, either way; None where nothing is sealed.
-        alternates: every second round exchanges the statistics alone, and the others everything else.
+        optional_report: fields of `report` that the method uses but does not require.
+        codec: number format of updates; `aggregate_codec`: of aggregates.
+        with_base: parts of an update that a delta codec stores as the difference to the round's starting aggregate;
+            others go by value.
+        sealed: parts that leave a device only inside `Part.SEALED`: only the cohort can read their weighted mean, and
+            single updates are unreadable.
+        sealed_range: largest absolute value of sealed numbers whose layout has no bounds; None if nothing is sealed.
+        alternates: every second round exchanges only the statistics, the others everything else.
     """
 
     format: Literal[1] = 1
@@ -361,7 +364,7 @@ class FederationSpec(_Frozen):
 
     @property
     def image(self) -> ImageForm:
-        """`input`, for what works on images alone.
+        """`input`, for callers that need images.
 
         Raises:
             LearningError: the inputs are tensors.
@@ -380,27 +383,27 @@ class FederationSpec(_Frozen):
 
     @property
     def has_public_counts(self) -> bool:
-        """Whether devices tell how many images they have: what is averaged in the clear is weighted by it."""
+        """Whether devices report their number of images, which weights the averages in the clear."""
         return bool(frozenset(self.upload) - {parts.Part.SEALED})
 
     @property
     def is_exact(self) -> bool:
-        """Whether all that is learnt follows from sums over images, so that a device's can be taken out: sealed statistics alone leave devices."""
+        """Whether the result depends only on sums over images (sealed statistics alone leave devices), so a device's can be subtracted."""
         return self.sealed == (parts.Part.STATISTICS,) and not self.has_public_counts
 
     def trains_in(self, number: int) -> bool:
-        """Whether clients train in a round: not where it exchanges statistics of what the round before brought."""
+        """Whether clients train in a round. They do not in rounds that exchange statistics of the previous aggregate."""
         return not self.alternates or number % 2 == 1
 
     def shared_in(self, number: int) -> frozenset[parts.Part]:
-        """The parts that a client of a round gives to the others, in the clear or sealed."""
+        """The parts that a client shares in a round, in the clear or sealed."""
         every = (frozenset(self.upload) - {parts.Part.SEALED}) | frozenset(self.sealed)
         if not self.alternates:
             return every
         return every - {parts.Part.STATISTICS} if self.trains_in(number) else every & {parts.Part.STATISTICS}
 
     def sealed_in(self, number: int) -> tuple[parts.Part, ...]:
-        """Those of them that are sealed, sorted."""
+        """The sealed parts among `shared_in`, sorted."""
         return tuple(sorted(self.shared_in(number) & frozenset(self.sealed)))
 
     def update_layouts(self, number: int) -> parts.PartLayouts:
@@ -413,7 +416,7 @@ class FederationSpec(_Frozen):
         return {**clear, parts.Part.SEALED: numbers}
 
     def meaning_of(self, part: parts.Part) -> str:
-        """What a part of an update is, for people."""
+        """A readable description of a part of an update."""
         if part is not parts.Part.SEALED:
             return part.meaning
         return f"{' and '.join(one.value for one in self.sealed)} as {part.meaning}"
@@ -423,7 +426,7 @@ class FederationSpec(_Frozen):
         """Read a spec from its canonical bytes.
 
         Raises:
-            ValueError: not a spec (pydantic's error names every bad field), or bytes that are not in canonical form.
+            ValueError: not a spec (pydantic's error names every bad field), or not in canonical form.
         """
         spec = FederationSpec.model_validate_json(payload)
         if spec.canonical() != payload:
@@ -432,55 +435,56 @@ class FederationSpec(_Frozen):
 
 
 class RoundPolicy(_Frozen):
-    """How an operator wants the rounds of a federation to go; can be changed while it runs."""
+    """An operator's rules for the rounds of a federation, which can change while it runs."""
 
-    rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
-    min_clients: Annotated[_Clients, Field(description="a round opens and closes with at least so many")] = 3
+    rounds: Annotated[_Rounds, Field(description="total number of rounds")]
+    min_clients: Annotated[_Clients, Field(description="minimum clients to open a round and updates to close it")] = 3
     min_cohort: Annotated[
-        _Clients, Field(description="no aggregate of fewer clients is ever published", validate_default=True)
+        _Clients, Field(description="aggregates of fewer clients are never published", validate_default=True)
     ] = DEFAULT_MIN_COHORT
-    fraction: Annotated[float, Field(gt=0, le=1, description="share of the devices there whose updates are wanted")] = (
-        1.0
-    )
-    max_clients: Annotated[_Clients | None, Field(description="at most so many updates are wanted")] = None
+    fraction: Annotated[
+        float, Field(gt=0, le=1, description="fraction of available devices whose updates are wanted")
+    ] = 1.0
+    max_clients: Annotated[_Clients | None, Field(description="maximum number of updates wanted")] = None
     over_selection: Annotated[
-        float, Field(ge=0, le=4, description="invite so many more, as a share; a round closes with the wanted updates")
+        float,
+        Field(ge=0, le=4, description="fraction of extra clients to invite; a round closes with the wanted updates"),
     ] = 0.0
     deadline_s: Annotated[
         float,
-        Field(ge=1, le=MAX_DEADLINE_S, description="seconds that a round collects, from when the quorum has accepted"),
+        Field(ge=1, le=MAX_DEADLINE_S, description="seconds to collect updates, counted from the quorum's acceptance"),
     ] = 3600.0
     max_attempts: Annotated[
-        int, Field(ge=1, le=10_000, description="tries of one round before the federation stalls")
+        int, Field(ge=1, le=10_000, description="attempts at one round before the federation stalls")
     ] = 3
     late: Annotated[
         Literal["drop", "next"],
-        Field(description="an update that comes when its round has closed: dropped, or a teacher of the next round"),
+        Field(description="updates that arrive after their round closed: dropped, or teachers of the next round"),
     ] = "drop"
     late_decay: Annotated[
-        float, Field(gt=0, le=1, description="share of its examples that a late update counts for in the next round")
+        float, Field(gt=0, le=1, description="weight of a late update in the next round, as a fraction of its examples")
     ] = 0.5
     pace: Annotated[
         Literal["equal-steps", "equal-time"],
         Field(
-            description="every device takes the spec's local steps, or a slower one so many fewer that it ends with the median device"
+            description="all devices take the spec's local steps, or slower ones take fewer, to finish with the median device"
         ),
     ] = "equal-steps"
     require_cohort: Annotated[
         bool,
         Field(
-            description="devices without the cohort secret of most others are not invited; with masked sums always so"
+            description="do not invite devices whose cohort secret differs from the majority's; always on with sealed sums"
         ),
     ] = False
     stop_patience: Annotated[
         _Rounds | None,
-        Field(description="end after so many rounds in which most clients' validation accuracies rose no more"),
+        Field(description="end after this many rounds without a better validation accuracy on most clients"),
     ] = None
-    stop_gain: Annotated[float, Field(ge=0, le=100, description="points of accuracy that count as better")] = 0.1
+    stop_gain: Annotated[float, Field(ge=0, le=100, description="accuracy points that count as a gain")] = 0.1
 
     @property
     def quorum(self) -> int:
-        """An attempt opens with at least so many clients, and is merged from at least so many updates."""
+        """The minimum number of clients to open an attempt, and of updates to merge it."""
         return max(self.min_clients, self.min_cohort)
 
     @field_validator("min_cohort", "max_clients")
@@ -491,7 +495,7 @@ class RoundPolicy(_Frozen):
             return clients
         if info.field_name == "min_cohort" and least < clients:
             raise ValueError(
-                f"min_clients = {least} is below min_cohort = {clients}: an aggregate of so few clients shows each of them; "
+                f"min_clients = {least} is below min_cohort = {clients}: an aggregate of so few clients reveals each of them; "
                 f"set min_cohort = {least} to allow it, or raise min_clients"
             )
         if info.field_name == "max_clients" and clients < least:
@@ -500,37 +504,35 @@ class RoundPolicy(_Frozen):
 
 
 class FederationPlan(RoundPolicy):
-    """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`.
+    """What an operator writes to open a federation (TOML). The coordinator completes it to a `FederationSpec`.
 
     Attributes:
-        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.payload`).
+        codec: number format of updates, `aggregate_codec` of aggregates (`fedcg.wire.artifacts.payload`).
     """
 
-    federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]
-    classes: Annotated[_Classes, Field(description="class names in their order; folders of images have these names")]
+    federation: Annotated[_FederationId, Field(description="id: lowercase letters, digits and dashes")]
+    classes: Annotated[_Classes, Field(description="class names in label order; image folders have these names")]
     input: InputForm
     network: Annotated[NetworkChoice, Field(validate_default=True)] = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
-    params: dict[str, ParameterValue] = Field({}, description="of the method: `fedcg method show NAME`")
-    seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
+    params: dict[str, ParameterValue] = Field({}, description="method parameters: `fedcg method show NAME`")
+    seed: Annotated[_Seed, Field(description="determines the initial weights of shared parts")] = 0
     augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
-    augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
-    codec: Annotated[parts.UpdateCodec, Field(description="how updates are coded")] = parts.DEFAULT_UPDATE_CODEC
-    aggregate_codec: Annotated[parts.AggregateCodec, Field(description="how aggregates are coded")] = (
+    augment_crop: Annotated[CropPixels, Field(description="random crops of images padded by this many pixels")] = 0
+    codec: Annotated[parts.UpdateCodec, Field(description="number format of updates")] = parts.DEFAULT_UPDATE_CODEC
+    aggregate_codec: Annotated[parts.AggregateCodec, Field(description="number format of aggregates")] = (
         parts.DEFAULT_AGGREGATE_CODEC
     )
     sealed: Annotated[
         tuple[parts.Part, ...],
-        Field(
-            description="parts that the method shares in the clear and only averages: seal them, for the cohort alone"
-        ),
+        Field(description="further parts to seal, readable only by the cohort; the method must only average them"),
     ] = ()
     sealed_range: Annotated[
         float,
         Field(
             gt=0,
             le=1e6,
-            description="largest number of a sealed network, either way (batch norm's variances: 8,192); a round with a larger one fails",
+            description="largest absolute value in a sealed network (batch norm variances: 8,192); a round with a larger one fails",
         ),
     ] = 64.0
 
@@ -545,7 +547,7 @@ class FederationPlan(RoundPolicy):
 
 
 def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
-    """Check an operator's plan; all errors at once.
+    """Check an operator's plan and report all errors at once.
 
     Raises:
         ValueError: names every bad field.
@@ -554,4 +556,4 @@ def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
 
 
 NetworkSpec = FederationSpec | FederationPlan
-"""What networks are built from: both have network, input and classes."""
+"""Networks are built from either: both have network, input and classes."""

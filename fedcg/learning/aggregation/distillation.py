@@ -1,11 +1,12 @@
 """Data-free distillation on the server: the bank of (z, y), teacher passes, and FedCG's ensemble student (alg. 2, eq. 5-6).
 
-Every bank row is drawn once, used once, in order. Teachers run over it in eval mode, in large batches, when their update
-arrives; the student loop then never touches a teacher. That is exact: a teacher in eval mode treats rows independently.
+Every bank row is drawn once and used once, in order. Teachers run over the bank in eval mode, in large batches, when
+their update arrives. The student loop then needs no teacher. This is exact, because a teacher in eval mode treats rows
+independently.
 
-FedCG draws labels uniformly (algorithm 2 line 4). When EVERY client of a round reported its label counts, labels that none of them
-has get probability 0 and the others share it evenly: no present client could teach them. With any count missing, all labels count,
-as published.
+FedCG draws labels uniformly (algorithm 2 line 4). When EVERY client of a round reported its label counts, labels that
+none of them has get probability 0 and the others equal probability, because no client of the round could teach them. If
+any count is missing, all labels are used, as published.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ from fedcg.wire.parts import Part
 _PAIR = (Part.GENERATOR, Part.CLASSIFIER)
 SHARED = frozenset(_PAIR)
 Pair = Mapping[Part, nn.Module]
-"""A generator and the classifier that reads it: one teacher, or the student."""
+"""A generator and its classifier: one teacher, or the student."""
 _CHECK_STEPS = 200
 _STUDENT = "student"
-LOGITS = "logits"  # of a teacher, among what is spilled of its client
+LOGITS = "logits"  # name of a teacher's logits in its client's spilled tensors
 FLAT = 0.99
-"""A loss is flat when it is more than this share of the least one before it."""
+"""A loss is flat if it exceeds this share of the lowest earlier one."""
 
 
 class DistilledParams(fl.TrainingParams):
-    """Parameters of methods whose server trains by steps."""
+    """Parameters of methods with training on the server."""
 
-    server_iterations: int = Field(default=2000, ge=1, description="steps of the server's training")
-    server_batch: int = Field(default=16, ge=2, description="rows of such a step")
-    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the server's training")
+    server_iterations: int = Field(default=2000, ge=1, description="training steps on the server")
+    server_batch: int = Field(default=16, ge=2, description="batch size on the server")
+    server_lr: float = Field(default=3e-4, gt=0, description="learning rate on the server")
     server_flat_steps: int = Field(
         default=0,
         ge=0,
         exclude_if=lambda steps: steps == 0,
-        description="end the server's training when the mean loss of so many steps is less than 1 % below the best; 0: never",
+        description="end the server's training if the mean loss over this many steps is less than 1 % below the best; 0: never",
     )
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings of a student loop; it ends early when `flat_steps` steps have not brought the mean loss down (0: never)."""
+    """Settings of a student loop. It ends early if `flat_steps` steps have not reduced the mean loss (0: never)."""
 
     iterations: int
     batch: int
@@ -66,13 +67,13 @@ class Distillation:
 
     @staticmethod
     def of(params: DistilledParams) -> Distillation:
-        """The settings that a method's parameters ask for."""
+        """The settings from a method's parameters."""
         steps, batch, lr = params.server_iterations, params.server_batch, params.server_lr
         return Distillation(steps, batch, lr, params.weight_decay, params.server_flat_steps)
 
     @property
     def rows(self) -> int:
-        """Rows of the bank: each one is used once."""
+        """Number of rows of the bank; each is used once."""
         return self.iterations * self.batch
 
 
@@ -109,10 +110,10 @@ def uniform(classes: int) -> torch.Tensor:
 
 
 def label_probabilities(label_counts: Iterable[tuple[int, ...] | None], classes: int) -> torch.Tensor:
-    """What labels are drawn from: uniform over those that some client has, or over all when a client did not report its counts.
+    """The distribution of labels: uniform over those that some client has, or over all if a client did not report its counts.
 
     Args:
-        label_counts: n_i^y of every client of the round; None for one that did not report it.
+        label_counts: n_i^y of every client of the round; None for one without a report.
         classes: C.
 
     Returns:
@@ -122,13 +123,13 @@ def label_probabilities(label_counts: Iterable[tuple[int, ...] | None], classes:
     known = torch.ones(classes, dtype=torch.float64)
     if reported and None not in reported:
         known = (torch.tensor(reported, dtype=torch.float64).sum(dim=0) > 0).to(torch.float64)
-    if not known.any():  # no client has an image of any class: nothing is known of labels either
+    if not known.any():  # no client reports an image of any class, so labels are unknown
         known = torch.ones(classes, dtype=torch.float64)
     return known / known.sum()
 
 
 def row_weights(label_counts: Iterable[tuple[int, ...] | None], classes: int, labels: torch.Tensor) -> torch.Tensor:
-    """Weights that make rows with uniformly drawn labels count as drawn from `label_probabilities`.
+    """Importance weights that turn uniformly drawn labels into `label_probabilities`.
 
     Args:
         label_counts: as in `label_probabilities`.
@@ -153,7 +154,7 @@ Watch = Callable[[slice, torch.Tensor], None]
 def generator_blocks(teacher: Pair, bank: Bank, ctx: fl.RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, features) of a teacher's generator over the whole bank in eval mode, block by block.
 
-    The blocks are always the same: how rows are put together shows in their last digits.
+    The blocks are always the same, because the grouping of rows affects the last digits.
     """
     generator = teacher[Part.GENERATOR].eval()
     for rows in slices(len(bank), ctx.machine.most_rows or frozen_rows(torch.device(ctx.device))):
@@ -180,7 +181,7 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: fl.RoundContext, watch: Watch
 
 
 BankLoss = Callable[[Nets, Tensors], torch.Tensor]
-"""(networks by name, a batch's tensors) -> the loss; it refers to no tensor but through its arguments."""
+"""(networks by name, a batch's tensors) -> the loss; it uses only tensors from its arguments."""
 
 
 def distillation(
@@ -194,15 +195,15 @@ def distillation(
     at_once: int = BLOCK_ROWS,
     is_pure: bool = True,
 ) -> Stage:
-    """The training of some networks together, one step per batch of rows, in order, with Adam.
+    """The stage that trains some networks together with Adam, one step per batch of rows, in order.
 
     Args:
         networks: trained in place.
-        loss_of: of one batch.
+        loss_of: the loss of one batch.
         tensors_of: (rows of the bank, or of a public set) -> their tensors, each [R, ...].
-        settings: batches, learning rate, weight decay, when to end early.
+        settings: batches, learning rate, weight decay, early stopping.
         ctx: device.
-        frozen: networks that the loss uses and nothing changes, by name.
+        frozen: networks that the loss uses unchanged, by name.
         at_once: rows of a block.
         is_pure: as of `Stage`.
     """
@@ -241,11 +242,11 @@ def train_student(
     """Train generator and classifier together over the bank.
 
     Args:
-        student: trained in place; starts from the average of the clients.
+        student: trained in place, starting from the average of the clients.
         bank: one batch of rows per iteration, in order.
         settings: batch, learning rate, weight decay.
         ctx: device, progress.
-        loss_of: (networks by name, generated features, student logits, what `beside` gives of the batch) -> loss.
+        loss_of: (networks by name, generated features, student logits, the batch's tensors of `beside`) -> loss.
         beside: (rows of the bank) -> further tensors [R, ...] on the device, such as targets.
         is_pure: as of `Stage`.
 
@@ -271,17 +272,17 @@ def train_student(
 
 
 class TaughtAverage:
-    """The average of updates and the ensemble of their teachers' logits, kept up as updates arrive, and the student of both.
+    """The average of updates and the ensemble of their teachers' logits, updated as updates arrive, and the student of both.
 
     A sum is FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), exact in any order of clients.
 
     Args:
-        parts: what to average.
-        teach: an update's logits [rows, C] over the rows that the student will learn from; asked for once, then they are spilled.
+        parts: parts to average.
+        teach: (update) -> logits [rows, C] over the student's training rows; called once, then spilled.
         learn: (the average, the ensemble's logits) -> the weights of the student.
-        spill: keeps the logits, and for another average than the mean the weights.
-        average: how the weights are put together.
-        ensemble: how the logits are.
+        spill: stores the logits, and the weights for averages other than the mean.
+        average: how weights are combined.
+        ensemble: how logits are combined.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class TaughtAverage:
         return {LOGITS: logits}
 
     def add(self, update: fl.Update) -> None:
-        """Count an update; a second time it counts for nothing."""
+        """Count an update. Repeated calls have no effect."""
         self._average.add(update)
 
     def settle(self, updates: Updates) -> tuple[Merged, torch.Tensor]:
@@ -322,13 +323,13 @@ class TaughtAverage:
         return merged, robust.to(torch.float32)
 
     def finish(self, updates: Updates) -> tuple[fl.Aggregate, fl.ServerState]:
-        """The student of the ensemble of exactly these updates."""
+        """The student trained on the ensemble of exactly these updates."""
         aggregate = fl.Aggregate(self._learn(*self.settle(updates)))
         return aggregate, fl.ServerState(aggregate)
 
 
 def _spread(logits: torch.Tensor) -> float:
-    """The standard deviation of a teacher's logits about each row's mean; 1 where they are all alike.
+    """The standard deviation of a teacher's logits about each row's mean; 1 if all are equal.
 
     Raises:
         DivergedError: a logit is not finite.
@@ -349,8 +350,8 @@ def ensemble_aggregator(
 ) -> TaughtAverage:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
-    When all clients reported their label counts, rows of a label that none of them has weigh nothing (`row_weights`).
-    Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
+    When all clients reported their label counts, rows of a label that none of them has get weight 0 (`row_weights`).
+    Weights and logits are summed as updates arrive, so only the student's loop remains after the last one.
     """
     classes = ctx.spec.class_count
     bank = draw_bank(ctx.streams, settings.rows, ctx.spec.network.noise_dim, uniform(classes))

@@ -1,6 +1,6 @@
 """Class prototypes as the part `statistics`: the mean features of a client's images by class, and which classes it has.
 
-How MANY images of a class there are is not among them: that is the report field `label_counts`, which a device may refuse.
+The NUMBER of images per class is not included: it is the report field `label_counts`, which a device may refuse.
 """
 
 import math
@@ -21,7 +21,7 @@ _HIGHEST = 1e4
 
 
 def prototype_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
-    """`held` [C], 1 for a class with images, and `prototypes` [C, D], 0 for one without; D numbers are a feature."""
+    """`held` [C], 1 for a class with images, and `prototypes` [C, D], 0 for one without; a feature has D numbers."""
     classes, size = len(spec.classes), math.prod(feature_shape(spec))
     low, high = (min(max(bound, -_HIGHEST), _HIGHEST) for bound in split_of(spec).feature_range.bounds)
     return (
@@ -39,7 +39,7 @@ def prototypes_of(extractor: nn.Module, data: ImageSet, spec: FederationSpec) ->
 
 
 def merged_prototypes(updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
-    """The clients' mean by class, in client-id order; weighted by images where EVERY client reports its label counts, else alike."""
+    """The clients' mean by class, in client-id order; weighted by images if EVERY client reports its label counts, else unweighted."""
     found = [updates[client]() for client in sorted(updates)]
     counted = all(update.label_counts is not None for update in found)
     sums, total = torch.zeros(()), torch.zeros(())
@@ -52,10 +52,10 @@ def merged_prototypes(updates: Mapping[str, Callable[[], Update]]) -> dict[str, 
 
 
 class FinishOnlyAggregator:
-    """A server half that prepares nothing when an update comes, and keeps no state but its aggregate.
+    """A server half that does all work in `finish` and keeps no state except its aggregate.
 
     Args:
-        spill: notes which clients answered.
+        spill: records which clients sent an update.
         merge: updates by client -> the aggregate.
     """
 
@@ -63,7 +63,7 @@ class FinishOnlyAggregator:
         self._spill, self._merge = spill, merge
 
     def add(self, update: Update) -> None:
-        """Note that the client answered."""
+        """Record that the client sent an update."""
         if not self._spill.has(update.client):
             self._spill.put(update.client, {})
 
@@ -74,7 +74,7 @@ class FinishOnlyAggregator:
 
 
 def filled(ours: Weights, others: Weights) -> dict[str, torch.Tensor]:
-    """Statistics with the prototypes of classes that a client has no images of taken from others'."""
+    """A client's statistics, with prototypes of missing classes taken from others'."""
     held = ours[HELD].bool()
     return {
         HELD: torch.where(held, ours[HELD], others[HELD]),

@@ -1,7 +1,7 @@
-"""The server half of a method whose updates are sealed in part: what is merged in the clear, beside what only the cohort can read.
+"""The server half of a method with partly sealed updates: merges the clear parts and passes on sealed sums, which only the cohort can read.
 
-A simulation opens the sums itself, by the very numbers that devices send (`fedcg.wire.sealed_numbers`); the coordinator gets them added
-and behind the cohort's masks. Either way a round that brings some parts of the aggregate leaves the others as they were.
+A simulation computes the sums with the same integers that devices send (`fedcg.wire.sealed_numbers`). The coordinator
+receives masked sums. In both cases parts that a round does not exchange stay unchanged in the aggregate.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,13 +24,13 @@ def merged(
     sealed: Mapping[Part, fl.Weights],
     sums: Collection[object] = (),
 ) -> tuple[fl.Aggregate, fl.ServerState]:
-    """The aggregate of a round and the server's state: what came in the clear and sealed, and the rest as it was.
+    """The aggregate of a round and the server's state: clear and sealed parts of the round, and the rest unchanged.
 
     Args:
-        found: of what came in the clear.
-        before: the round.
-        sealed: of what was sealed; nothing where its sum could not be opened.
-        sums: all that open what is sealed in it.
+        found: the result for the clear parts.
+        before: the state from before the round.
+        sealed: the sealed parts; empty if their sum could not be opened.
+        sums: everything needed to open the sealed parts of the aggregate.
     """
     parts = {**before.aggregate.parts, **found[0].parts, **sealed}
     aggregate = fl.Aggregate(parts, found[0].label_distribution, tuple(sums))
@@ -75,6 +75,6 @@ class _BesideSums:
 
 
 def range_of(spec: FederationSpec) -> float:
-    """The bound of sealed numbers whose layout has none."""
+    """The limit of sealed numbers whose layout has none."""
     assert spec.sealed_range is not None
     return spec.sealed_range

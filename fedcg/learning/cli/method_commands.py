@@ -1,4 +1,4 @@
-"""`fedcg method`: which methods there are, and their parameters."""
+"""`fedcg method`: the available methods and their parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
 
-_UNSEEN = "; only the devices of the cohort read the mean, and nobody a single device's: no norm, no comparison"
+_UNSEEN = "; only the cohort can read the mean; single updates stay hidden, so there are no norms and no comparisons"
 _LABEL_COUNTS = {
     "never": "",
     "optional": ", and label counts where a device allows it",
@@ -24,22 +24,22 @@ _LABEL_COUNTS = {
 }
 
 WHEN: Mapping[str, str] = {
-    "fedseal": "4 or more boxes share a secret: FedAvg's accuracy, and nobody outside reads an extractor",
-    "analytic": "the backbone is pretrained and frozen, and boxes share a secret: one exchange, whatever the split of images",
-    "fedavg": "everybody may read the networks; with aux=1 ema=0.998 server_momentum=0.3",
-    "fedsplit": "no common secret, extractors may not leave: the fewest bytes; with aux=1 ema=0.998",
-    "fedcg": "no common secret, extractors may not leave, and labels or kinds of images differ",
-    "fedmd_cg": "as fedcg, where boxes may tell their label counts",
-    "fedgh": "boxes have different networks, and may tell the mean features of a class",
-    "feddf": "everybody may read the networks, and the coordinator has public images of the same kind",
-    "fedprox": "to compare: gained nothing over fedavg here",
-    "fedper": "to compare: the extractor is shared, the classifier stays",
-    "fedproto": "to compare: prototypes alone are shared; near local training here",
-    "fedgen": "to compare with fedcg",
-    "ppidsg": "the classifier may not leave either; needs many images, and costs accuracy",
-    "local": "to compare: nothing is shared",
+    "fedseal": "4 or more devices share a secret: FedAvg's accuracy, and extractors unreadable outside the cohort",
+    "analytic": "pretrained frozen backbone, and devices share a secret: one exchange, exact under any data split",
+    "fedavg": "all networks may be shared; use aux=1 ema=0.998 server_momentum=0.3",
+    "fedsplit": "no shared secret, extractors must stay private: fewest bytes; use aux=1 ema=0.998",
+    "fedcg": "no shared secret, extractors must stay private, and labels or image domains differ between sites",
+    "fedmd_cg": "as fedcg, if devices may report label counts",
+    "fedgh": "devices have different networks and may share the mean features of each class",
+    "feddf": "all networks may be shared, and the coordinator has public images of the same kind",
+    "fedprox": "baseline: no gain over fedavg in our runs",
+    "fedper": "baseline: shares the extractor, keeps the classifier private",
+    "fedproto": "baseline: shares only class prototypes; close to local training in our runs",
+    "fedgen": "baseline for fedcg",
+    "ppidsg": "the classifier must stay private too; needs many images and costs accuracy",
+    "local": "baseline: nothing is shared",
 }
-"""Which method to take when, from the figures of docs/research/methods.md, docs/research/sealed.md and docs/research/papers.md."""
+"""When to use each method, from the figures in docs/research/methods.md, docs/papers.md and docs/benchmarks.md."""
 
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 
@@ -47,14 +47,14 @@ method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The f
 @method_app.command("list")
 @prints
 def list_methods() -> Result:
-    """All methods, and which to take when: the better choices first.
+    """List all methods and when to use each, recommended ones first.
 
     Example: fedcg method list
     """
     others = [name for name in method_names() if name not in WHEN]
     found = {**WHEN, **{name: _title(name) for name in others}}
-    text = table(("method", "take it when"), found.items(), "")
-    return found, f"{text}\nFigures: docs/comparison*.md\nNext: fedcg method show NAME"
+    text = table(("method", "use when"), found.items(), "")
+    return found, f"{text}\nFigures: docs/research/methods.md\nNext: fedcg method show NAME"
 
 
 def _title(name: str) -> str:
@@ -69,11 +69,11 @@ def _title(name: str) -> str:
 @method_app.command("show")
 @prints
 def show_method(name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")]) -> Result:
-    """What a method shares, what it keeps, and its parameters with their defaults.
+    """Show what a method shares, what it keeps private, and its parameters with their defaults.
 
     Example: fedcg method show fedcg
     """
-    from fedcg.learning.registry import get_method  # torch comes with a method: not for --help
+    from fedcg.learning.registry import get_method  # imports torch, which --help must not do
 
     method = get_method(name)
     return _described(method), _as_text(method)
@@ -104,10 +104,10 @@ def _as_text(method: Method) -> str:
     width = max(len(key) for key in fields)
     lines = [
         f"{method.name}: {method.title}",
-        f"  goes up: {names(frozenset(method.payload.up - method.payload.sealed))}"
+        f"  uploads: {names(frozenset(method.payload.up - method.payload.sealed))}"
         + _LABEL_COUNTS[method.needs.label_counts.value],
-        f"  comes down: {names(frozenset(method.payload.down - method.payload.sealed))}",
-        f"  stays on the box: {names(frozenset(method.payload.private))}",
+        f"  downloads: {names(frozenset(method.payload.down - method.payload.sealed))}",
+        f"  stays on the device: {names(frozenset(method.payload.private))}",
         *(
             f"  {part.value}: {part.meaning}"
             for part in sorted(method.payload.up - method.payload.sealed - DEFAULT_ALLOW_UPLOAD)
@@ -115,7 +115,7 @@ def _as_text(method: Method) -> str:
         *(["  needs unlabelled public images on the coordinator"] if method.needs.public else []),
         *(["  needs the cohort secret on every device"] if method.needs.cohort else []),
         *([f"  sealed: {names(frozenset(method.payload.sealed))}{_UNSEEN}"] if method.payload.sealed else []),
-        *([f"  a plan may seal: {names(frozenset(method.payload.sealable))}"] if method.payload.sealable else []),
+        *([f"  a plan can seal: {names(frozenset(method.payload.sealable))}"] if method.payload.sealable else []),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]

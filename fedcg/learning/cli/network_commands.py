@@ -1,4 +1,4 @@
-"""`fedcg network`: which networks there are, and what one costs in parameters and on the wire."""
+"""`fedcg network`: the available networks, and what each costs in parameters and on the wire."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedcg.terminal import Result, prints
 if TYPE_CHECKING:
     from fedcg.learning.networks.plans import Sizes
 
-network_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The networks a federation can be made of.")
+network_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The networks that a federation can use.")
 _MODES = {1: "L", 3: "RGB"}
 _RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
 
@@ -24,12 +24,12 @@ _RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
 @network_app.command("list")
 @prints
 def list_networks() -> Result:
-    """Names of all splits, generators and discriminators.
+    """List all splits, generators and discriminators, and the pretrained weights found on this machine.
 
     Example: fedcg network list
     """
     from fedcg.learning.networks.gan import (
-        DISCRIMINATORS,  # torch comes with them: not for --help
+        DISCRIMINATORS,  # imports torch, which --help must not do
         generator_names,
     )
 
@@ -44,7 +44,7 @@ def list_networks() -> Result:
     lines += [
         f"  {name}: {found['file']}, sha256 {found['sha256']}"
         if found
-        else f"  {name}: none here (docs/how-to/backbones.md)"
+        else f"  {name}: not found (docs/how-to/backbones.md)"
         for name, found in weights.items()
     ]
     return {**names, "backbones": weights}, "\n".join((*lines, "Next: fedcg network show NAME"))
@@ -66,16 +66,16 @@ def show_network(
     image_size: Annotated[int, typer.Option(help="height and width of an image in pixels", min=4, max=1024)] = 32,
     channels: Annotated[int, typer.Option(help="1 for grey images, 3 for colour")] = 3,
     classes: Annotated[int, typer.Option(help="number of classes", min=2, max=10_000)] = 10,
-    generator: Annotated[str, typer.Option(help="the generator beside it")] = "mlp",
-    discriminator: Annotated[str, typer.Option(help="the discriminator beside it")] = "mlp",
+    generator: Annotated[str, typer.Option(help="name of the generator")] = "mlp",
+    discriminator: Annotated[str, typer.Option(help="name of the discriminator")] = "mlp",
     noise_dim: Annotated[int, typer.Option(help="dimensions of the generator's noise", min=1, max=4096)] = 100,
-    freeze: Annotated[str, typer.Option(help="of BACKBONE+project: none, stem, all or all-but:STAGE")] = "none",
+    freeze: Annotated[str, typer.Option(help="freeze in BACKBONE+project: none, stem, all or all-but:STAGE")] = "none",
 ) -> Result:
-    """The feature's shape, parameters and bytes of every part, and what each method sends.
+    """Show the feature shape, the parameters and bytes of each part, and the traffic of each method.
 
     Example: fedcg network show lenet5_relu --channels 1 --image-size 28
     """
-    from fedcg.learning.errors import LearningError  # torch comes with the networks: not for --help
+    from fedcg.learning.errors import LearningError  # imports torch, which --help must not do
     from fedcg.learning.networks.plans import sizes_of
     from fedcg.learning.spec import FederationPlan
 
@@ -90,7 +90,7 @@ def show_network(
     }
     try:
         if freeze != "none":
-            network |= {"freeze": freeze, "weights": "0" * 64}  # whichever they are: nothing is filled
+            network |= {"freeze": freeze, "weights": "0" * 64}  # a placeholder: no weights are loaded
         sizes = sizes_of(FederationPlan.model_validate(_plan(network, image_size, channels, classes)))
     except ValidationError as error:
         raise typer.BadParameter("; ".join(problems_of(FederationPlan, error))) from error
@@ -102,7 +102,7 @@ def show_network(
 
 
 def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> dict[str, object]:
-    # Networks on whole images take pixels in [-1, 1], a backbone's weights ImageNet's normalisation; others take any.
+    # Networks on whole images need pixels in [-1, 1]; pretrained backbones need ImageNet's normalisation.
     normalisation = (
         split_names.IMAGENET if split_names.is_projected(str(network["split"])) else ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     )
@@ -120,14 +120,14 @@ def _plan(network: dict[str, str | int], side: int, channels: int, classes: int)
 def _as_text(name: str, sizes: Sizes) -> str:
     shape = " x ".join(map(str, sizes.feature_shape))
     lines = [
-        f"{name}: features {shape}, {_RANGES[sizes.feature_range]}; images from {sizes.smallest_side} pixels a side",
+        f"{name}: features {shape}, {_RANGES[sizes.feature_range]}; images of at least {sizes.smallest_side} pixels a side",
         f"  {'part':<16}{'parameters':>12}{'float32 bytes':>15}{'with buffers':>14}",
     ]
     lines += [
         f"  {part.value:<16}{size.parameters:>12,}{size.parameter_bytes:>15,}{size.tensor_bytes:>14,}"
         for part, size in sizes.parts.items()
     ]
-    lines.append(f"  {'method':<16}{'bytes up':>12}{'bytes down':>15}   a client a round, before compression")
+    lines.append(f"  {'method':<16}{'bytes up':>12}{'bytes down':>15}   per client and round, before compression")
     lines += [f"  {method:<16}{traffic.up:>12,}{traffic.down:>15,}" for method, traffic in sizes.methods.items()]
-    lines += [f"  {method:<16}not with these networks: {problem}" for method, problem in sizes.refusals.items()]
+    lines += [f"  {method:<16}incompatible: {problem}" for method, problem in sizes.refusals.items()]
     return "\n".join(lines)

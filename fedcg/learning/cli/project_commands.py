@@ -1,4 +1,4 @@
-"""`fedcg new`: a project folder to start from."""
+"""`fedcg new`: creates a project folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedcg.terminal import Result, prints
 def new_command(
     name: Annotated[Path, typer.Argument(help="The new folder.")],
     template: Annotated[
-        Literal["images", "signals", "tables", "trainer"], typer.Option(help="What the sites' data and task are.")
+        Literal["images", "signals", "tables", "trainer"], typer.Option(help="The kind of data and task.")
     ] = "images",
 ) -> Result:
-    """Make a project: client.py with your network and data, a plan that follows from it, pyproject.toml, README, a test.
+    """Create a project: client.py for your network and data, a matching plan, pyproject.toml, a README and a test.
 
-    Exit codes: 0 made; 2 bad input; 6 the folder is there already.
+    Exit codes: 0 created; 2 bad input; 6 folder exists.
 
     Example: fedcg new vibration --template signals
     """

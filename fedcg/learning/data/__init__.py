@@ -1,1 +1,1 @@
-"""Images to tensors."""
+"""Reads data sources into tensors."""

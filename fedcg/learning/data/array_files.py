@@ -1,12 +1,12 @@
-"""Data sets that come as arrays in an `.npz`.
+"""Data sets stored as arrays in an `.npz`.
 
-Torch-free; every size is bounded before memory is taken.
+Torch-free. Every size is checked before memory is allocated.
 
-The arrays are `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras' `x_train`. Tensors
-of other shapes than images, uint8 or float32, come in the same files; `inputs` is another name of `images`.
+The arrays are `images` and `labels`; or `train_images`, `train_labels` and the same with `test_` and `val_`; or Keras'
+`x_train`. The same files can hold tensors of other shapes, uint8 or float32; `inputs` is another name for `images`.
 
-The sizes that the archive and each array's header declare are checked against each other and against the limit before a byte
-is unpacked, and never is more unpacked than declared. Objects (pickles) are refused.
+The sizes declared by the archive and by each array's header are checked against each other and the limit before unpacking.
+Never more is unpacked than declared. Objects (pickles) are refused.
 """
 
 import struct
@@ -23,7 +23,8 @@ from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.errors import DataError
 from fedcg.npy_arrays import NpyError, SizeOf, read_npy
 
-# The largest public set of this kind, EMNIST by class, has 814,255 images and 640 MB; more than this is a mistake or an attack.
+# The largest public set of this kind, EMNIST by class, has 814,255 images and 640 MB. A larger file is a mistake or an
+# attack.
 MAX_BYTES = 2 << 30
 MAX_IMAGES = 4_000_000
 MAX_SIDE = 4096
@@ -36,8 +37,9 @@ class LabelledImages:
     Attributes:
         images: [N, H, W] (grey) or [N, H, W, 3] uint8; of tensors [N, ...] uint8 or float32, all numbers finite.
         labels: [N] int64, not negative.
-        file: the file of the images, for messages and names.
-        blocks: the sha256 of what each row was cut from, which stays on one side of a split; none: rows go by their own.
+        file: the source file, for messages and names.
+        blocks: the sha256 of the block that each row was cut from; a block is never divided by a split. None: rows are
+            split individually.
     """
 
     images: NDArray[Any]
@@ -54,10 +56,10 @@ class ArrayData:
     """A data set read from array files.
 
     Attributes:
-        train: the training part, or everything where the set comes in one piece.
-        test: the test part, where there is one.
-        val: the validation part, where there is one.
-        classes: class names in label order, where the files name them.
+        train: the training part, or everything if the set has one part.
+        test: the test part, if there is one.
+        val: the validation part, if there is one.
+        classes: class names in label order, if the files contain them.
     """
 
     train: LabelledImages
@@ -66,21 +68,21 @@ class ArrayData:
     classes: tuple[str, ...] | None = None
 
     def parts(self) -> dict[str, LabelledImages]:
-        """The parts that are there, by name, in the order train, val, test."""
+        """The existing parts by name, in the order train, val, test."""
         named = {"train": self.train, "val": self.val, "test": self.test}
         return {name: part for name, part in named.items() if part is not None}
 
 
 def checked_shape(shape: tuple[int, ...], where: Path) -> int:
-    """The number of bytes of uint8 images of this shape.
+    """The bytes of uint8 images of this shape.
 
     Raises:
-        DataError: not [N, H, W] or [N, H, W, 1 or 3], nothing in it, or over the bounds.
+        DataError: not [N, H, W] or [N, H, W, 1 or 3], empty, or over the limits.
     """
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[3] not in (1, 3)):
         raise DataError(f"{where}: images must be uint8 [N, H, W] or [N, H, W, 1 or 3], not {list(shape)}")
     if min(shape) < 1:
-        raise DataError(f"{where}: holds no image (shape {list(shape)})")
+        raise DataError(f"{where}: contains no image (shape {list(shape)})")
     size = int(np.prod([int(side) for side in shape], dtype=object))
     if shape[0] > MAX_IMAGES or max(shape[1:]) > MAX_SIDE or size > MAX_BYTES:
         raise DataError(
@@ -91,19 +93,19 @@ def checked_shape(shape: tuple[int, ...], where: Path) -> int:
 
 
 def holds_images(shape: tuple[int, ...], kind: np.dtype[Any]) -> bool:
-    """Whether an array that nothing else is known of holds images, [N, H, W] or [N, H, W, 1 or 3] uint8, and not tensors."""
+    """Whether an array, by shape and type alone, holds images ([N, H, W] or [N, H, W, 1 or 3] uint8) rather than tensors."""
     return kind == np.uint8 and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3)))
 
 
 def _checked_tensors(shape: tuple[int, ...], kind: np.dtype[Any], form: TensorForm | None, where: str) -> int:
-    """The number of bytes of tensors, which are of a form where one is given."""
+    """The bytes of tensors, after checking them against a form if one is given."""
     if form is not None and (shape[1:], kind) != (form.shape, np.dtype(form.dtype)):
         raise DataError(
             f"{where} must be {form.dtype} [N, {', '.join(map(str, form.shape))}], not {kind} {list(shape)}"
         )
     if kind not in (np.uint8, np.float32) or len(shape) not in range(2, 6) or min(shape) < 1:
         raise DataError(
-            f"{where} must be uint8 or float32, [N, ...] with 1 to 4 dimensions behind N, not {kind} {list(shape)}"
+            f"{where} must be uint8 or float32, [N, ...] with 1 to 4 dimensions after N, not {kind} {list(shape)}"
         )
     size = int(np.prod(shape, dtype=object)) * kind.itemsize
     if shape[0] > MAX_IMAGES or size > MAX_BYTES:
@@ -137,10 +139,10 @@ def read_npz(path: Path, form: InputForm | None = None) -> ArrayData:
 
     Args:
         path: the file.
-        form: what they are; None: images where the arrays look so (`holds_images`), else tensors.
+        form: the expected form; None: images if the arrays look like images (`holds_images`), else tensors.
 
     Raises:
-        DataError: not such a file, other arrays in it, damaged, or over the limit; names it.
+        DataError: not an `.npz`, wrong arrays, damaged, or over the limit; names the file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -154,23 +156,23 @@ def read_npz(path: Path, form: InputForm | None = None) -> ArrayData:
                 for names in candidates
                 if there.issuperset(names)
             }
-    # What a damaged archive's directory, names and streams raise.
+    # Errors raised by a damaged archive's directory, names and streams.
     except (OSError, EOFError, ValueError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error,
             struct.error) as error:  # fmt: skip
         raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
     if "train" not in parts:
         raise DataError(
-            f"{path}: not an .npz with the arrays `images` and `labels`, nor with `train_images` and `train_labels` "
-            f"(and `test_…`), nor `x_train` and `y_train`; it holds {', '.join(sorted(there)[:8]) or 'nothing'}"
+            f"{path}: needs the arrays `images` and `labels`, or `train_images` and `train_labels` "
+            f"(and `test_…`), or `x_train` and `y_train`; it has {', '.join(sorted(there)[:8]) or 'nothing'}"
         )
     return ArrayData(parts["train"], parts.get("test"), parts.get("val"))
 
 
 def read_unlabelled(path: Path, form: InputForm) -> NDArray[Any]:
-    """The images or tensors of an `.npz`, whose labels are not read: `images`, `inputs`, `train_images` or `x_train`.
+    """The images or tensors of an `.npz`, without reading labels: `images`, `inputs`, `train_images` or `x_train`.
 
     Raises:
-        DataError: not such a file, no such array, damaged, or over the limit; names it.
+        DataError: not an `.npz`, no such array, damaged, or over the limit; names the file.
     """
     names = [images for images, _ in (*_WHOLE, *_PARTS["train"])]
     try:
@@ -178,14 +180,14 @@ def read_unlabelled(path: Path, form: InputForm) -> NDArray[Any]:
             there = {name.removesuffix(".npy") for name in archive.namelist()}
             name = next((name for name in names if name in there), None)
             if name is None:
-                raise DataError(f"{path}: an .npz without `{'`, `'.join(names)}`")
+                raise DataError(f"{path}: needs one of the arrays `{'`, `'.join(names)}`")
             return _inputs(archive, path, name, form)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
         raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
 
 
 def _inputs(archive: zipfile.ZipFile, path: Path, name: str, form: InputForm | None) -> NDArray[Any]:
-    """Images, without an axis of one channel, or tensors."""
+    """Images, with a single channel's axis removed, or tensors."""
 
     def are_images(shape: tuple[int, ...], kind: np.dtype[Any]) -> bool:
         return isinstance(form, ImageForm) or (form is None and holds_images(shape, kind))
@@ -202,7 +204,7 @@ def _inputs(archive: zipfile.ZipFile, path: Path, name: str, form: InputForm | N
         return found[..., 0] if found.ndim == 4 and found.shape[3] == 1 else found
     finite = np.isfinite(found).reshape(len(found), -1).all(1)
     if not finite.all():
-        raise DataError(f"{path}#{int(finite.argmin())}: numbers that are not finite; repair the row, or leave it out")
+        raise DataError(f"{path}#{int(finite.argmin())}: numbers that are not finite; repair or remove the row")
     return found
 
 
@@ -222,7 +224,7 @@ def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str, fo
 
 
 def _array(archive: zipfile.ZipFile, path: Path, name: str, size_of: SizeOf) -> NDArray[Any]:
-    """An array whose shape and type `size_of` has checked before it is read."""
+    """Read an array after `size_of` has checked its shape and type."""
     entry = archive.getinfo(f"{name}.npy")
     if entry.file_size > MAX_BYTES:
         raise DataError(f"{path}: `{name}` unpacks to {entry.file_size} bytes: over the limit of {MAX_BYTES}")

@@ -1,6 +1,6 @@
-"""Reads a data set that the user's code made into tensors: any sequence of (x, y), a pair of arrays, or rows with named columns as Hugging Face has them.
+"""Reads a data set from the user's code into tensors: a sequence of (x, y), a pair of arrays, or rows with named columns.
 
-Everything is read into memory once, in order; what can't be trained on is an error that names the sample.
+Everything is read into memory once, in order. An unusable sample is an error that names it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
         where: for messages, e.g. "client a: train".
 
     Raises:
-        DataError: names `where`, the sample and what is wrong with it.
+        DataError: names `where`, the sample and the problem.
     """
     if isinstance(data, Samples):
         if data.classes not in (None, tuple(classes)):
             raise DataError(
-                f"{where}: its labels were read as {', '.join(data.classes)}: name the client's classes alike"
+                f"{where}: its classes are {', '.join(data.classes)}: set the client's classes to the same names"
             )
         data = (data.inputs, data.labels)
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(hasattr(one, "shape") for one in data):
@@ -50,7 +50,7 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
         inputs, labels = _stacked(data, where)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
-            f"{where}: labels are {labels.dtype} {list(labels.shape[1:])}, not one whole number a sample: the index of its class"
+            f"{where}: labels are {labels.dtype} {list(labels.shape[1:])}, not one integer per sample: the index of its class"
         )
     if len(outside := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
         wrong = int(labels[outside[0]])
@@ -69,11 +69,11 @@ def read_dataset(data: object, classes: Sequence[str], where: str) -> ImageSet:
 
 
 def _stacked(data: object, where: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs and labels of a sequence of samples, in arrays that are made once their size is known."""
+    """Inputs and labels of a sequence of samples, in arrays allocated once their size is known."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataError(
-            f"{where}: a {type(data).__name__} is no data set: give a sequence of (x, y), or arrays (inputs, labels); "
-            "of what can only be run through, list(...)"
+            f"{where}: a {type(data).__name__} is not a data set: pass a sequence of (x, y), or arrays (inputs, labels); "
+            "wrap an iterable in list(...)"
         )
     inputs, labels = np.empty(0), np.empty(0)
     for number, (x, y) in enumerate(_samples(data, where)):
@@ -85,11 +85,11 @@ def _stacked(data: object, where: str) -> tuple[NDArray[Any], NDArray[Any]]:
         if x.shape != inputs.shape[1:] or (x.dtype == np.uint8) != (inputs.dtype == np.uint8):
             first = f"{np.dtype(inputs.dtype).name} {list(inputs.shape[1:])}"
             raise DataError(
-                f"{where}: sample {number} is {x.dtype} {list(x.shape)}, and sample 0 is {first}: make them alike"
+                f"{where}: sample {number} is {x.dtype} {list(x.shape)}, but sample 0 is {first}: all samples need one shape and type"
             )
         if y.shape != labels.shape[1:] or y.dtype.kind != labels.dtype.kind:
             raise DataError(
-                f"{where}: sample {number} has a label of another form ({y.dtype} {list(y.shape)}) than sample 0"
+                f"{where}: sample {number} has a label of another shape or type ({y.dtype} {list(y.shape)}) than sample 0"
             )
         inputs[number], labels[number] = x, y
     if len(inputs) == 0:
@@ -117,19 +117,19 @@ def _column(sample: Mapping[str, object], names: Sequence[str], where: str) -> o
     found = next((name for name in names if name in sample), None)
     if found is None:
         raise DataError(
-            f"{where} has the columns {', '.join(map(str, sample))}, and none is called {' or '.join(names)}"
+            f"{where} has the columns {', '.join(map(str, sample))}, but needs one called {' or '.join(names)}"
         )
     return sample[found]
 
 
 def _array(value: Any, where: str) -> NDArray[Any]:
-    """Numbers as an array; of a PIL image [C, H, W]."""
+    """Numbers as an array; a PIL image as [C, H, W]."""
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except Exception as error:
         raise DataError(f"{where}: a {type(value).__name__} can't be read as numbers: {error}") from error
     if array.dtype.kind not in "buif":
-        raise DataError(f"{where}: a {type(value).__name__} is not made of numbers")
+        raise DataError(f"{where}: a {type(value).__name__} does not hold numbers")
     if hasattr(value, "getbands"):
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
     return array

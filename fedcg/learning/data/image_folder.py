@@ -1,6 +1,6 @@
-"""Image data as one uint8 tensor: folders and `.npz` in, batched normalisation out.
+"""Reads image data (folders and `.npz`) into one uint8 tensor, and normalises batches.
 
-Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). Knows nothing of rounds, methods or devices of a federation.
+Decodes every image ONCE, exactly as for inference (`fedcg.imaging`). Independent of rounds, methods and devices.
 """
 
 import functools
@@ -18,7 +18,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm, InputForm, TensorForm
 
-# Shares of the images that a source does not split itself, by the splits that it has.
+# Shares for images that the source does not split itself, by the splits that it has.
 _SHARES = {
     frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
     frozenset({"test"}): {"train": 0.9, "val": 0.1},
@@ -29,12 +29,12 @@ _SHARES = {
 
 @dataclass(frozen=True)
 class LocalImages:
-    """What was read from a data source.
+    """The images of a data source.
 
     Attributes:
-        images: decoded.
-        entries: row by row, where they came from.
-        skipped: what could not be decoded.
+        images: the decoded images.
+        entries: the source of each row.
+        skipped: images that could not be decoded.
     """
 
     images: ImageSet
@@ -43,7 +43,7 @@ class LocalImages:
 
 
 def given_split(path: str, classes: Sequence[str]) -> str | None:
-    """The split that a source itself puts an image in (`train`, `val` or `test`, the first piece of its path), or None."""
+    """The split that a source assigns to an image (`train`, `val` or `test`, the first part of its path), or None."""
     first = path.partition("/")[0]
     return first if first in sources.SPLITS and first not in classes else None
 
@@ -51,23 +51,21 @@ def given_split(path: str, classes: Sequence[str]) -> str | None:
 def read_images(
     root: Path, classes: Sequence[str], form: InputForm, *, subset: Sequence[str] | None = None
 ) -> LocalImages:
-    """Decode the images of a data source once. What can't be decoded is skipped and named.
+    """Decode the images of a data source once. Undecodable images are skipped and named.
 
     Args:
-        root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
-            distinguish them); or an `.npz`.
+        root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, optionally `root/val/class/*` (all are
+            loaded and distinguished by path); or an `.npz`.
         classes: the spec's class names, in order; labels of arrays are indices into them.
         form: the spec's input form.
-        subset: entries' paths to load, in this order, each of which must still be readable; all when None.
+        subset: paths of the entries to load, in this order, which must all be readable; None: all.
 
     Raises:
-        DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
-            `subset` can't be.
+        DataError: a file is missing or of an unknown class (the message names it), no image can be decoded, or one of
+            `subset` can't.
     """
     if isinstance(form, TensorForm) and not sources.is_array_source(root):
-        raise DataError(
-            f"{root}: tensors are read from an .npz with `inputs` [N, ...] and `labels` [N], and from nothing else"
-        )
+        raise DataError(f"{root}: tensors must be in an .npz with `inputs` [N, ...] and `labels` [N]")
     if sources.is_array_source(root):
         return from_arrays(sources.read_arrays(root, form), root, tuple(classes), form, subset)
     assert isinstance(form, ImageForm)
@@ -80,7 +78,7 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
         labels = dict(listed)
         missing = next((path for path in subset if path not in labels), None)
         if missing is not None:
-            raise DataError(f"{root / missing}: named by the snapshot, but not there any more")
+            raise DataError(f"{root / missing}: in the snapshot, but the file is gone")
         listed = [(path, labels[path]) for path in subset]
     pixels = sources.empty_rows(len(listed), form)
     entries: list[FileEntry] = []
@@ -107,7 +105,7 @@ def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: S
 def from_arrays(
     data: ArrayData, root: Path, classes: tuple[str, ...], form: InputForm, subset: Sequence[str] | None
 ) -> LocalImages:
-    """`read_images` of arrays; rows are named after their file and number, behind their part where the source has several."""
+    """`read_images` for arrays. Rows are named by file and number, prefixed with the part if the source has several."""
     parts = data.parts()
     places: dict[str, tuple[str, int]] = {}
     for part, found in parts.items():
@@ -121,7 +119,7 @@ def from_arrays(
     names = list(places) if subset is None else list(subset)
     missing = next((name for name in names if name not in places), None)
     if missing is not None:
-        raise DataError(f"{root}: the snapshot names {missing}, which is not there any more")
+        raise DataError(f"{root}: {missing} is in the snapshot, but no longer in the data")
     pixels = sources.empty_rows(len(names), form)
     entries: list[FileEntry] = []
     for number, name in enumerate(names):
@@ -138,19 +136,19 @@ def _image_set(pixels: np.ndarray, labels: Sequence[int], classes: tuple[str, ..
 
 
 def placed(digest: str, blocks: Sequence[str], row: int) -> str:
-    """The digest of a row with the beginning of that of its block, where there are blocks: by it `split_by_hash` places the row."""
+    """The digest by which `split_by_hash` places a row. With blocks, it starts with the digest of the row's block."""
     return blocks[row][:16] + digest[16:] if blocks else digest
 
 
 def split_by_hash(entries: Sequence[FileEntry], fractions: Mapping[str, float]) -> dict[str, list[FileEntry]]:
-    """Split by content hash: stable when data is added, and two copies of one image never end on two sides.
+    """Split by content hash: stable when data is added, and copies of one image stay in one split.
 
     Args:
         entries: the images.
-        fractions: split name to its share, in order; shares sum to 1.
+        fractions: share of each split by name, in order; shares sum to 1.
 
     Raises:
-        ValueError: shares that do not sum to 1 or are negative.
+        ValueError: shares are negative or do not sum to 1.
     """
     if abs(sum(fractions.values()) - 1.0) > 1e-9 or min(fractions.values()) < 0:
         raise ValueError(f"the shares must be non-negative and sum to 1, not {dict(fractions)}")
@@ -164,11 +162,11 @@ def split_by_hash(entries: Sequence[FileEntry], fractions: Mapping[str, float]) 
 
 
 def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str]) -> dict[str, str]:
-    """The split of every image of a source, by its path, as a device uses it: `train`, `val` or `test`.
+    """The split of every image of a source, by path, as a device uses it: `train`, `val` or `test`.
 
-    Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
-    there is a `val/` too (a folder counts also when it is empty); otherwise everything is split 80/10/10. The split goes by
-    content hash, so growing data never moves an image.
+    If the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val,
+    unless there is also a `val/` (empty folders count). Otherwise everything is split 80/10/10. The split uses content
+    hashes, so adding data never moves an image.
     """
     named = {entry.path: given_split(entry.path, classes) for entry in entries}
     there = set(named.values()) - {None}
@@ -181,10 +179,11 @@ def split_source(root: Path, entries: Sequence[FileEntry], classes: Sequence[str
 
 
 def normalise(images: torch.Tensor, form: InputForm) -> torch.Tensor:
-    """`(x - mean) / std` along dimension 1, with x / 255 in the place of x where that is uint8; batched on the inputs' device.
+    """`(x - mean) / std` along dimension 1, with x / 255 instead of x for uint8; batched on the inputs' device.
 
     Args:
-        images: [B, *tensor_shape] uint8 or float32; or [B, K] float32, a frozen backbone's features of images, which stay as they are.
+        images: [B, *tensor_shape] uint8 or float32; or [B, K] float32, a frozen backbone's features of images, which
+            are returned unchanged.
         form: the spec's input form.
 
     Returns:
@@ -201,12 +200,12 @@ def normalise(images: torch.Tensor, form: InputForm) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], dimensions: int, device: torch.device) -> torch.Tensor:
-    # Kept: a copy to a GPU would make a step wait, and can't be part of a CUDA graph.
+    # Cached: a copy to a GPU would stall a step, and can't be part of a CUDA graph.
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, *[1] * (dimensions - 2))
 
 
 def usable_rows(count: int, batch_size: int) -> int:
-    """How many of `count` rows an epoch uses: all, less a last batch of one, which BatchNorm cannot train on.
+    """How many of `count` rows an epoch uses: all, except a last batch of one row, on which BatchNorm can't train.
 
     Raises:
         DataError: fewer than two rows.

@@ -1,6 +1,7 @@
-"""Layers in front of a network, without weights: categories of a table as ones and zeros, sound as log-mel spectrograms.
+"""Layers without weights in front of a network: one-hot encoding of categories, and log-mel spectrograms of sound.
 
-What they compute with is part of no stored state: it follows from how they were made, leaves no device, and is inside exported models.
+Their constants follow from their arguments. They are in no stored state, never leave the device, and are part of
+exported models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,14 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
 _FLOOR = 1e-8
-"""Added to the power of a band, in which a full-scale sine has about 0.25: rounding in float32 stays far below it."""
+"""Added to the power of a band, where a full-scale sine has about 0.25. float32 rounding stays far below it."""
 
 
 class OneHot(nn.Module):
-    """[B, columns] to [B, width]: numbers as they are; of a category 1 at its value, all 0 where it has none.
+    """[B, columns] to [B, width]: numbers unchanged; a category as 1 at its value, all 0 without a value.
 
     Args:
-        columns: by name the values of a category, or None for numbers.
+        columns: name to the values of a category, or to None for a number.
     """
 
     source: torch.Tensor
@@ -28,7 +29,7 @@ class OneHot(nn.Module):
         super().__init__()
         self.columns = dict(columns)
         made = [
-            (place, -2.0 if values is None else float(code))  # -2: no code
+            (place, -2.0 if values is None else float(code))  # -2 matches no code
             for place, values in enumerate(columns.values())
             for code in range(1 if values is None else len(values))
         ]
@@ -37,24 +38,24 @@ class OneHot(nn.Module):
         self.register_buffer("code", torch.tensor([code for _, code in made]), persistent=False)
 
     def extra_repr(self) -> str:
-        """What it makes ones and zeros of, by which two are told apart."""
+        """The encoded columns and values, which identify the layer."""
         return str(self.columns)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows as the network gets them."""
+        """The encoded rows for the network."""
         spread = rows.index_select(1, self.source)
         return torch.where(self.code >= 0, (spread == self.code).to(spread.dtype), spread)
 
 
 class LogMel(nn.Module):
-    """[B, C, samples] to [B, C, bands, frames]: the logarithm of each band's power, of frames under a Hann window whose sum is 1, without padding.
+    """[B, C, samples] to [B, C, bands, frames]: log power of each band, from frames under a Hann window with sum 1, without padding.
 
     The bands are triangles of height 1 with corners at equal steps of the mel scale, 2595 log10(1 + f / 700), from 0 to half the rate.
 
     Args:
-        rate: samples in a second.
+        rate: samples per second.
         bands: number of mel bands.
-        n_fft: samples of a frame.
+        n_fft: samples per frame.
         hop: samples between the starts of two frames.
     """
 
@@ -77,7 +78,7 @@ class LogMel(nn.Module):
 
     def forward(self, signals: torch.Tensor) -> torch.Tensor:
         """Spectrograms of windows."""
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its 10 bits would cover what is quiet
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # the 10 bits of TF32 would mask quiet sound
             waves = F.conv1d(signals.flatten(0, 1)[:, None], self.kernel, stride=self.hop)
         real, imaginary = waves.chunk(2, dim=1)
         power = torch.matmul(self.weights, real * real + imaginary * imaginary)

@@ -1,4 +1,4 @@
-"""Public images without labels, which a server half may learn from (FedDF): read from disk, bounded, in the spec's form."""
+"""Reads unlabelled public images for a server half (FedDF) from disk, bounded and in the spec's form."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm
 
-MAX_BYTES = 2 << 30  # of decoded images; they stay in memory for as long as the process runs
+MAX_BYTES = 2 << 30  # of decoded images, which stay in memory while the process runs
 
 
 @dataclass(frozen=True)
 class PublicImages:
-    """What was read.
+    """The public images that were read.
 
     Attributes:
         images: [N, C, H, W] uint8, N >= 1.
-        found: how many images there were; more than N where the bound cut.
-        skipped: what could not be decoded.
+        found: number of images in the source; larger than N if the limit applied.
+        skipped: images that could not be decoded.
     """
 
     images: torch.Tensor
@@ -34,15 +34,15 @@ class PublicImages:
 
 
 def read_public(root: Path, form: ImageForm, most: int) -> PublicImages:
-    """Read unlabelled images; labels, where there are any, are not looked at.
+    """Read unlabelled images. Labels are ignored.
 
     Args:
         root: a folder with images anywhere below it, or an `.npz` with `images`.
         form: the spec's image form.
-        most: at most so many; of more, evenly spread ones in the order of their paths or rows are taken.
+        most: maximum number of images; from a larger source, evenly spaced ones in the order of paths or rows.
 
     Raises:
-        DataError: nothing there, nothing that can be decoded, or over 2 GiB when decoded; names the place.
+        DataError: no images, none that can be decoded, or over 2 GiB when decoded; names the place.
     """
     names, decode = _source(root, form)
     chosen = spread(len(names), most)
@@ -70,12 +70,12 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def _source(root: Path, form: ImageForm) -> tuple[Sequence[str], Callable[[int], NDArray[np.uint8]]]:
-    """The names of all images, and what decodes one of them."""
+    """The names of all images, and a function that decodes one."""
     if is_array_source(root):
         images = read_unlabelled(root, form)
         return [f"{root}#{row}" for row in range(len(images))], lambda row: fit_pixels(images[row], form)
     if not root.is_dir():
-        raise DataError(f"{root}: no such folder of public images, and no .npz")
+        raise DataError(f"{root}: not a folder of public images, and not an .npz")
     paths = sorted(path for path in root.rglob("*") if is_named_as_image(path, IMAGE_SUFFIXES) and not path.is_dir())
     if not paths:
         raise DataError(f"{root}: no public images; expected {', '.join(sorted(IMAGE_SUFFIXES))} files in it")

@@ -1,8 +1,9 @@
-"""What a device's data source is: image files in folders, or array files; which files there are, and one image decoded.
+"""A device's data source: image files in folders, or array files. Lists files and decodes single images.
 
 Torch-free.
 
-One walk for training, the doctor and the snapshots. Images are decoded by `fedcg.imaging`, channels first; an error names the file.
+Training, the doctor and snapshots share one directory walk. Images are decoded by `fedcg.imaging`, channels first.
+Errors name the file.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +27,15 @@ SPLITS = ("train", "val", "test")
 def find_images(
     root: Path, classes: Sequence[str] = (), unreadable: Callable[[str], object] | None = None
 ) -> tuple[list[Path], list[Path]]:
-    """What is named as an image in `root/class/` or `root/{train,val,test}/class/`, and what lies in no class's folder; both sorted.
+    """Files with an image suffix in `root/class/` or `root/{train,val,test}/class/`, and images outside any class folder; both sorted.
 
     Args:
         root: the data folder.
-        classes: a class may be named as a split.
-        unreadable: gets what can't be read, and why.
+        classes: class names, which may equal a split's name.
+        unreadable: called with each unreadable folder and the reason.
 
     Raises:
-        DataError: a folder can't be read, without `unreadable`.
+        DataError: a folder can't be read, and `unreadable` is None.
     """
 
     def listed(folder: Path) -> list[Path]:
@@ -59,7 +60,7 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
 
     Raises:
-        DataError: no folder, one that can't be read, images of a class that the spec does not name, or no image at all.
+        DataError: no folder, an unreadable one, images of a class that is not in the spec, or no images.
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder", exit_code=NOT_FOUND)
@@ -71,13 +72,13 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
             "one of them, have the operator list the class in a new federation, or move the folder elsewhere"
         )
     if not found:
-        where = "its images lie in the folder itself, which names no class" if loose else "no images"
-        raise DataError(f"{root}: {where}; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}")
+        where = "its images are in the folder itself, without class folders" if loose else "no images"
+        raise DataError(f"{root}: {where}; expected {root}/CLASS/*.png or .jpg, with CLASS one of {', '.join(classes)}")
     return sorted((path.relative_to(root).as_posix(), labels[path.parent.name]) for path in found)
 
 
 def decode_image(content: bytes, form: ImageForm, name: str) -> Pixels:
-    """Bytes of one image file to [C, H, W] uint8 in the spec's form.
+    """Decode the bytes of an image file to [C, H, W] uint8 in the spec's form.
 
     Raises:
         DataError: not an image, damaged, or over 50 million pixels; names the file.
@@ -92,7 +93,7 @@ def read_image(path: Path) -> bytes:
     """The bytes of an image file.
 
     Raises:
-        DataError: `fedcg.imaging.read_file` opens no such file; names it.
+        DataError: `fedcg.imaging.read_file` refuses the file; names it.
         OSError: it can't be read.
     """
     try:
@@ -102,17 +103,17 @@ def read_image(path: Path) -> bytes:
 
 
 def fit_row(row: NDArray[Any], form: InputForm) -> NDArray[Any]:
-    """[H, W] or [H, W, 3] uint8 to [C, H, W] in the spec's form, as if it came from a file without loss; a tensor as it is."""
+    """[H, W] or [H, W, 3] uint8 to [C, H, W] in the spec's form, as from a lossless file; a tensor unchanged."""
     return row if isinstance(form, TensorForm) else fit_pixels(row, form)
 
 
 def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
-    """`fit_row` of an image."""
+    """`fit_row` for an image."""
     return _channels_first(imaging.fit_pixels(pixels, form))
 
 
 def empty_rows(count: int, form: InputForm) -> NDArray[Any]:
-    """[N, *tensor_shape] of the form's element type, with whatever memory holds."""
+    """An uninitialised array [N, *tensor_shape] of the form's element type."""
     return np.empty((count, *form.tensor_shape), dtype=form.dtype)
 
 
@@ -121,7 +122,7 @@ def _channels_first(pixels: Pixels) -> Pixels:
 
 
 def is_array_source(root: Path) -> bool:
-    """Whether a source is an `.npz`, by its name alone; else its images are files of their own."""
+    """Whether a source is an `.npz`, by name only; otherwise its images are separate files."""
     return root.suffix == ".npz"
 
 
@@ -129,7 +130,7 @@ def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData:
     """Read an `.npz`, as `read_npz` does.
 
     Raises:
-        DataError: no such file, a damaged one, or one over the limits; names it.
+        DataError: file missing, damaged or over the limits; names it.
     """
     if not root.is_file():
         raise DataError(f"{root}: no such file", exit_code=NOT_FOUND)
@@ -137,6 +138,6 @@ def read_arrays(root: Path, form: InputForm | None = None) -> ArrayData:
 
 
 def stamp(root: Path) -> tuple[str, int, int]:
-    """Name, size and time of an `.npz`: as long as they stay, so does the data."""
+    """Name, size and time of an `.npz`. While these are unchanged, the data counts as unchanged."""
     about = root.stat() if root.is_file() else None
     return (root.name, about.st_size, about.st_mtime_ns) if about else (root.name, 0, 0)

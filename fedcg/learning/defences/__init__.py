@@ -1,1 +1,1 @@
-"""Data defences: what rewrites a device's training images, or encrypts them, before any method sees them."""
+"""Data defences: they rewrite or encrypt a device's training images before training with any method."""

@@ -1,8 +1,9 @@
 """Anti-GAN (Luo and Zhang, 2025): real training images mixed with generated ones whose visual details are obfuscated. Torch-free.
 
-A conditional GAN learns the device's own images in the space of a fixed first convolution C (eq. 3), while a second loss pulls
-the pixel variance of every window of a generated image to v_e (eq. 2). Each real image is then mixed once with a generated image
-of its class (algorithm 1). Against attackers who learn a class's distribution from shared weights; there is no proof.
+A conditional GAN learns the device's own images in the space of a fixed first convolution C (eq. 3), while a second
+loss pulls the pixel variance of every window of a generated image to v_e (eq. 2). Each real image is then mixed once
+with a generated image of its class (algorithm 1). It defends against attackers who learn a class's distribution from
+shared weights. There is no formal guarantee.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _check(params: AntiGanParams, place: DefencePlace, size: Size) -> None:
 
 
 def _apply(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> Defended:
-    from fedcg.learning.defences.gan_mixing import mixed_images  # torch comes with it: not for a configuration
+    from fedcg.learning.defences.gan_mixing import mixed_images  # imports torch, not needed to read a configuration
 
     channels, height, width = images.images.shape[1:]
     _check(params, place, (channels, height, width))

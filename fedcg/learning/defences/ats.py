@@ -1,9 +1,10 @@
 """ATS (Gao et al., CVPR 2021): training images transformed by a policy that makes gradients hard to invert. Torch-free.
 
-Their search ranks policies, lists of three of 50 transformations, on a model that is trained for it. Here the policies that they
-publish for CIFAR-100 and ResNet-20 are fixed, 3-1-7 and 43-18-18, by default one of the two at random for each image, as in
-their hybrid: a search per device would train on its images longer than the federation, and PPIDSG's tables too take ATS as a
-fixed baseline. The images are transformed once, not anew in every epoch, so that one form of each is all that is ever seen.
+The paper's search ranks policies (lists of three of 50 transformations) on a model trained for it. Here the policies
+are fixed to those published for CIFAR-100 and ResNet-20, 3-1-7 and 43-18-18. By default each image gets one of the two
+at random, as in the paper's hybrid. A search per device would train longer than the federation, and PPIDSG's tables
+also use ATS as a fixed baseline. Images are transformed once, not in every epoch, so training uses a single form of
+each.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
     from fedcg.learning.image_set import ImageSet
 
 Transformation = Callable[[Image.Image, int], Image.Image]
-_FARTHEST = 150 / 331  # of a side, at magnitude 9; AutoAugment's
+_FARTHEST = 150 / 331  # of a side, at magnitude 9, as in AutoAugment
 _MOST_CONTRAST = 0.5
 
 
 class AtsParams(DefenceParams):
-    """The published policy, or one of its halves."""
+    """Parameters: the published hybrid policy, or one of its two policies."""
 
     policy: Literal["3-1-7+43-18-18", "3-1-7", "43-18-18"] = "3-1-7+43-18-18"
 
 
 def _translated(horizontal: int, vertical: int) -> Transformation:
-    """A shift to one side or the other by a magnitude of 0 to 9; what comes in is black."""
+    """A shift in either direction by a magnitude of 0 to 9, filled with black."""
 
     def transform(image: Image.Image, sign: int) -> Image.Image:
         right, down = (
@@ -48,7 +49,7 @@ def _contrasted(magnitude: int) -> Transformation:
     return lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * magnitude / 9 * _MOST_CONTRAST)
 
 
-# By their number in the authors' list: translateX 9, contrast 6, translateY 2; translateY 3, contrast 7.
+# Indexed by their number in the authors' list: translateX 9, contrast 6, translateY 2; translateY 3, contrast 7.
 TRANSFORMATIONS: Mapping[str, Transformation] = {
     "3": _translated(9, 0),
     "1": _contrasted(6),
@@ -59,7 +60,7 @@ TRANSFORMATIONS: Mapping[str, Transformation] = {
 
 
 def _apply(images: ImageSet, params: AtsParams, place: DefencePlace) -> Defended:
-    import torch  # not for a configuration
+    import torch  # not needed to read a configuration
 
     from fedcg.learning.defences.sample_pictures import shown
 

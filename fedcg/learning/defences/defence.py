@@ -1,8 +1,8 @@
-"""The contract of a data defence, and the defences there are: a file of this folder that assigns `DEFENCE`. Torch-free.
+"""The contract of a data defence, and the list of defences: files of this folder that assign `DEFENCE`. Torch-free.
 
-A defence rewrites a device's training images before any method sees them; as many images come out, with the same labels.
-Validation and test images stay real, unless the defence has an input layer: that one stands before the device's network wherever it
-gets a real image. A defence belongs to the device, not to the spec, and composes with every method and mechanism.
+A defence rewrites a device's training images before training. The number of images and the labels stay the same.
+Validation and test images stay real, unless the defence has an input layer, which is applied to every real image before
+the device's network. A defence belongs to the device, not to the spec, and works with every method and mechanism.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _PACKAGE = "fedcg.learning.defences"
 
 @dataclass(frozen=True)
 class DefencePlace:
-    """What a defence works with.
+    """The environment of a defence.
 
     Attributes:
-        streams: the device's own randomness for this federation.
+        streams: the device's randomness for this federation.
         progress: called at every step with (phase, step, steps).
-        folder: private folder for what was learned, or None: nothing is kept.
+        folder: private folder for learned state; None: nothing is stored.
         device: torch device.
-        stem: file with the weights of the pretrained first convolution; None: those of the installed package.
-        grows: images are added over time. What was learned from the first ones then serves the later ones too, so that an
-            image is mixed with one and the same generated image in every round.
-        cohort: randomness of the cohort's secret, alike on all devices that have it; None: there is none here.
-        warn: called with a sentence, before anything is trained, where the defence will protect some of the images less.
+        stem: file with the weights of the pretrained first convolution; None: the installed package's.
+        grows: whether images are added over time. State learned from the first ones is then reused for later ones, so
+            that an image is mixed with the same generated image in every round.
+        cohort: randomness of the cohort's secret, equal on all devices that have it; None: no secret.
+        warn: called with a sentence, before training, if the defence will protect some images less.
     """
 
     streams: Streams
@@ -58,18 +58,18 @@ class DefencePlace:
     warn: Callable[[str], object] = lambda _: None
 
     def draws(self, purpose: str, image: torch.Tensor) -> torch.Generator:
-        """A stream that follows from an image's pixels: images which are added later change nothing for it."""
+        """A stream derived from an image's pixels, so images added later do not affect it."""
         content = hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()
         return self.streams.generator(purpose, content)
 
 
 @dataclass(frozen=True)
 class Defended:
-    """The training images that take the place of the real ones.
+    """The training images that replace the real ones.
 
     Attributes:
-        facts: about how they were made.
-        picture: a PNG of some of them beside the real ones; empty where there are none. It is private.
+        facts: how they were produced.
+        picture: a PNG of some of them next to the real ones, or empty. It is private.
     """
 
     images: ImageSet
@@ -77,7 +77,7 @@ class Defended:
     picture: bytes
 
     def keep_picture(self, folder: Path) -> None:
-        """Write `samples.png`, if there is a picture, into a private folder, which is made where there is none.
+        """Write `samples.png`, if there is a picture, into a private folder, which is created if missing.
 
         Raises:
             OSError: it can't be written.
@@ -92,14 +92,15 @@ class Defence:
     """A data defence.
 
     Attributes:
-        name: of its file.
+        name: its file name.
         params_type: its parameters.
-        apply: (training images, parameters, place) -> the images in their place.
-        is_per_image: an image that comes out depends on one real image alone, as DP-SGD's ε supposes; nothing is trained.
-        check: (parameters, place, size of the images) -> ignored; raises a DefenceError where they do not go together. It is asked before
-            there are any images. None: all do.
-        input_layer: (parameters, place, size of the images) -> what validation, test and served images go through too; it follows
-            from these alone. None: they stay real.
+        apply: (training images, parameters, place) -> the replacement images.
+        is_per_image: whether each output image depends on only one real image, as DP-SGD's ε assumes, and nothing is
+            trained.
+        check: (parameters, place, size of the images) -> ignored; raises a DefenceError if they are incompatible. It is
+            called before images are read. None: all are compatible.
+        input_layer: (parameters, place, size of the images) -> a layer that is also applied to validation, test and
+            served images; it depends only on these. None: those images stay real.
     """
 
     name: str
@@ -111,19 +112,19 @@ class Defence:
 
 
 def defence_names() -> tuple[str, ...]:
-    """Names of all defences, sorted; other modules of the folder assign no `DEFENCE`."""
+    """Names of all defences, sorted. Other modules of the folder do not assign `DEFENCE`."""
     files = (entry for entry in resources.files(_PACKAGE).iterdir() if entry.name.endswith(".py"))
     return tuple(sorted(one.name[:-3] for one in files if "\nDEFENCE = " in one.read_text(encoding="utf-8")))
 
 
 def defence_of(name: str, values: Mapping[str, object]) -> tuple[Defence, DefenceParams]:
-    """A defence and its checked parameters.
+    """A defence and its validated parameters.
 
     Raises:
-        ValueError: no such defence, or parameters that it does not have or that are out of range; names every one.
+        ValueError: unknown defence, or unknown or out-of-range parameters; names each.
     """
     if name not in defence_names():
-        raise ValueError(f"defence: there is no {name!r} ({nearest(name, defence_names())})")
+        raise ValueError(f"defence: unknown name {name!r} ({nearest(name, defence_names())})")
     defence: Defence = import_module(f"{_PACKAGE}.{name}").DEFENCE
     try:
         return defence, defence.params_type.model_validate(values)
@@ -133,14 +134,14 @@ def defence_of(name: str, values: Mapping[str, object]) -> tuple[Defence, Defenc
 
 
 def check_defence(name: str | None, values: Mapping[str, object], *, dp_sgd: bool) -> None:
-    """Look whether a defence can be had with these parameters and with DP-SGD; None is no defence.
+    """Check that a defence supports these parameters, and DP-SGD if used. None is no defence.
 
     Raises:
-        ValueError: it can't be; names the setting to change.
+        ValueError: it does not; names the setting to change.
     """
     if name is None:
         if values:
-            raise ValueError(f"defence_params need a defence: {', '.join(defence_names())}")
+            raise ValueError(f"defence_params require a defence: {', '.join(defence_names())}")
         return
     defence, _ = defence_of(name, values)
     if dp_sgd and not defence.is_per_image:
@@ -150,7 +151,7 @@ def check_defence(name: str | None, values: Mapping[str, object], *, dp_sgd: boo
 
 
 def defence_label(name: str | None, values: Mapping[str, object]) -> str:
-    """A defence with the parameters that differ from its defaults, `antigan-v_e=0.3`; empty without one."""
+    """A defence with its non-default parameters, such as `antigan-v_e=0.3`; empty without a defence."""
     if name is None:
         return ""
     _, params = defence_of(name, values)

@@ -1,13 +1,14 @@
 """EtC (after Chuman, Sirichotedumrong and Kiya, 2019): a device's images encrypted block by block, once. Torch-free.
 
-The baseline of PPIDSG's tables 1 and 4, by the scrambling of its algorithm 1 (`scrambling`).
-What it protects: an image that an attacker reconstructs from an update, or that a model has memorised, is a scrambled one.
-What it does not:
-  * labels, label counts and membership; a classifier's update reveals them as before (PPIDSG's table 1: 86 to 100 % of labels);
+The baseline of PPIDSG's tables 1 and 4, with the scrambling of its algorithm 1 (`scrambling`). It protects images that
+an attacker reconstructs from an update, or that a model has memorised: they are scrambled. It does not protect:
+  * labels, label counts and membership: a classifier's update still reveals them (PPIDSG's table 1: 86 to 100 % of
+    labels);
   * against anyone with one image and its encryption: all images share one key, and the pair reveals most of it;
   * against puzzle solvers: pixels stay within their block, so brightness, texture and colour of 4x4 blocks survive.
-What it costs: a model trained so classifies encrypted images only, so every image is encrypted with the device's keys before it is
-evaluated or served; and devices with different keys have images of different looks, which one shared model must learn side by side.
+Cost: the trained model classifies only encrypted images, so every image is encrypted with the device's keys before
+evaluation or serving. Images of devices with different keys look different, and one shared model must learn all of
+them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def _input_layer(params: EtcParams, place: DefencePlace, size: Size) -> Scrambling:
-    # Torch comes with it: not for a configuration.
+    # Imports torch, not needed to read a configuration.
     from fedcg.learning.defences.scrambling import draw_keys, scrambling_of
 
     streams = place.streams if params.key == "device" else place.cohort
     if streams is None:
-        raise DefenceError("etc: key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device")
+        raise DefenceError("etc: key = cohort needs the cohort secret: run `fedcg cohort join`, or set key = device")
     try:
         return scrambling_of(draw_keys(streams, size, params.block), size, params.order(size[0]))
     except DefenceError as error:

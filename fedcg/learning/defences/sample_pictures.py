@@ -1,4 +1,4 @@
-"""A picture of a few training images before and after a defence, for the owner of the device; it is private."""
+"""A picture of a few training images before and after a defence, for the owner of the device. It is private."""
 
 import io
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ _SIDE = 96
 
 
 def shown(real: ImageSet, facts: Mapping[str, str], *forms: torch.Tensor) -> Defended:
-    """Defended images with a PNG: one line per image, the first of each class, with its forms side by side.
+    """Defended images with a PNG: one row per image, the first of each class, with its forms side by side.
 
     Args:
         real: the images before the defence.
-        facts: about how the others were made.
-        forms: of the same images, each [N, C, H, W] uint8; the last ones take their place.
+        facts: how the defended images were produced.
+        forms: forms of the same images, each [N, C, H, W] uint8; the last one replaces the real images.
     """
     labels, columns = real.labels, (real.images, *forms)
     done = ImageSet(forms[-1], labels, real.classes)

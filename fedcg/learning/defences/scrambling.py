@@ -1,15 +1,18 @@
 """Block-scrambling encryption of images (PPIDSG, algorithm 1 and appendix B).
 
-An image is cut into blocks (IB), and a key of its own controls each step: IR turns a block by 0, 90, 180 or 270 degrees, IA
-replaces its pixels by their complements, IF mirrors it left to right, top to bottom or not at all, IC permutes its channels, IS
-shuffles the blocks. The text of algorithm 1 and of eq. 6 and 12 is garbled; read from the prose and appendix B as:
+An image is cut into blocks (IB), and a separate key controls each step: IR rotates a block by 0, 90, 180 or 270
+degrees, IA replaces its pixels by their complements, IF mirrors it left to right, top to bottom or not at all, IC
+permutes its channels, IS shuffles the blocks. The text of algorithm 1 and of eq. 6 and 12 is garbled. From the prose
+and appendix B it is read as:
   * eq. 6: p' = p where the bit is 0, and p xor (2^L - 1) = 255 - p where it is 1 (L = 8). The bit is one per BLOCK, for all its
     pixels and channels: the appendix counts two states of a block under IA, and eq. 12 multiplies states of blocks;
   * keys count per block too, and one key serves all images of a device: eq. 12's space is n! (4 * 2 * 3 * 6)^n for n blocks;
-  * the order is that of appendix B: IR, IA, IF, IC, IS. A key entry belongs to the block that is at its place when its step runs.
+  * the order is that of appendix B: IR, IA, IF, IC, IS. A key entry applies to the block at its position when its step
+    runs.
 
-Every step but IA moves pixels, and IA commutes with moving, so any order of steps is one permutation of the pixels and one mask.
-One known image with its encryption reveals most of both: this hides images from people, it is not a cipher.
+Every step except IA moves pixels, and IA commutes with moving, so any order of steps is one permutation of the pixels
+and one mask. One known image with its encryption reveals most of both. This hides images from people; it is not a
+cipher.
 """
 
 from collections.abc import Sequence
@@ -27,15 +30,15 @@ from fedcg.learning.spec import ImageForm
 
 @dataclass(frozen=True)
 class ScramblingKeys:
-    """One key per step for images of one size; they never leave the device.
+    """One key per step for images of one size. Keys never leave the device.
 
     Attributes:
         block: pixels of a block's side.
         rotation: [n] int64, quarter turns anticlockwise, 0..3, of each of the n blocks (row by row).
         complement: [n] int64, 1 where a block is complemented, else 0.
-        flip: [n] int64, 0 as it is, 1 mirrored left to right, 2 top to bottom.
-        channels: [n, C] int64, which channel of the block each channel is taken from.
-        shuffle: [n] int64, which block each block is taken from.
+        flip: [n] int64, 0 unchanged, 1 mirrored left to right, 2 top to bottom.
+        channels: [n, C] int64, the source channel of each channel of a block.
+        shuffle: [n] int64, the source block of each block.
     """
 
     block: int
@@ -47,10 +50,10 @@ class ScramblingKeys:
 
 
 def draw_keys(streams: Streams, size: Size, block: int = DEFAULT_BLOCK) -> ScramblingKeys:
-    """The keys of a device for images of one size, each from a stream of its own.
+    """The keys of a device for images of one size, each from its own stream.
 
     Args:
-        streams: of the device's secret, in a scope that no round or attempt is part of: all rounds use the same keys.
+        streams: of the device's secret, in a scope without round and attempt, so that all rounds use the same keys.
         size: of the images.
         block: pixels of a block's side.
 
@@ -77,8 +80,8 @@ class Scrambling:
 
     Attributes:
         size: of the images.
-        source: [C * H * W] int64, which pixel each pixel of an encrypted image is taken from.
-        mask: [C * H * W] uint8, 255 where it is complemented, else 0.
+        source: [C * H * W] int64, the source pixel of each pixel of an encrypted image.
+        mask: [C * H * W] uint8, 255 if the pixel is complemented, else 0.
     """
 
     size: Size
@@ -86,7 +89,7 @@ class Scrambling:
     mask: torch.Tensor
 
     def encrypt(self, images: torch.Tensor) -> torch.Tensor:
-        """Encrypt images, all of them alike.
+        """Encrypt images, all with the same keys.
 
         Args:
             images: [N, C, H, W] uint8, on any device.
@@ -110,12 +113,12 @@ class Scrambling:
         return replace(data, images=self.encrypt(data.images))
 
     def layer(self, form: ImageForm) -> nn.Module:
-        """`encrypt` of normalised images, to stand before a network: [B, C, H, W] float32 to the same."""
+        """`encrypt` for normalised images, as a layer in front of a network: [B, C, H, W] float32 to the same."""
         return _ScramblingLayer(self, form)
 
 
 class _ScramblingLayer(nn.Module):
-    """One gather and one affine step: p' = 255 - p is 1 - p/255 of a pixel that is scaled to [0, 1]."""
+    """One gather and one affine step: p' = 255 - p is 1 - p/255 for pixels scaled to [0, 1]."""
 
     def __init__(self, scrambling: Scrambling, form: ImageForm) -> None:
         super().__init__()
@@ -133,17 +136,17 @@ class _ScramblingLayer(nn.Module):
 
 
 def scrambling_of(keys: ScramblingKeys, size: Size, steps: Sequence[ScramblingStep]) -> Scrambling:
-    """What steps and keys do to images of one size.
+    """The scrambling by steps and keys for images of one size.
 
-    Found by running the steps on an image of twice the pixels' own numbers, whose last bit is flipped by IA.
+    Computed by running the steps on an image of doubled pixel indices, whose last bit IA flips.
 
     Args:
         keys: drawn for this size.
         size: of the images.
-        steps: which, in which order.
+        steps: the steps, in order.
 
     Raises:
-        DefenceError: a block that does not divide the images, keys of another length, IC on grey images.
+        DefenceError: blocks do not divide the images, keys have another length, or IC is used on grey images.
     """
     _check(keys, size, steps)
     channels, height, width = size
@@ -174,7 +177,7 @@ def blocks_of(size: Size, block: int) -> int:
     """The number of blocks of an image.
 
     Raises:
-        DefenceError: they do not cover it.
+        DefenceError: blocks do not divide the image.
     """
     _, height, width = size
     if block < 1 or height % block or width % block:
@@ -187,11 +190,11 @@ def blocks_of(size: Size, block: int) -> int:
 def _check(keys: ScramblingKeys, size: Size, steps: Sequence[ScramblingStep]) -> None:
     (channels, height, width), count = size, blocks_of(size, keys.block)
     if channels == 1 and ScramblingStep.PERMUTE_CHANNELS in steps:
-        raise DefenceError("scrambling: IC permutes the channels of colour images, and these are grey; leave IC out")
+        raise DefenceError("scrambling: IC permutes colour channels, but these images are grey; leave IC out")
     for name in ("rotation", "complement", "flip", "channels", "shuffle"):
         actual, shape = tuple(getattr(keys, name).shape), (count, channels) if name == "channels" else (count,)
         if actual != shape:
             raise DefenceError(
-                f"the key {name} has the shape {actual}, and images of {channels}x{height}x{width} in blocks of {keys.block} need "
+                f"the key {name} has the shape {actual}, but images of {channels}x{height}x{width} in blocks of {keys.block} need "
                 f"{shape}: draw keys for this size"
             )

@@ -1,1 +1,1 @@
-"""What sums over the cohort's features say of its heads: moments, and heads that are calibrated or solved from them."""
+"""Moments of the cohort's features, and heads calibrated on or solved from them."""

@@ -1,11 +1,13 @@
 """Classifiers from the cohort's moments: calibrated on virtual features, or linear discriminant analysis in closed form.
 
-Calibration: CCVR (Luo et al., NeurIPS 2021). Deviations: one covariance for all classes instead of one each, which needs a C-th of the numbers
-and is as good; features are cut to their range, as extractors end in a ReLU or a sigmoid; classes are drawn alike instead of by their sizes.
+Calibration: CCVR (Luo et al., NeurIPS 2021). Deviations: one covariance for all classes instead of one each, which
+needs a C-th of the numbers and performs as well; features are clamped to their range, as extractors end in a ReLU or a
+sigmoid; classes are drawn uniformly instead of by size.
 
-A head by discriminant analysis has logits (μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2) / T + log p(y), with features and means taken about the mean feature.
-Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) / D · I. Features are no Gaussians, and hundreds of
-them make the first term too sure of itself: T, which the textbook lacks, gives the prior its weight.
+A head by discriminant analysis has logits (μ_yᵀ Σ⁻¹ h - μ_yᵀ Σ⁻¹ μ_y / 2) / T + log p(y), with features and means
+centred on the mean feature. Σ is shrunk towards a multiple of the identity (Ledoit & Wolf 2004): (1 - s) Σ + s tr(Σ) /
+D · I. Features are not Gaussian, and with hundreds of dimensions the first term is overconfident. T, which is not in
+the textbook, restores the weight of the prior.
 """
 
 import math
@@ -28,24 +30,25 @@ STEPS, BATCH, RATE = 400, 64, 3e-4
 TEMPERATURES = tuple(2.0 ** (step / 2) for step in range(9))
 USUAL_TEMPERATURE = 4.0
 _NEVER = -1000.0
-"""The logit of a class that no client has: it is never chosen."""
+"""The logit of a class that no client has, so that it is never predicted."""
 
 
 def calibrated(head: Weights, classes: ClassGaussians, lr: float, ctx: RoundContext) -> dict[str, torch.Tensor]:
-    """A classifier after Adam steps on features drawn from the classes, at a rate that falls to 0.
+    """The classifier after Adam steps on features drawn from the classes, with a learning rate that decays to 0.
 
-    Features are drawn from the cohort's secret, for all devices alike; the last digits still differ between processors.
+    Features are drawn from the cohort's secret, equal on all devices. The last digits can differ between processors.
 
     Args:
         head: the averaged classifier's weights.
         classes: of the cohort's features.
-        lr: at which the cohort trains. The rate is no higher: a head that is ahead of a pretrained extractor keeps it from learning.
+        lr: the cohort's learning rate, an upper bound here: a head that is ahead of a pretrained extractor keeps it
+            from learning.
         ctx: spec, device, round, cohort.
 
     Raises:
         DivergedError: the result is not finite.
     """
-    assert ctx.cohort.streams is not None  # methods that calibrate need the secret
+    assert ctx.cohort.streams is not None  # calibrating methods require the secret
     streams = ctx.cohort.streams.at(ctx.round, "calibrate")
     asked, noise = streams.generator("classes"), streams.generator("noise")
     classifier = load_part(ctx.spec, Part.CLASSIFIER, head, ctx.device).train()
@@ -73,7 +76,7 @@ _WITHOUT_WEIGHTS = {nn.Sequential, nn.Flatten, nn.Identity, nn.Dropout}
 
 
 def linear_layer(spec: NetworkSpec) -> str:
-    """The prefix of the tensors of a classifier that is one linear layer with a bias, of all features; nothing for another classifier."""
+    """The tensor prefix of a classifier that is one linear layer with bias over all features; empty for other classifiers."""
     with lent_generators(0):
         named = dict(skeleton(spec, Part.CLASSIFIER).named_modules())
     layers = [(name, one) for name, one in named.items() if type(one) not in _WITHOUT_WEIGHTS]
@@ -85,14 +88,14 @@ def linear_layer(spec: NetworkSpec) -> str:
 def lda_head(
     classes: ClassGaussians, log_prior: torch.Tensor, shrinkage: float, temperature: float, layer: str
 ) -> dict[str, torch.Tensor]:
-    """The head of classes with Gaussian features.
+    """The LDA head for classes with Gaussian features.
 
     Args:
         classes: of the cohort's features.
-        log_prior: log p(y) where the head is used, [C].
+        log_prior: log p(y) at the place of use, [C].
         shrinkage: s, from 0 to 1.
-        temperature: by which the logits of the features are divided, before the prior is added.
-        layer: the prefix of its tensors' names (`linear_layer`).
+        temperature: divides the logits of the features before the prior is added.
+        layer: prefix of the tensor names (`linear_layer`).
 
     Returns:
         `weight` [C, D] and `bias` [C], float32.
@@ -115,7 +118,7 @@ def chosen_head(
     layer: str,
     loss_of: Callable[[Weights], float] | None,
 ) -> dict[str, torch.Tensor]:
-    """`lda_head` of the temperature with the least loss; of the usual one where nothing can judge (None)."""
+    """`lda_head` with the temperature of least loss; with the usual one if `loss_of` is None."""
     if loss_of is None:
         return lda_head(classes, log_prior, shrinkage, USUAL_TEMPERATURE, layer)
     return min((lda_head(classes, log_prior, shrinkage, one, layer) for one in TEMPERATURES), key=loss_of)

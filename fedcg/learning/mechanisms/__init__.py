@@ -1,1 +1,1 @@
-"""Mechanisms around a method: what makes a client's update reveal less, and what that guarantee has cost so far."""
+"""Mechanisms around a method: they make a client's update reveal less, and account for the privacy spent."""

@@ -1,23 +1,25 @@
-"""DP-SGD (Abadi et al., 2016), by Opacus: Poisson-sampled batches, every image's gradient clipped, Gaussian noise on their sum, and the (ε, δ) that a client has spent across rounds.
+"""DP-SGD (Abadi et al., 2016) with Opacus, and the (ε, δ) that a client has spent across rounds.
 
-What (ε, δ) covers: the weights that a client sends, against anyone who has all of its updates, for one image more or less among
-its training images. Every network that sees images and feeds what is sent is trained this way: extractor and classifier with one
-clip over both, then FedCG's discriminator on the features of its real rows. Both stages' steps count: an image takes part in both.
-A generator that learns from such a discriminator alone, and asks for labels drawn without a look at the data, is covered by it
-(post-processing), and so is everything a server makes of the updates. A method with another network that is trained on
-images or labels is refused (`Method.private_stages`).
+Batches are Poisson-sampled, per-image gradients are clipped, and their sum gets Gaussian noise.
 
-What it does not cover: the numbers of a report (examples, label counts, loss, accuracy), the choice of a best round by validation
-images (it decides what a device keeps and serves, not what it sends), whether a device takes part, and the personal model where
-somebody other than the owner of the images can ask it: its weights are covered, its held-out figures are not. A shadow is trained
-without DP-SGD and never sent. The number of training images counts as public: it sets
-the sampling rate and the number of steps. A person or thing in k images has up to k times the ε, at a larger δ.
+What (ε, δ) covers: the weights that a client sends, against anyone who has all of its updates, for adding or removing
+one training image. Every network that sees images and feeds what is sent is trained this way: extractor and classifier
+with one clip over both, then FedCG's discriminator on the features of its real rows. The steps of both stages count,
+because both use every image. A generator that learns only from such a discriminator, with labels drawn independently of
+the data, is covered too (post-processing). So is everything that a server computes from the updates. Methods that train
+another network on images or labels are refused (`Method.private_stages`).
 
-Noise and sampling come from `torch.Generator`s that the device's secret stream seeds with 63 bits: whoever lacks the secret can't
-repeat them. They are not cryptographic generators, and nothing here defends against attacks on floating-point noise, for
-which one would have to see single noisy gradients; here only weights after many steps leave.
+It does not cover the numbers of a report (examples, label counts, loss, accuracy), the choice of the best round by
+validation images (it decides what a device keeps and serves, not what it sends), whether a device participates, and the
+personal model if anyone but the owner can query it: its weights are covered, its held-out metrics are not. A local-only
+model is trained without DP-SGD and never sent. The number of training images counts as public, because it sets the
+sampling rate and the number of steps. A subject in k images has up to k times the ε, at a larger δ.
 
-Accounting is Opacus' for Rényi DP of the subsampled Gaussian mechanism (Mironov et al., 2019).
+Noise and sampling come from `torch.Generator`s seeded with 63 bits of the device's secret stream, so they can't be
+reproduced without the secret. They are not cryptographic generators. Attacks on floating-point noise are not covered:
+they need single noisy gradients, and only weights after many steps leave the device.
+
+Accounting uses Opacus' Rényi DP of the subsampled Gaussian mechanism (Mironov et al., 2019).
 """
 
 from __future__ import annotations
@@ -58,37 +60,37 @@ _SETTINGS = {
 
 
 def check_dp_sgd(spec: NetworkSpec, method: Method) -> None:
-    """Check that DP-SGD can train every network of a method that sees images.
+    """Check that DP-SGD can train every network of the method that sees images.
 
     Raises:
-        PrivacyError: Opacus is not installed, the method has a stage that DP-SGD can't cover, or a network has layers whose
-            rows see each other or that keep statistics of them.
+        PrivacyError: Opacus is not installed, the method has a stage that DP-SGD can't cover, or a network has layers
+            that mix rows or keep statistics of them.
     """
     if importlib.util.find_spec("opacus") is None:
         raise PrivacyError("dp_sgd needs Opacus: pip install 'fedcg-edge[privacy]'")
     if not method.private_stages:
         covered = [name for name in method_names() if get_method(name).private_stages]
         raise PrivacyError(
-            f"dp_sgd can't cover {method.name}: a network of it is trained on images or labels without a gradient for each "
-            f"image (its `private_stages`: docs/how-to/add-a-stage.md); choose one of {', '.join(covered)}"
+            f"dp_sgd can't cover {method.name}: it trains a network on images or labels without per-"
+            f"image gradients (`private_stages`: docs/how-to/add-a-method.md); choose one of {', '.join(covered)}"
         )
     for part in sorted(method.payload.private | method.payload.up):
         if part in _SETTINGS and (layer := _unfit_layer(spec, part)):
             setting, choices = _SETTINGS[part]
             name = spec.network.discriminator if part is Part.DISCRIMINATOR else spec.network.split
             raise PrivacyError(
-                f"dp_sgd can't train the {part.value} of {setting} = {name}: {layer} has no gradient for each image; "
+                f"dp_sgd can't train the {part.value} of {setting} = {name}: {layer} has no per-image gradients; "
                 f"choose {choices}"
             )
 
 
 def _unfit_layer(spec: NetworkSpec, part: Part) -> str:
-    """The type of the first layer in which rows see each other, or which keeps numbers beside its weights; or nothing."""
+    """The type of the first layer that mixes rows or keeps state besides its weights; empty if there is none."""
     with lent_generators(0):
         network = skeleton(spec, part)
     constant = constant_layers(network)
     layers = [layer for layer in network.modules() if layer not in constant]
-    mixing = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._LazyNormBase)  # noqa: SLF001 - torch has no other name
+    mixing = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._LazyNormBase)  # noqa: SLF001 - no public name
     unfit = [
         layer for layer in layers if isinstance(layer, mixing) or next(layer.buffers(recurse=False), None) is not None
     ]
@@ -102,26 +104,26 @@ def poisson_batches(rows: int, rate: float, steps: int, stream: torch.Generator)
 
 
 def sampling_rate(rows: int, batch_size: int) -> float:
-    """The probability with which an image is in a batch: `batch_size` are expected, or all where there are fewer."""
+    """The probability that an image is in a batch, for an expected `batch_size` images (all if there are fewer)."""
     return min(1.0, batch_size / rows)
 
 
 def private_step_count(params: TrainingParams, rows: int) -> int:
-    """Steps of one stage: `params.steps`, or as many as `params.epochs` over `rows` rows have batches."""
+    """Steps of one stage: `params.steps`, or the number of batches in `params.epochs` over `rows` rows."""
     return params.steps or params.epochs * math.ceil(rows / params.batch_size)
 
 
 class PrivateSteps:
-    """Takes optimiser steps in which no image's gradient counts for more than `clip`, with noise.
+    """Takes noisy optimiser steps in which each image's gradient is clipped to `clip`.
 
-    A step's gradient is (sum over the batch of clipped gradients + N(0, (σ · clip)²)) / expected rows, plus the gradient of what
-    depends on no image.
+    A step's gradient is (sum over the batch of clipped gradients + N(0, (σ · clip)²)) / expected rows, plus the
+    gradient of the loss that depends on no image.
 
     Args:
-        module: what is trained; every layer treats rows independently.
+        module: the trained module; every layer treats rows independently.
         optimiser: over its weights.
         settings: noise and clip.
-        expected_rows: rate · rows, not the rows of one batch: those depend on which images there are.
+        expected_rows: rate · rows, not the rows of one batch, which depend on the images.
         noise: stream of the noise, on the module's device; also an attribute, for checkpoints.
     """
 
@@ -139,7 +141,7 @@ class PrivateSteps:
         self.noise = noise
         self._weights = list(module.parameters())
         self._sampled = GradSampleModule(module)
-        self._sampled.disable_hooks()  # but in `step`: elsewhere the module's gradients are nobody's images'
+        self._sampled.disable_hooks()  # except in `step`: elsewhere the module's gradients do not belong to images
         self._optimiser = optimiser
         self._private = DPOptimizer(
             optimiser,
@@ -154,7 +156,7 @@ class PrivateSteps:
 
         Args:
             rows: images of the batch.
-            of_images: mean over the batch of a loss whose row j depends on image j alone; an empty batch needs none.
+            of_images: mean over the batch of a loss whose row j depends only on image j; not needed for an empty batch.
             of_no_image: a loss that depends on no image.
         """
         self._private.zero_grad(set_to_none=True)
@@ -179,7 +181,7 @@ class PrivateSteps:
         self._optimiser.step()
 
     def close(self) -> None:
-        """Leave the module as it was found, but for its weights."""
+        """Restore the module, except for its weights."""
         self._sampled.to_standard_module()
 
 
@@ -191,12 +193,13 @@ def private_steps(
     expected_rows: float,
     seed: int,
 ) -> Iterator[PrivateSteps]:
-    """`PrivateSteps` of some modules that are clipped together; `seed` is of the noise."""
+    """`PrivateSteps` of modules that are clipped together; `seed` seeds the noise."""
     together = nn.ModuleList(modules)
     device = next(together.parameters()).device
     noise = torch.Generator(device).manual_seed(seed)
     with warnings.catch_warnings():
-        # Opacus hooks every layer, also the first, whose input needs no gradient; torch warns of that, and it is what is meant.
+        # Opacus hooks every layer, including the first, whose input needs no gradient. torch warns about it; it is
+        # intended.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
         steps = PrivateSteps(together, optimiser, settings, expected_rows, noise)
         try:
@@ -236,16 +239,16 @@ def _loss_of_a_step(noise_multiplier: float, sample_rate: float) -> tuple[float,
 
 @dataclass(frozen=True)
 class Spent:
-    """What was spent so far.
+    """The privacy spent so far.
 
     Attributes:
-        entries: (noise multiplier, sampling rate, steps), each pair of the first two once.
+        entries: (noise multiplier, sampling rate, steps); each pair of the first two occurs once.
     """
 
     entries: tuple[tuple[float, float, int], ...] = ()
 
     def epsilon(self, delta: float) -> float:
-        """ε at δ = `delta`; 0 where nothing was spent."""
+        """ε at δ = `delta`; 0 if nothing was spent."""
         if not self.entries:
             return 0.0
         from opacus.accountants import RDPAccountant
@@ -254,13 +257,13 @@ class Spent:
         columns = [[steps * loss for loss in _loss_of_a_step(noise, rate)] for noise, rate, steps in self.entries]
         total = [sum(losses) for losses in zip(*columns, strict=True)]
         with warnings.catch_warnings():
-            # At the ends of Opacus' list of orders ε is an upper bound still, only not the tightest.
+            # At the ends of Opacus' list of orders ε is still an upper bound, but not the tightest.
             warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
             epsilon, _ = get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=total, delta=delta)
         return float(epsilon)
 
     def with_round(self, settings: DpSgdSettings, sample_rate: float, steps: int) -> Spent:
-        """What is spent after so many more steps."""
+        """The privacy spent after `steps` more steps."""
         if not steps:
             return self
         counted = {(noise, rate): count for noise, rate, count in self.entries}
@@ -269,20 +272,20 @@ class Spent:
         return Spent(tuple((noise, rate, count) for (noise, rate), count in counted.items()))
 
     def exceeds(self, settings: DpSgdSettings) -> bool:
-        """Whether this is more than the budget; asked of what WOULD be spent, before a round."""
+        """Whether this exceeds the budget; checked before a round for what it WOULD spend."""
         return settings.budget_epsilon is not None and self.epsilon(settings.delta) > settings.budget_epsilon
 
     def to_json(self) -> str:
-        """For a file; `from_json` reads it back."""
+        """Serialise; `from_json` reads it back."""
         entries = [_Entry(noise_multiplier=noise, sample_rate=rate, steps=steps) for noise, rate, steps in self.entries]
         return _Stored(spent=entries).model_dump_json()
 
     @staticmethod
     def from_json(text: str) -> Spent:
-        """What `to_json` wrote.
+        """Parse what `to_json` wrote.
 
         Raises:
-            PrivacyError: it is something else. What was spent is then unknown: do not go on as if it were nothing.
+            PrivacyError: invalid text. The spent privacy is then unknown: do not continue as if it were zero.
         """
         try:
             stored = _Stored.model_validate(json.loads(text))
@@ -292,14 +295,14 @@ class Spent:
 
 
 def after_round(spent: Spent, settings: DpSgdSettings, method: Method, params: TrainingParams, rows: int) -> Spent:
-    """What is spent after one more local round.
+    """The privacy spent after one more local round.
 
     Args:
-        spent: before it.
+        spent: before the round.
         settings: of the round.
-        method: each of its `private_stages` takes as many steps.
+        method: each of its `private_stages` takes the same number of steps.
         params: of the method.
-        rows: training images; without any nothing is trained.
+        rows: number of training images; with 0 nothing is trained.
     """
     if not rows:
         return spent

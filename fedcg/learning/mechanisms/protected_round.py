@@ -1,22 +1,23 @@
-"""One client's local round with its mechanisms around it: what agents and simulations call.
+"""One client's local round with its privacy mechanisms; called by agents and simulations.
 
-Mechanisms that work inside a local step (`gradient_noise`, `dropout`, `dp_sgd`) are done by the training loops, which find them in
-the round's context; what comes before and after the steps is done here.
+Mechanisms that work inside a local step (`gradient_noise`, `dropout`, `dp_sgd`) are applied by the training loops,
+which read them from the round's context. Everything before and after the steps is applied here.
 
-`balance` keeps a client's label distribution out of the classifier that it sends, against label inference. The last bias of a
-classifier that was trained on unbalanced labels encodes their shares, and so do the weights before it.
+`balance` keeps a client's label distribution out of the classifier that it sends, against label inference. The last
+bias of a classifier trained on unbalanced labels encodes their shares, and so do the weights before it.
 
-`logits` is logit adjustment (Menon et al., 2021, eq. 10): cross-entropy of logits + log p_i(y), with p_i the client's label shares.
-The logits themselves then need not encode p_i. It is done by the bias alone, because C(h) + log p_i(y) is the same classifier
-with another last bias: the round starts from the aggregate's classifier with log p_i added to its last bias, trains as ever,
-and log p_i is taken off the copy that is sent. The private copy keeps it, so that the model which is evaluated and exported fits the
-client's own labels. Where a method asks the classifier for more than the client's images (replayed features, a generator), the
-adjustment is in there too. A method that keeps its classifier is not changed.
+`logits` is logit adjustment (Menon et al., 2021, eq. 10): cross-entropy of logits + log p_i(y), with p_i the client's
+label shares. The logits themselves then need not encode p_i. It only changes the bias, because C(h) + log p_i(y) is the
+same classifier with another last bias. The round starts from the aggregate's classifier with log p_i added to its last
+bias and trains as usual. log p_i is then subtracted from the copy that is sent. The private copy keeps it, so the
+evaluated and exported model fits the client's own labels. If a method applies the classifier to more than the client's
+images (replayed features, a generator), the adjustment applies there too. Methods that keep the classifier private are
+not changed.
 
-`bias` is the plain removal: the last bias is sent as it came in the aggregate.
+`bias` is plain removal: the last bias is sent unchanged, as in the aggregate.
 
-A finished update is clipped, gets noise, and is pruned, in this order: what changes is its difference to the aggregate that the round
-started from; integer tensors (batch norm's counters) are sent as they are. Label counts get noise of their own. Noise comes from
+A finished update is clipped, noised and pruned, in this order. These act on its difference to the round's starting
+aggregate. Integer tensors (batch norm's counters) are sent unchanged. Label counts get separate noise. Noise comes from
 explicit generators, in the order of parts and names.
 """
 
@@ -41,12 +42,12 @@ Parts = Mapping[Part, Weights]
 
 
 def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: torch.Generator) -> Parts:
-    """An update as it may leave.
+    """The update as it may leave the device.
 
     Args:
         parts: shared parts after the local round.
-        base: the same parts of the aggregate that the round started from.
-        privacy: `update_clip`, `update_noise` and `prune`; with all of them off the very same parts come back.
+        base: the same parts of the round's starting aggregate.
+        privacy: `update_clip`, `update_noise` and `prune`; if all are off, `parts` is returned unchanged.
         stream: of the noise.
     """
     if not privacy.reduces_update:
@@ -67,13 +68,13 @@ def reduced_update(parts: Parts, base: Parts, privacy: PrivacySettings, stream: 
         if privacy.update_noise:
             changed = changed + privacy.update_noise * torch.randn(changed.shape, generator=stream)
         tensor = base[part][name] + pruned(changed, privacy.prune)
-        # Batch norm takes a root of it: noise must not make it negative.
+        # Batch norm takes its square root, so noise must not make it negative.
         reduced[part][name] = tensor.clamp(min=0.0) if name.endswith("running_var") else tensor
     return reduced
 
 
 def pruned(tensor: torch.Tensor, share: float) -> torch.Tensor:
-    """A tensor whose floor(share · numbers) smallest numbers in magnitude are 0 (gradient compression, DLG §5)."""
+    """The tensor with its floor(share · numbers) smallest magnitudes set to 0 (gradient compression, DLG §5)."""
     count = int(share * tensor.numel())
     if not count:
         return tensor
@@ -84,10 +85,10 @@ def pruned(tensor: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def noisy_counts(report: Report, scale: float, stream: torch.Generator) -> Report:
-    """A report whose label counts have discrete Laplace noise, P(k) ~ exp(-|k| / scale), cut at 0; `examples` is their sum.
+    """The report with discrete Laplace noise on label counts, P(k) ~ exp(-|k| / scale), cut at 0; `examples` is their sum.
 
-    One image more or less changes one count by 1, so the counts alone have ε = 1 / scale for it. A report without label counts
-    is not changed. Where every count comes to 0, one class, drawn at random, counts 1: an update has an example.
+    Adding or removing one image changes one count by 1, so the counts alone have ε = 1 / scale. A report without label
+    counts is not changed. If all counts become 0, one random class is set to 1, because an update needs an example.
     """
     if report.label_counts is None or not scale:
         return report
@@ -102,7 +103,7 @@ def noisy_counts(report: Report, scale: float, stream: torch.Generator) -> Repor
 
 
 def log_prior(label_counts: Sequence[int]) -> torch.Tensor:
-    """The client's log p_i(y), [C] float32; every class counts one image more, so that none is impossible."""
+    """The client's log p_i(y), [C] float32, with one image added to each class so that no class is impossible."""
     counts = torch.tensor(label_counts, dtype=torch.float64) + 1.0
     return (counts / counts.sum()).log().float()
 
@@ -122,7 +123,7 @@ def last_bias(spec: NetworkSpec) -> str:
     name, layer = leaves[-1]
     if not isinstance(layer, nn.Linear) or layer.bias is None or layer.out_features != len(spec.classes):
         raise PrivacyError(
-            f"balance needs a classifier that ends in a linear layer with a bias; that of network.split = "
+            f"balance needs a classifier that ends in a linear layer with a bias; the one of network.split = "
             f"{spec.network.split} ends in {type(layer).__name__}: choose another split, or leave balance out"
         )
     return f"{name}.bias" if name else "bias"
@@ -138,14 +139,14 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
     if spec.network.split == TRAINER and any(inside.values()):
         names = [name for name, value in inside.items() if value]
         raise PrivacyError(
-            f"{', '.join(names)}: a Trainer has steps of its own, which these can't reach; update_clip, update_noise and prune go with it"
+            f"{', '.join(names)}: not supported with a Trainer, which runs its own steps; update_clip, update_noise and prune are supported"
         )
     if privacy.dp_sgd is not None:
         check_dp_sgd(spec, method)
     if (privacy.reduces_update or privacy.balance == "bias") and Part.STATISTICS in method.payload.sealed:
         raise PrivacyError(
-            f"update_clip, update_noise and prune would spoil the statistics that method {method.name} sends, and balance = bias a calibrated "
-            "classifier: leave them out; balance = logits goes with it"
+            f"update_clip, update_noise and prune would distort the statistics of method {method.name}, and balance = bias its calibrated "
+            "classifier: leave them out; balance = logits is supported"
         )
     if privacy.balance != "none" and Part.CLASSIFIER in method.payload.up and spec.network.split != TRAINER:
         last_bias(spec)
@@ -154,12 +155,12 @@ def check_mechanisms(spec: NetworkSpec, method: Method, privacy: PrivacySettings
 def protected_round(
     method: Method, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
 ) -> LocalResult:
-    """`method.local_round`, with the mechanisms of `ctx.privacy`; without any, nothing else.
+    """`method.local_round` with the mechanisms of `ctx.privacy`, if there are any.
 
-    Mixed precision and CUDA graphs are left out where each step draws noise of its own.
+    Mixed precision and CUDA graphs are disabled if each step draws its own noise.
 
     Raises:
-        PrivacyError: a mechanism that this method or its networks can't have.
+        PrivacyError: a mechanism that this method or its networks do not support.
         ExtensionError: the method returns other parts or tensors than its payload names.
         DivergedError, DataError: as of `local_round`.
     """
@@ -176,11 +177,11 @@ def protected_round(
 
 
 def _as_promised(result: LocalResult, method: Method, ctx: RoundContext) -> LocalResult:
-    """What a method returned, where it holds what its payload names; nobody downstream finds out more than that something is amiss."""
+    """Check a method's result against its payload here, because later checks can't name the cause."""
     wanted, shared = ctx.spec.shared_in(ctx.round), result.shared.parts
     faults = [f"lacks {part.value}" for part in sorted(wanted - shared.keys())]
     faults += [
-        f"has {part.value}, which payload.up lacks or this round does not exchange"
+        f"has {part.value}, which is not in payload.up or not exchanged in this round"
         for part in sorted(shared.keys() - wanted)
     ]
     faults += [
@@ -194,7 +195,7 @@ def _as_promised(result: LocalResult, method: Method, ctx: RoundContext) -> Loca
                 ", ".join(f"{name} {[*shape]}" for name, shape in sorted(ones)[:3])
                 for ones in (found - stated, stated - found)
             )
-            faults.append(f"has in {part.value} {others or 'nothing'} in the place of {due or 'nothing'}")
+            faults.append(f"has in {part.value} {others or 'nothing'} instead of {due or 'nothing'}")
     if faults:
         raise ExtensionError(f"method {method.name}: the result of local_round {'; '.join(faults)}")
     return result
@@ -205,7 +206,7 @@ def _with_bias(parts: Parts, bias: str, numbers: torch.Tensor) -> Parts:
 
 
 def _adjusted(parts: Parts, data: ImageSet, ctx: RoundContext, sign: int) -> Parts:
-    """With `balance = logits`, the client's log p_i(y) added to the last bias of a classifier, or taken off it."""
+    """With `balance = logits`, add the client's log p_i(y) to the classifier's last bias, or subtract it."""
     if ctx.privacy.balance != "logits" or Part.CLASSIFIER not in parts:
         return parts
     bias = last_bias(ctx.spec)
@@ -213,25 +214,25 @@ def _adjusted(parts: Parts, data: ImageSet, ctx: RoundContext, sign: int) -> Par
 
 
 def personal_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
-    """An aggregate's parts as this client goes on from them, or uses them: with `balance = logits`, fitted to its own labels."""
+    """An aggregate's parts as this client trains or uses them: with `balance = logits`, fitted to its own labels."""
     return _adjusted(parts, data, ctx, 1)
 
 
 def downloaded_parts(own: Parts, aggregate: Aggregate, data: ImageSet, ctx: RoundContext) -> Parts:
-    """What a download changes of a client's parts `own`: those of the aggregate, and what its method aligns; `ctx` is of the round after."""
+    """The client's parts `own` that a download changes: the aggregate's and those its method aligns; `ctx` is the next round's."""
     method = get_method(ctx.spec.method)
     aligned = {} if method.personal.align is None else method.personal.align(own, aggregate, data, ctx)
     return personal_parts({**aggregate.parts, **aligned}, data, ctx)
 
 
 def neutral_parts(parts: Parts, data: ImageSet, ctx: RoundContext) -> Parts:
-    """A client's own parts without what `personal_parts` fitted to its labels."""
+    """A client's own parts without the label fit of `personal_parts`."""
     is_shared = Part.CLASSIFIER in get_method(ctx.spec.method).payload.up
     return _adjusted(parts, data, ctx, -1) if is_shared else parts
 
 
 def _protected(result: LocalResult, base: Parts, data: ImageSet, ctx: RoundContext) -> LocalResult:
-    """A finished round as it may leave the client; the private half stays as it is."""
+    """The finished round as it may leave the client. The private half is not changed."""
     privacy, streams = ctx.privacy, ctx.streams.at("privacy")
     shared = neutral_parts(result.shared.parts, data, ctx)
     if privacy.balance == "bias" and Part.CLASSIFIER in shared:
@@ -243,7 +244,7 @@ def _protected(result: LocalResult, base: Parts, data: ImageSet, ctx: RoundConte
 
 
 def _within_bounds(parts: Parts, ctx: RoundContext) -> Parts:
-    """Noise may carry a number beyond the bounds of its layout: it is cut to them, which reveals nothing more."""
+    """Clamp numbers that noise moved beyond the bounds of their layout, which reveals nothing more."""
     bounds = {
         (part, layout.name): (layout.low, layout.high)
         for part in parts
@@ -252,7 +253,7 @@ def _within_bounds(parts: Parts, ctx: RoundContext) -> Parts:
     }
     return {
         part: {
-            # Integers clamped to bounds that are floats would become floats.
+            # Clamping integers to float bounds would turn them into floats.
             name: one.clamp(*bounds[part, name]).to(one.dtype) if (part, name) in bounds else one
             for name, one in weights.items()
         }

@@ -1,1 +1,1 @@
-"""One file per federated method; a method is found by its file name."""
+"""One file per federated method. A method's name is its file name."""

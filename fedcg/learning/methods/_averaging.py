@@ -1,7 +1,7 @@
 """Methods that train extractor and classifier by classification and average what they share by data size.
 
-Their local half differs in which parts are shared and in a penalty beside the cross-entropy, their server half in what comes
-after the average: `averaging_method` builds the method from that. FedAvg (McMahan et al., 2017) is the pattern.
+Their local halves differ in the shared parts and in a penalty added to the cross-entropy, their server halves in the
+step after averaging. `averaging_method` builds a method from these. FedAvg (McMahan et al., 2017) is the pattern.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ LocalRound = Callable[[fl.ClientState, ImageSet, fl.Aggregate | None, fl.RoundCo
 
 
 class MomentumParams(fl.TrainingParams):
-    """Parameters of methods whose aggregate is the average itself."""
+    """Parameters of methods whose aggregate is the plain average."""
 
     average: fl.Average = "mean"
     aux: fl.Aux = 0.0
@@ -54,18 +54,18 @@ def averaging_method(
     aggregator: MakeAggregator | None = None,
     needs_public: bool = False,
 ) -> fl.Method:
-    """A method whose clients train extractor and classifier and share some of it.
+    """A method whose clients train extractor and classifier and share some of these parts.
 
     Args:
         name: its file's name.
-        title: one line for people.
+        title: a one-line description.
         params_type: its parameters.
-        shared: parts that go up and, merged, come down; the rest of `PERSONAL` stays private.
-        penalty_of: what is added to the cross-entropy.
-        downloads: parts that only come down and that no client trains.
-        label_counts: whether updates report them.
-        aggregator: the server half; averages the shared parts when None.
-        needs_public: the server half needs public images.
+        shared: parts that are uploaded, merged and downloaded; the rest of `PERSONAL` stays private.
+        penalty_of: the penalty added to the cross-entropy.
+        downloads: parts that are only downloaded and that no client trains.
+        label_counts: whether updates report label counts.
+        aggregator: the server half; None: averages the shared parts.
+        needs_public: whether the server half needs public images.
     """
     return fl.Method(
         name=name,
@@ -89,7 +89,7 @@ def average_of(
     ctx: fl.RoundContext,
     spill: fl.Spill,
 ) -> fl.Aggregator:
-    """The server half of a method with these parameters that averages these parts, as far as a round brings them in the clear."""
+    """The server half that averages these parts, as far as the round exchanges them in the clear."""
     params = params_type.model_validate(ctx.spec.params)
     clear = shared & ctx.spec.shared_in(ctx.round) - frozenset(ctx.spec.sealed)
     how: fl.Combination = getattr(params, "average", "mean")
@@ -106,7 +106,7 @@ def local_result(
     label_counts: fl.LabelCounts,
     averages: Sequence[MovingAverage] = (),
 ) -> fl.LocalResult:
-    """What a local round returns: copies of all networks for the client, of the shared ones for the server, and a report."""
+    """The result of a local round: copies of all networks for the client, of the shared ones for the server, and a report."""
     counts = None if label_counts is fl.LabelCounts.NEVER else data.label_counts()
     return fl.LocalResult(
         fl.SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
@@ -116,7 +116,7 @@ def local_result(
 
 
 def with_statistics(result: fl.LocalResult, told: fl.Weights) -> fl.LocalResult:
-    """A local result whose client shares statistics too, and keeps a copy of them."""
+    """The local result with statistics added: shared, and a copy kept by the client."""
     kept = {name: tensor.clone() for name, tensor in told.items()}
     return replace(
         result,
@@ -128,7 +128,7 @@ def with_statistics(result: fl.LocalResult, told: fl.Weights) -> fl.LocalResult:
 def averaged_round(
     params_type: type[Params], shared: frozenset[Part], penalty_of: PenaltyOf[Params], label_counts: fl.LabelCounts
 ) -> LocalRound:
-    """A local half: load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
+    """A local half: load the aggregate (without one, the client's own parts), train E and C, keep all, share some."""
 
     def local_round(
         state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext

@@ -1,9 +1,9 @@
-"""analytic: linear heads in closed form from one sealed sum of the cohort's features, exact whatever images lie where.
+"""analytic: linear heads in closed form from one sealed sum of the cohort's features, exact under any data split.
 
-Our own method, for extractors that need no training, such as a frozen public backbone. Clients send sealed moments of their features: class
-counts, class sums and one second-moment matrix. Each solves linear discriminant analysis with its own class shares as prior, and a
-temperature that its validation images choose. A projection behind the backbone is not trained either: it passes the pooled features on, or mixes
-them at random where it is narrower than they are.
+Our own method, for extractors that need no training, such as a frozen public backbone. Clients send sealed moments of
+their features: class counts, class sums and one second-moment matrix. Each solves linear discriminant analysis with its
+own class shares as prior, and a temperature that its validation images choose. A projection behind the backbone is not
+trained either: it passes the pooled features through, or mixes them at random if it is narrower.
 """
 
 from collections.abc import Mapping
@@ -39,19 +39,19 @@ _PROJECTION, _BIAS = "project.weight", "project.bias"
 
 
 class AnalyticParams(fl.TrainingParams):
-    """Parameters of the moments, and of the heads; those of training are of the local models beside them."""
+    """Parameters of the moments and the heads. The training parameters apply to the local-only models."""
 
     clip: Clip = CLIP
     shrinkage: float = Field(
-        default=0.5, ge=0, le=1, description="of the cohort's covariance, towards a multiple of the identity"
+        default=0.5, ge=0, le=1, description="shrinkage of the cohort's covariance, towards a multiple of the identity"
     )
     own_shrinkage: float = Field(
-        default=0.9, ge=0, le=1, description="of the covariance of a client's own images, which are fewer"
+        default=0.9, ge=0, le=1, description="shrinkage of the covariance of a client's own, fewer images"
     )
 
 
 def client_start(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
-    """The initial weights, with a projection that is the same on all clients and loses as little as it can."""
+    """The initial weights, with a projection that is equal on all clients and loses as little as possible."""
     extractor = dict(initial[Part.EXTRACTOR])
     if _PROJECTION in extractor:
         width, pooled = extractor[_PROJECTION].shape
@@ -65,10 +65,10 @@ def client_start(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl
 def local_round(
     state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> fl.LocalResult:
-    """The moments of the own features, and the head that they alone give; nothing is trained.
+    """Compute the moments of the client's features and the head from them alone. Nothing is trained.
 
-    Moments that the client has stay as they are: the sums of old and new ones would show what changed. They are 0 before the first round, and
-    where its owner consents to that.
+    Existing moments are not recomputed, because the sums of old and new ones would reveal what changed. They are 0
+    before the first round, and after the owner has consented to new ones.
     """
     usable_rows(len(data), 2)
     moments = dict(state.parts[Part.STATISTICS])
@@ -76,7 +76,7 @@ def local_round(
         extractor = load_part(ctx.spec, Part.EXTRACTOR, state.parts[Part.EXTRACTOR], ctx.device)
         moments = feature_moments(extractor, data, ctx)
     own = class_gaussians(moments)
-    assert own is not None  # there are images
+    assert own is not None  # `usable_rows` has checked that there are images
     head = _head(own, state.parts, log_prior(data.label_counts()), _params(ctx).own_shrinkage, ctx)
     kept = {name: tensor.clone() for name, tensor in moments.items()}
     private = {**state.parts, Part.CLASSIFIER: head, Part.STATISTICS: kept}
@@ -88,7 +88,7 @@ def local_round(
 def align(
     own: Mapping[Part, fl.Weights], aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext
 ) -> Mapping[Part, fl.Weights]:
-    """The head that the cohort's moments give, with the client's own prior."""
+    """The head from the cohort's moments, with the client's own prior."""
     try:
         classes = class_gaussians(aggregate.parts[Part.STATISTICS]) if aggregate.parts else None
     except fl.DivergedError as error:
@@ -98,7 +98,7 @@ def align(
         return {}
     prior = log_prior(data.label_counts())
     head = _head(classes, own, prior, _params(ctx).shrinkage, ctx)
-    if ctx.privacy.balance == "logits":  # then it is added to every classifier that is downloaded
+    if ctx.privacy.balance == "logits":  # the prior is then added to every downloaded classifier
         head[f"{linear_layer(ctx.spec)}bias"] -= prior
     return {Part.CLASSIFIER: head}
 
@@ -132,14 +132,14 @@ def _misfit(spec: NetworkSpec) -> str:
         return "all devices need the same features: leave network.backbones out"
     if not linear_layer(spec):
         return (
-            f"its heads are linear, and the classifier of network.split = {spec.network.split} has several layers: choose a backbone "
+            f"it needs a linear classifier, and that of network.split = {spec.network.split} has several layers: choose a backbone "
             "with a projection, such as efficientnet_lite0+project:1280 with network.freeze = all"
         )
     return ""
 
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
-    """The server half of a round: nothing comes in the clear."""
+    """The server half of a round: updates hold nothing in the clear."""
     return FinishOnlyAggregator(spill, lambda _updates: fl.Aggregate({}))
 
 

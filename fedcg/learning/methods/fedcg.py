@@ -1,15 +1,18 @@
 """FedCG (Wu et al., IJCAI-22): share a classifier and a conditional GAN's generator, keep extractor and discriminator.
 
-Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, where the paper leaves room:
+Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings of the paper, where it is open:
   * eq. 2's squared norm is a mean over elements; the global generator runs in eval mode and has no gradient;
   * γ(round) = 2 / (1 + exp(-10 p)) - 1 with p = min((round - 1) / ramp_rounds, 1): read with rounds counted from 0, and a ramp over
     50, so the untrained generator of the first round has no weight;
-  * eq. 4 is minimised, with the non-saturating generator loss, one generator pass for both steps; Adam's betas are (0.5, 0.999);
+  * eq. 4 is minimised, with the non-saturating generator loss and one generator pass for both steps; Adam's betas are
+    (0.5, 0.999);
   * generated rows come in pairs of one label (the first half of the batch's labels, twice), so that the mode-seeking term
     compares two draws of the SAME class; the batch keeps its size, and its labels their distribution;
-  * with `balance = logits` or DP-SGD (`RoundContext.privacy`) the generator asks for labels drawn from all classes alike;
+  * with `balance = logits` or DP-SGD (`RoundContext.privacy`) the generator's labels are drawn uniformly from all
+    classes;
   * eq. 5's softmax is over the weighted SUM of logits; eq. 6 is KL(ensemble ‖ student).
-`aggregation` offers the two other server halves that FedMD-CG's table 3 puts beneath FedCG's clients; the default is FedCG's own.
+`aggregation` offers the two other server halves that FedMD-CG's table 3 combines with FedCG's clients; the default is
+FedCG's own.
 """
 
 import math
@@ -41,7 +44,7 @@ _GAN_BETAS = (0.5, 0.999)
 
 
 class FedcgParams(DistilledParams):
-    """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, 0.1 is ours."""
+    """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, and 0.1 is our choice."""
 
     average: fl.Average = "mean"
     aux: fl.Aux = 0.0
@@ -53,20 +56,20 @@ class FedcgParams(DistilledParams):
     discriminator_passes: str = Field(
         default="joint",
         pattern="^(joint|separate)$",
-        description="whether real and generated rows share a pass, and so one power iteration of spectral norm; a "
-        "discriminator with batch norm always takes one for each, as published",
+        description="whether real and generated rows share one forward pass, and so one power iteration of spectral norm; a "
+        "discriminator with batch norm always uses one pass for each, as published",
     )
     generator_training: Literal["gan", "moments"] = Field(
         default="gan",
         exclude_if=lambda how: how == "gan",
-        description="how a client makes its generator: against its discriminator (eq. 4), or by means and standard deviations of its "
-        "features by class (generator gaussians)",
+        description="how a client fits its generator: against its discriminator (eq. 4), or from means and standard deviations of its "
+        "features per class (generator gaussians)",
     )
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
-        default="kd", description="weighted average, eq. 6 on top, or FedMD-CG's eq. 12 on top (it needs label counts)"
+        default="kd", description="average; kd: plus eq. 6; crossed_kd: plus FedMD-CG's eq. 12, with label counts"
     )
     exact_clients: int = Field(
-        default=32, ge=1, description="crossed_kd: above, eq. 11 draws one client per batch and label"
+        default=32, ge=1, description="crossed_kd: with more clients, eq. 11 draws one client per batch and label"
     )
 
     @field_validator("aggregation")
@@ -81,7 +84,7 @@ class FedcgParams(DistilledParams):
 
     @property
     def needs_label_counts(self) -> bool:
-        """Eq. 10-11 weigh a client by its label counts."""
+        """Eq. 10-11 weight a client by its label counts."""
         return self.aggregation == "crossed_kd"
 
 
@@ -96,14 +99,14 @@ def local_round(
 ) -> fl.LocalResult:
     """Algorithm 1: load both shared parts, train E and C on eq. 3, then G and D on eq. 4 with E frozen.
 
-    Without an aggregate the client's own shared parts stand in for the global ones.
+    Without an aggregate, the client's own shared parts replace the global ones.
 
     Raises:
-        PrivacyError: DP-SGD does not cover the moments of `generator_training = moments`.
+        PrivacyError: `generator_training = moments` with DP-SGD, which does not cover the moments.
     """
     params = FedcgParams.model_validate(ctx.spec.params)
     if params.generator_training == "moments" and ctx.privacy.dp_sgd is not None:
-        raise PrivacyError("generator_training = moments can't be had with DP-SGD: set generator_training = gan")
+        raise PrivacyError("generator_training = moments is not supported with DP-SGD: set generator_training = gan")
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in NETWORKS}
     data = data.to(ctx.device)
@@ -122,22 +125,22 @@ def local_round(
 
 
 def networks(spec: NetworkSpec) -> str:
-    """Why the method can't have these networks with its parameters, if it can't."""
+    """Why the parameters do not support these networks; empty if they do."""
     if spec.params.get("generator_training") == "moments" and spec.network.generator != "gaussians":
-        return f"generator_training = moments has no effect on generator {spec.network.generator}: take generator gaussians"
+        return f"generator_training = moments needs network.generator = gaussians, not {spec.network.generator}"
     return ""
 
 
 def take_moments(generator: nn.Module, extractor: nn.Module, data: ImageSet, ctx: fl.RoundContext) -> None:
-    """Set the generator's Gaussians to the moments of the frozen extractor's features, of both mirror images where the spec flips."""
-    assert isinstance(generator, ClassGaussians)  # `networks` has seen to it
+    """Set the generator's Gaussians to the moments of the frozen extractor's features (also of mirrored images if the spec flips)."""
+    assert isinstance(generator, ClassGaussians)  # checked by `networks`
     sides = (False, True) if ctx.spec.augment_flip else (False,)
     features = [extract_features(extractor, data.images, ctx.spec, flipped=side) for side in sides]
     generator.fit(torch.cat(features), data.labels.repeat(len(sides)))
 
 
 def feature_penalty(global_generator: nn.Module, weight: float, ctx: fl.RoundContext) -> Penalty | None:
-    """γ · L_dist (eq. 2-3) against the frozen global generator; fresh noise for every image of every epoch."""
+    """γ · L_dist (eq. 2-3) against the frozen global generator, with fresh noise for every image of every epoch."""
     if weight == 0.0:
         return None
     stream = ctx.streams.generator("classify", "noise")
@@ -210,7 +213,7 @@ def adversarial(
 
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
-    """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
+    """Algorithm 2, or an aggregation that FedMD-CG compares with it."""
     params = FedcgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
     if params.aggregation == "average":

@@ -1,13 +1,13 @@
-"""FedDF (Lin et al., NeurIPS 2020), as FedCG's tables run it: FedAvg, then ensemble distillation on unlabelled public images.
+"""FedDF (Lin et al., NeurIPS 2020), as in FedCG's tables: FedAvg, then ensemble distillation on unlabelled public images.
 
-Algorithm 1 and eq. 1: the student starts from the average and minimises KL(σ(teachers' logits) ‖ σ(student's logits)) on public
-images. Deviations, with reasons: the teachers' logits are a data-size weighted SUM, as in FedCG eq. 5 (the paper's AVGLOGITS is
-unweighted), iterations and batch are FedCG's (the paper: 10,000 of 128, a cosine schedule, early stopping on a validation set
-that a coordinator does not have), and the student is one homogeneous model.
+Algorithm 1 and eq. 1: the student starts from the average and minimises KL(σ(teachers' logits) ‖ σ(student's logits))
+on public images. Deviations, with reasons: the teachers' logits are a data-size weighted SUM, as in FedCG eq. 5 (the
+paper's AVGLOGITS is unweighted), iterations and batch are FedCG's (the paper: 10,000 of 128, a cosine schedule, early
+stopping on a validation set, which a coordinator does not have), and the student is one homogeneous model.
 
-A teacher in eval mode treats images independently: each runs ONCE over the distinct images that the round's batches use, when
-its update arrives, and the student's loop never touches it. Each distinct image costs one row of C numbers a client.
-A device takes part only when its `allow_upload` lists the extractor.
+A teacher in eval mode treats images independently: each runs ONCE over the distinct images that the round's batches
+use, when its update arrives. The student's loop does not run it again. Each distinct image costs one row of C numbers
+per client. A device participates only if its `allow_upload` lists the extractor.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.learning.training.stage import Nets, Tensors, run_stage
 from fedcg.wire.parts import Part
 
-# images in one forward of a teacher; a whole backbone's activations, not only features, live at once
+# images per forward pass of a teacher; all activations of a backbone are in memory at once
 _TEACHER_ROWS = 256
 
 
@@ -41,7 +41,7 @@ class FeddfParams(DistilledParams):
 
 
 def public_order(images: int, rows: int, streams: Streams) -> torch.Tensor:
-    """Which public image stands in which row: shuffled epochs, cut after `rows`. [rows] int64 in [0, images)."""
+    """The public image of each row: shuffled epochs, cut after `rows`. [rows] int64 in [0, images)."""
     stream = streams.generator("public", "order")
     epochs = [torch.randperm(images, generator=stream) for _ in range(-(-rows // images))]
     return torch.cat(epochs)[:rows]
@@ -51,27 +51,28 @@ def public_of(ctx: RoundContext) -> torch.Tensor:
     """The public images, [N, C, H, W] uint8.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no public images.
     """
     if ctx.public is None or not len(ctx.public):
         raise DataError(
-            f"{ctx.spec.method} distils on unlabelled public images and has none: name a folder or an .npz file as "
-            "aggregation.public_data in coordinator.toml, or give a simulation or a demo --public-images"
+            f"{ctx.spec.method} needs unlabelled public images: set a folder or an .npz file as "
+            "aggregation.public_data in coordinator.toml, or pass --public-images to a simulation or demo"
         )
     return ctx.public
 
 
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAverage:
-    """The server half: average, then distil the ensemble of the present clients into it.
+    """The server half: average, then distil the ensemble of the round's clients into the average.
 
-    Weights and logits [D, C] over the public images in use are summed as updates arrive; after the last one only the student's loop is left.
+    Weights and logits [D, C] over the used public images are summed as updates arrive. After the last one only the
+    student's loop remains.
 
     Raises:
         DataError: there are no public images.
     """
     params = FeddfParams.model_validate(ctx.spec.params)
     settings, public = Distillation.of(params), public_of(ctx)
-    # The distinct public images in use, [D], and the position among them of every row of the loop, [rows].
+    # The distinct public images used, [D], and for each row of the loop its position among them, [rows].
     used, position = torch.unique(public_order(len(public), settings.rows, ctx.streams), return_inverse=True)
 
     def load(parts: Mapping[Part, Weights]) -> dict[str, nn.Module]:

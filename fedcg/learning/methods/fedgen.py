@@ -1,26 +1,27 @@
-"""FedGen (Zhu et al., ICML 2021), as FedCG's comparison runs it: FedSplit with ONE generator that the server trains.
+"""FedGen (Zhu et al., ICML 2021), as in FedCG's comparison: FedSplit with ONE generator that the server trains.
 
 Server, every round: the classifiers are averaged by data size, and the global generator G(z, y) is trained so that the
-data-size weighted sum of the PRESENT clients' classifiers' logits on its features says y (Zhu et al. eq. 4 with a softmax
-behind the sum), plus the mode-seeking diversity term: CE(Σ_i n_i / n · C_i(G(z, y)), y) + weight · 1 / (d(G) / d(z) + 1e-5).
-Client: CE(C(E(x)), y) + weight · CE(C(G(z, y')), y') with fresh z and G frozen: only the classifier learns from the second term.
+data-size weighted sum of the PRESENT clients' classifiers' logits on its features predicts y (Zhu et al. eq. 4 with a
+softmax after the sum), plus the mode-seeking diversity term: CE(Σ_i n_i / n · C_i(G(z, y)), y) + weight · 1 / (d(G) /
+d(z) + 1e-5). Client: CE(C(E(x)), y) + weight · CE(C(G(z, y')), y') with fresh z and G frozen: only the classifier
+learns from the second term.
 
-Where y' comes from, four sources differ. Zhu et al. eq. 5 draws it from the label distribution of all clients, their code uniformly
-from the labels that any client has. The code of FedCG's comparison takes the labels y of the client's own batch, and so does the
-default here, `replay_labels = batch`; the code of FedMD-CG's comparison draws from the sum of all clients' label counts. `uniform`
-draws from all classes: that is Zhu et al.'s code where every class occurs at some client, and eq. 5 where classes are balanced over
-all clients together. With iid clients all four have the same distribution; a client that lacks classes never replays them with
-`batch`.
+Four sources differ on where y' comes from. Zhu et al. eq. 5 draws it from the label distribution of all clients, their
+code uniformly from the labels that any client has. The code of FedCG's comparison uses the labels y of the client's own
+batch, as does the default here, `replay_labels = batch`. The code of FedMD-CG's comparison draws from the sum of all
+clients' label counts. `uniform` draws from all classes: this equals Zhu et al.'s code if every class occurs at some
+client, and eq. 5 if classes are balanced over all clients together. With iid clients all four have the same
+distribution. With `batch`, a client never replays classes that it lacks.
 
-Readings and deviations, with reasons: features are generated, as in both papers; Zhu et al.'s code has a second term on the client
-(KL between the logits of E(x) and of G(z, y)), which FedCG's comparison leaves out, and so does this; diversity pairs rows of one label (rows j and
-j + B//2; published are arbitrary halves, whose classes differ anyway); the optimiser of G starts afresh every round, as every
-optimiser here; when all clients reported their label counts, G is only asked for labels that some client has. The generator of the
-first round is untrained, and its features are replayed all the same, as in the code of FedCG's comparison; Zhu et al.'s code
-replays from the second round on.
+Readings and deviations, with reasons: features are generated, as in both papers; Zhu et al.'s code has a second term on
+the client (KL between the logits of E(x) and of G(z, y)), which is omitted here as in FedCG's comparison; diversity
+pairs rows of one label (rows j and j + B//2; the published version pairs arbitrary halves, whose classes differ
+anyway); the optimiser of G is reset every round, as all optimisers here; when all clients reported their label counts,
+labels for G are limited to those that some client has. The generator of the first round is untrained, and its features
+are still replayed, as in the code of FedCG's comparison. Zhu et al.'s code replays from the second round on.
 
-Cost: G changes with every step, so no teacher pass can be done ahead: a step runs all N classifiers, and they are all in memory
-(they are small: with 256 clients of 240 kB, 60 MB). The time of `finish` grows with N.
+Cost: G changes with every step, so teacher passes can't be precomputed. A step runs all N classifiers, which are all in
+memory (60 MB for 256 clients of 240 kB). The time of `finish` grows with N.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,22 +46,22 @@ SHARED = frozenset({Part.CLASSIFIER})
 
 
 class FedgenParams(distillation.DistilledParams):
-    """Parameters of FedGen; the published comparison gives every term the weight 1."""
+    """Parameters of FedGen. In the published comparison every term has weight 1."""
 
     average: fl.Average = "mean"
     aux: fl.Aux = 0.0
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
     replay_labels: Literal["batch", "uniform"] = Field(
         default="batch",
-        # A spec that leaves it out keeps the digest that it had before this parameter existed.
+        # A spec without it keeps the digest from before this parameter existed.
         exclude_if=lambda labels: labels == "batch",
-        description="labels of the replayed features: those of the client's batch, or drawn from all classes",
+        description="labels of the replayed features: those of the client's batch, or uniform over all classes",
     )
     diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
 
 
 def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: fl.RoundContext) -> Penalty | None:
-    """The term replay · CE(C(G(z, y')), y') for the labels y' that `replay_labels` names; G is frozen and in eval mode."""
+    """The term replay · CE(C(G(z, y')), y') for the labels y' selected by `replay_labels`; G is frozen and in eval mode."""
     if params.replay == 0.0:
         return None
     generator, stream = nets[Part.GENERATOR], ctx.streams.generator("classify", "noise")

@@ -1,7 +1,7 @@
-"""FedGH (Yi et al., 2023): clients send class prototypes, the server trains one head on them, and every client goes on with that head.
+"""FedGH (Yi et al., 2023): clients send class prototypes, the server trains one head on them, and every client continues from that head.
 
-The clients' extractors may differ as long as their features have one shape. Reading: all prototypes of a round count alike, each as
-one row with its class as label.
+The clients' extractors may differ if their features have the same shape. Reading: all prototypes of a round have equal
+weight, each as one row with its class as label.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,16 +23,16 @@ from fedcg.wire.parts import Part
 
 
 class FedGhParams(fl.TrainingParams):
-    """Training, and the server's training of the head."""
+    """Parameters of local training and of the server's training of the head."""
 
-    server_steps: int = Field(default=100, ge=1, description="steps of the head on a round's prototypes, all at once")
+    server_steps: int = Field(default=100, ge=1, description="steps of the head, each on all prototypes of a round")
     server_lr: float = Field(default=1e-3, gt=0, description="learning rate of the head on the server")
 
 
 def local_round(
     state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> fl.LocalResult:
-    """Go on from the global head, train it with the own extractor, send the prototypes of the trained extractor."""
+    """Start from the global head, train it with the client's extractor, and send the trained extractor's prototypes."""
     params, data = FedGhParams.model_validate(ctx.spec.params), data.to(ctx.device)
     weights = {**state.parts, **(aggregate.parts if aggregate else {})}
     nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(PERSONAL)}

@@ -2,17 +2,18 @@
 
 Local round = algorithm 1 lines 7-18 (eq. 1-9), server = lines 19-24 (eq. 10-12, in `fedcg.learning.aggregation.crossed_distillation`). Readings:
   * squared norms (eq. 2, 5) are means over elements;
-  * eq. 2 trains the REAL branch: KL(ρ(D_i(F_i(x))) ‖ ρ(D_i(G(z, y)))), its generated branch detached. It is the teacher ("make
-    D_i(F_i(x)) close to D_i(G(z, y))"), although D_i, which is trained, occurs in both;
+  * eq. 2 trains the REAL branch: KL(ρ(D_i(F_i(x))) ‖ ρ(D_i(G(z, y)))), its generated branch detached. That branch is
+    the teacher ("make D_i(F_i(x)) close to D_i(G(z, y))"), although the trained D_i occurs in both;
   * eq. 5 trains the GENERATED branch: KL(ρ(D_i(G_i(z, y))) ‖ ρ(D_i(F_i(x)))); F_i and D_i are frozen, the gradient passes
     through D_i into G_i;
   * the global generator G is frozen, in eval mode; it never replaces the client's own G_i (the classifier is loaded);
   * λ1, λ2, λ3 rise as λ ((r - 1) / R)^d; λ4, λ5, λ6 are constant;
   * the label counter c_i is the client's number of training images per class, n_i^y;
   * the default diversity term is not the published one, which underflows: see `losses.diversity_normalised`.
-The authors' code differs from the print, and every difference that can matter is a parameter: it computes KL(teacher ‖ student) at
-temperature 10 (`divergence`, `temperature`), distances as means over dimensions (`diversity=mean_squared`), λ2 = 0.1 and d = 3.
-The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
+The authors' code differs from the paper. Every difference that can matter is a parameter: the code computes KL(teacher
+‖ student) at temperature 10 (`divergence`, `temperature`), distances as means over dimensions
+(`diversity=mean_squared`), λ2 = 0.1 and d = 3. The published set-up trains 20 steps of 64 images per round with SGD.
+Here both `epochs` and `steps` are parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,22 +55,22 @@ class FedmdCgParams(DistilledParams):
     lambda6: float = Field(default=1.0, ge=0, description="weight of the diversity term")
     ramp_power: float = Field(default=1.0, gt=0, description="d of the ramp ((r-1)/R)^d of lambda 1, 2 and 3")
     diversity: Literal["normalised", "mean_squared", "published_0", "published_1", "published_2"] = Field(
-        default="normalised", description="diversity term: ours, the authors' code's, or eq. 7-8 as published"
+        default="normalised", description="diversity term: ours, the authors' code, or eq. 7-8 as published"
     )
     divergence: Literal["student_teacher", "teacher_student"] = Field(
         default="student_teacher", description="direction of every KL: as published, or as in the authors' code"
     )
     temperature: float = Field(default=1.0, gt=0, description="divides the logits in eq. 2, 10 and 11")
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
-        default="crossed_kd", description="weighted average, FedCG's distillation on top, or eq. 12 on top"
+        default="crossed_kd", description="weighted average; kd: plus FedCG's distillation; crossed_kd: plus eq. 12"
     )
     server_iterations: int = Field(default=50, ge=1, description="student steps on the server (I_s)")
     server_batch: int = Field(default=64, ge=2, description="rows of a student step")
     bank: Literal["auto", "exact", "arrival"] = Field(
         default="auto",
-        description="server labels from this round's p(y), or from the last one's, weighted; auto: above exact_clients",
+        description="server labels from this round's p(y), or the last p(y), reweighted; auto: the latter above exact_clients",
     )
-    exact_clients: int = Field(default=32, ge=1, description="above, eq. 11 draws one client per batch and label")
+    exact_clients: int = Field(default=32, ge=1, description="with more, eq. 11 draws one client per batch and label")
 
 
 def divergence_of(params: FedmdCgParams) -> Divergence:
@@ -78,7 +79,7 @@ def divergence_of(params: FedmdCgParams) -> Divergence:
 
 
 def ramp(round_number: int, horizon: int, power: float) -> float:
-    """((r - 1) / R)^d: what λ1, λ2, λ3 are multiplied by in round r of R, counted from 1."""
+    """((r - 1) / R)^d: the factor of λ1, λ2, λ3 in round r of R, counted from 1."""
     return float(min(max((round_number - 1) / horizon, 0.0), 1.0) ** power)
 
 
@@ -87,7 +88,7 @@ def local_round(
 ) -> fl.LocalResult:
     """Algorithm 1 lines 7-18: load the classifier; train F, D on eq. 4 with the global G as teacher; then G_i on eq. 9.
 
-    Without an aggregate the client's own classifier and generator stand in for the global ones, and p(y) is uniform.
+    Without an aggregate, the client's own classifier and generator replace the global ones, and p(y) is uniform.
     """
     params = FedmdCgParams.model_validate(ctx.spec.params)
     down = aggregate.parts if aggregate else state.parts
@@ -110,7 +111,7 @@ def local_round(
 def global_penalty(
     teacher: nn.Module, label_probabilities: torch.Tensor, params: FedmdCgParams, ctx: fl.RoundContext
 ) -> Penalty | None:
-    """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
+    """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator, with fresh z for every image."""
     factor = ramp(ctx.round, ctx.spec.rounds, params.ramp_power)
     replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
     if replay == pull == agree == 0.0:
@@ -145,7 +146,7 @@ def global_penalty(
 
 
 def class_scale(features: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """s_y: root mean square distance of two real features of a class, √(2 Σ_d var_d(F | y)), [C]; a floor where unknown."""
+    """s_y: root mean square distance of two real features of a class, √(2 Σ_d var_d(F | y)), [C]; a floor if unknown."""
     flat = features.flatten(1)
     scale = torch.full((classes,), _LEAST_SCALE, device=flat.device)
     for label in range(classes):
@@ -204,7 +205,7 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.
 
 
 def _with_labels(inner: fl.Aggregator, settle: Callable[[Updates], Merged]) -> fl.Aggregator:
-    """An aggregation that knows no labels (`average`, `kd`), with p(y) published beside its parts."""
+    """An aggregation without labels (`average`, `kd`) that also publishes p(y)."""
 
     def published(found: fl.Aggregate, updates: Updates) -> fl.ServerState:
         counts = counts_of(settle(updates))
@@ -214,7 +215,7 @@ def _with_labels(inner: fl.Aggregator, settle: Callable[[Updates], Merged]) -> f
 
 
 def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> fl.Aggregator:
-    """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares with."""
+    """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares."""
     params = FedmdCgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
     if params.aggregation == "crossed_kd":

@@ -1,7 +1,7 @@
-"""FedPer (Arivazhagan et al., 2019): base layers are shared, personalisation layers stay.
+"""FedPer (Arivazhagan et al., 2019): base layers are shared, personalisation layers stay private.
 
-Base layers = the extractor, averaged by data size; personalisation layers = the classifier. As in the paper's algorithm 1 both
-are trained together in every local step. A device takes part only when its `allow_upload` lists the extractor.
+Base layers = the extractor, averaged by data size; personalisation layers = the classifier. As in the paper's algorithm
+1, both are trained together in every local step. A device participates only if its `allow_upload` lists the extractor.
 """
 
 from fedcg.learning.method import Average, TrainingParams

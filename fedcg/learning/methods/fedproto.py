@@ -1,8 +1,9 @@
-"""FedProto (Tan et al., 2022): only class prototypes are shared; each client's features are pulled to the global ones.
+"""FedProto (Tan et al., 2022): only class prototypes are shared, and each client's features are pulled towards the global ones.
 
-A model's answer is the class of the nearest prototype (eq. 8); the classifier only helps to train the extractor and stays private.
-Readings: the global prototype of a class is the mean of the clients that have it, weighted by their images where all report their label
-counts (eq. 6 divides by the number of clients once more, which would shrink it); the distance of eq. 7 is squared and a mean over features.
+A model predicts the class of the nearest prototype (eq. 8). The classifier only helps to train the extractor and stays
+private. Readings: the global prototype of a class is the mean over the clients that have it, weighted by their images
+if all report their label counts (eq. 6 divides by the number of clients once more, which would shrink it); the distance
+of eq. 7 is squared and a mean over features.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
 
 
 class FedProtoParams(fl.TrainingParams):
-    """Training, and how firmly features are pulled to the global prototypes."""
+    """Parameters of training and of the pull towards the global prototypes."""
 
     pull: float = Field(default=1.0, ge=0, description="weight of the squared distance to the global prototype (eq. 7)")
 
@@ -41,7 +42,7 @@ class FedProtoParams(fl.TrainingParams):
 def local_round(
     state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> fl.LocalResult:
-    """Train towards the global prototypes, then compute the client's own."""
+    """Train towards the global prototypes, then compute the client's prototypes."""
     params = FedProtoParams.model_validate(ctx.spec.params)
     known = (aggregate.parts if aggregate else state.parts)[Part.STATISTICS]
     nets = {part: load_part(ctx.spec, part, state.parts[part], ctx.device) for part in sorted(PRIVATE)}
@@ -83,7 +84,7 @@ class NearestPrototype(nn.Module):
         self.register_buffer("held", statistics[HELD].bool())
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[B, C, H, W] float32, normalised, to [B, classes]; a class that nobody has comes last."""
+        """[B, C, H, W] float32, normalised, to [B, classes]; a class without a prototype ranks last."""
         features = self.extractor(images).flatten(1)
         logits = -(features[:, None] - self.prototypes).square().mean(2)
         return torch.where(self.held, logits, logits.amin(1, keepdim=True) - 1)
@@ -101,7 +102,7 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
 
 METHOD = fl.Method(
     name="fedproto",
-    title="FedProto: class prototypes alone are shared; the nearest one classifies",
+    title="FedProto: only class prototypes are shared; predicts the nearest one",
     params_type=FedProtoParams,
     payload=fl.Payload(SHARED, SHARED, PRIVATE, continued=frozenset(), statistics=prototype_layout),
     needs=fl.Needs(fl.LabelCounts.OPTIONAL),

@@ -1,8 +1,8 @@
-"""FedProx (Li et al., MLSys 2020): FedAvg whose clients stay near the global model.
+"""FedProx (Li et al., MLSys 2020): FedAvg with clients kept close to the global model.
 
-Eq. 2: each client minimises h(w) = F(w) + μ/2 · ‖w - w_global‖², over all shared parameters (BatchNorm's buffers are statistics,
-not parameters). Deviations: as in `fedavg`; every client does all its steps, there is no γ-inexact solution (definition 2).
-A device takes part only when its `allow_upload` lists the extractor.
+Eq. 2: each client minimises h(w) = F(w) + μ/2 · ‖w - w_global‖², over all shared parameters (BatchNorm's buffers are
+statistics, not parameters). Deviations: as in `fedavg`; every client takes all its steps, so there is no γ-inexact
+solution (definition 2). A device participates only if its `allow_upload` lists the extractor.
 """
 
 import copy
@@ -29,7 +29,7 @@ class FedproxParams(TrainingParams):
 
 
 def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundContext) -> Penalty | None:
-    """μ/2 · ‖w - w_global‖², the sum of squares over all parameters; w_global = the networks as they are now."""
+    """μ/2 · ‖w - w_global‖², the sum of squares over all parameters; w_global = the networks' current weights."""
     if params.mu == 0.0:
         return None
 

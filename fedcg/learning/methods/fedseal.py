@@ -1,15 +1,17 @@
-"""fedseal: FedAvg whose extractors nobody outside the cohort can read, not even their mean, and whose head is calibrated on virtual features.
+"""fedseal: FedAvg with sealed extractors, whose mean only the cohort can read, and a head calibrated on virtual features.
 
-Our own method. Extractors are a sealed mean, classifiers an open one, so accuracy is FedAvg's by construction. Every second round exchanges
-sealed moments of the mean extractor's features, without training; from these each client calibrates the averaged classifier (CCVR, Luo et al.
-2021). Clients vote before each sum, on the aggregate that the round starts from:
+Our own method. Extractors are averaged sealed and classifiers in the clear, so accuracy equals FedAvg's by
+construction. Every second round exchanges sealed moments of the mean extractor's features, without training; from these
+each client calibrates the averaged classifier (CCVR, Luo et al. 2021). Clients vote before each sum, on the aggregate
+that the round starts from:
 
-  * the calibrated classifier is taken by all where most clients' validation losses fall;
-  * a mean is taken back that, with the better of both classifiers, loses more on most clients' validation images than what they trained
-    from: all go on from that again. Nobody can look into sealed weights. (A head that a client fits itself to features judges an extractor
-    worse: the features of a spoilt one still answer for a few dozen images.)
-  * where the images of half of the clients differ in kind, so that the mean fits them far worse than their own models, all keep their own
-    extractors, and go on with the classifiers alone.
+  * all use the calibrated classifier if most clients' validation losses fall;
+  * a mean is rolled back if, with the better of both classifiers, its loss on most clients' validation images is higher
+    than that of the parts they trained from. All then continue from those parts. This is needed because sealed weights
+    can't be inspected. (A head that a client fits to the features itself is a weaker test. The features of a corrupted
+    extractor still fit a few dozen images.)
+  * if the images of half of the clients come from another domain, so that the mean fits them far worse than their own
+    models, all keep their own extractors and share only the classifiers.
 """
 
 import hashlib
@@ -33,13 +35,13 @@ from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.wire.parts import Part, Report
 
 CALIBRATED, UNUSABLE, OTHER_KIND, JUDGED = 1, 2, 4, 8
-"""Bits of a vote: the calibrated classifier lowers my loss; I can't use the mean; my images are of another kind than the others'; I could judge."""
+"""Bits of a vote: calibration lowers the loss; the mean is unusable; the images are of another domain; validation was possible."""
 TRAINED_FROM = "trained-from-"
-"""Before a part's name, in `ClientState.extras`: what the last round that trained went on from."""
+"""Prefix of a part's name in `ClientState.extras`: the weights that the last training round started from."""
 
 
 class FedsealParams(fl.TrainingParams):
-    """Training as in FedAvg, with the help that averages like, and the votes' thresholds."""
+    """Parameters of training as in FedAvg, with defaults that suit averaging, and the thresholds of the votes."""
 
     average: fl.Average = "mean"
     clip: Clip = CLIP
@@ -48,18 +50,16 @@ class FedsealParams(fl.TrainingParams):
     server_momentum: float = Field(
         default=0.3, ge=0, lt=1, description=MomentumParams.model_fields["server_momentum"].description
     )
-    calibrate: bool = Field(
-        default=True, description="whether the averaged classifier is calibrated where most clients gain"
-    )
+    calibrate: bool = Field(default=True, description="whether to use the calibrated classifier if most clients gain")
     unusable: float = Field(
         default=1.05,
         gt=1,
-        description="a mean is unusable whose validation loss is so many times that of what was trained from",
+        description="a mean is unusable if its validation loss exceeds this multiple of the loss of the parts it was trained from",
     )
     other_kind: float = Field(
         default=1.4,
         gt=1,
-        description="images differ in kind where the mean's validation loss is so many times the own model's",
+        description="domains differ if the mean's validation loss exceeds this multiple of the client's own model's",
     )
 
 
@@ -68,7 +68,7 @@ Parts = Mapping[Part, fl.Weights]
 
 
 def align(own: Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> Parts:
-    """The own extractor where the cohort's images differ in kind, and the calibrated classifier where most clients gain by it; without votes, where this one does."""
+    """The own extractor if the cohort's domains differ, and the calibrated classifier if most clients gain (without votes: this client)."""
     if not aggregate.parts.keys() >= PERSONAL:
         return {}
     head = _calibrated(aggregate, ctx)
@@ -76,14 +76,14 @@ def align(own: Parts, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundCont
     changed = {Part.EXTRACTOR: own[Part.EXTRACTOR]} if _share(votes, OTHER_KIND) >= 0.5 else {}
     if _share(votes, CALIBRATED) > 0.5:
         plain = {**aggregate.parts, **changed}
-        # Votes bind all alike: updates of clients that start apart can't be told from hostile ones.
+        # Votes bind all clients: updates from different starting points look like hostile ones.
         if ctx.cohort.votes or _loss({**plain, **head}, data, ctx) < _loss(plain, data, ctx):
             changed |= head
     return changed
 
 
 def vote(state: fl.ClientState, aggregate: fl.Aggregate, data: ImageSet, ctx: fl.RoundContext) -> int:
-    """What this client finds of the aggregate on its validation images; 0 where it has none."""
+    """This client's vote on the aggregate, from its validation images; 0 without any."""
     is_judged = ctx.round > 1 and aggregate.parts.keys() >= PERSONAL
     return _bits(state, aggregate, _calibrated(aggregate, ctx), data, ctx) if is_judged else 0
 
@@ -97,7 +97,7 @@ def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: Parts, data: Ima
     with_own = {**aggregate.parts, Part.EXTRACTOR: state.parts[Part.EXTRACTOR]}
     with_head = min(as_calibrated, _loss({**with_own, **head}, data, ctx))
     found = {
-        # At its best: what was trained from may have had a calibrated classifier too.
+        # With the better classifier: the starting parts may have had a calibrated one too.
         UNUSABLE: bool(before) and min(loss, as_calibrated) > params.unusable * _validation_loss(before, ctx),
         OTHER_KIND: min(loss, _own_shares_loss(aggregate.parts, data, ctx))
         > params.other_kind * _validation_loss(state.parts, ctx),
@@ -107,13 +107,13 @@ def _bits(state: fl.ClientState, aggregate: fl.Aggregate, head: Parts, data: Ima
 
 
 def _share(votes: Mapping[str, int], bit: int) -> float:
-    """Of the clients that set a bit, among those that could judge; 0 where these are less than a third of all."""
+    """The share of clients that set a bit, among those that could validate; 0 if these are less than a third of all."""
     judges = [given for given in votes.values() if given & JUDGED]
     return sum(bool(given & bit) for given in judges) / len(judges) if 3 * len(judges) >= max(1, len(votes)) else 0.0
 
 
 def _calibrated(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> dict[Part, fl.Weights]:
-    """The aggregate's classifier, calibrated; nothing where its moments are not of its extractor, or of no use."""
+    """The aggregate's classifier, calibrated; empty if its moments belong to another extractor or are unusable."""
     params = FedsealParams.model_validate(ctx.spec.params)
     if not params.calibrate or ctx.spec.trains_in(ctx.round - 1) or Part.STATISTICS not in aggregate.parts:
         return {}
@@ -125,12 +125,12 @@ def _calibrated(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> dict[Part, fl.
             _LATEST[asked] = found
         return {Part.CLASSIFIER: dict(_LATEST[asked])} if asked in _LATEST else {}
     except fl.DivergedError as error:
-        ctx.callbacks.warn(f"{error}: the averaged classifier is used as it came")
+        ctx.callbacks.warn(f"{error}: the averaged classifier is used without calibration")
         return {}
 
 
 _LATEST: dict[bytes, fl.Weights] = {}
-"""The last calibrated classifier, by all that it follows from: a round asks for the same one up to three times, and each client of a simulation does."""
+"""The last calibrated classifier, keyed by all its inputs. A round needs the same one up to three times, as does each simulated client."""
 
 
 def _digest_of(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> bytes:
@@ -142,15 +142,15 @@ def _digest_of(aggregate: fl.Aggregate, ctx: fl.RoundContext) -> bytes:
 
 
 def _loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
-    """Of an aggregate's parts, as this client uses them."""
+    """The validation loss of an aggregate's parts, as this client uses them."""
     return _validation_loss(personal_parts({part: parts[part] for part in PERSONAL}, data, ctx), ctx)
 
 
 def _own_shares_loss(parts: Parts, data: ImageSet, ctx: fl.RoundContext) -> float:
-    """The same with this client's label shares in the classifier's last bias: other shares are no other kind of images."""
+    """The same with this client's label shares in the classifier's last bias: other shares are not another domain."""
     try:
         return _loss(parts, data, replace(ctx, privacy=ctx.privacy.model_copy(update={"balance": "logits"})))
-    except PrivacyError:  # the classifier has no such bias
+    except PrivacyError:  # the classifier has no last bias
         return math.inf
 
 
@@ -158,11 +158,11 @@ def _validation_loss(parts: Parts, ctx: fl.RoundContext) -> float:
     if ctx.validation is None or not len(ctx.validation):
         return 0.0
     found = loss_to_choose_by(ctx.spec, parts, ctx.validation, ctx.device)
-    return math.inf if math.isnan(found) else found  # logits that overflow
+    return math.inf if math.isnan(found) else found  # overflowing logits
 
 
 def _trained_from(state: fl.ClientState) -> dict[Part, fl.Weights]:
-    """What the last round that trained went on from, as this client uses it; nothing before the first one, or where that was its own extractor."""
+    """The starting parts of the last training round, as this client uses them; empty before the first, or with its own extractor."""
     found = {part: state.extras.get(TRAINED_FROM + part.value, {}) for part in sorted(PERSONAL)}
     return found if all(found.values()) else {}
 
@@ -170,16 +170,16 @@ def _trained_from(state: fl.ClientState) -> dict[Part, fl.Weights]:
 def local_round(
     state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> fl.LocalResult:
-    """Train as in FedAvg; or, in every second round, compute the moments of the features of what came."""
+    """Train as in FedAvg. In every second round, compute the moments of the aggregate's features instead."""
     down = {} if aggregate is None else aggregate.parts
     start = {part: down.get(part, state.parts[part]) for part in sorted(PERSONAL)}
     if not ctx.spec.trains_in(ctx.round):
         return _moments_of(state, start, data, ctx)
     if (before := _trained_from(state)) and _share(ctx.cohort.votes, UNUSABLE) > 0.5:
-        ctx.callbacks.warn("most devices can't use the mean that came: this round goes on from the one before it")
+        ctx.callbacks.warn("most devices rejected the new mean: this round continues from the previous one")
         start = before
     result = _train(fl.ClientState(start), data, None if aggregate is None else fl.Aggregate(start), ctx)
-    # Where `align` kept the own extractor, and it was not taken back, there is no mean to take back.
+    # If `align` kept the own extractor and there was no rollback, there is no mean to roll back.
     is_own = ctx.round > 1 and Part.EXTRACTOR in down and start[Part.EXTRACTOR] is state.parts[Part.EXTRACTOR]
     kept = {
         TRAINED_FROM + part.value: start[part] for part in sorted(PERSONAL) if part is Part.CLASSIFIER or not is_own
@@ -194,7 +194,7 @@ def _moments_of(state: fl.ClientState, start: Parts, data: ImageSet, ctx: fl.Rou
         rows = torch.randperm(len(data), generator=ctx.streams.generator("half"))
         data = data.rows(rows[: math.ceil(len(data) / 2)])
     moments = feature_moments(load_part(ctx.spec, Part.EXTRACTOR, start[Part.EXTRACTOR], ctx.device), data, ctx)
-    # Who never trained has no better model than the mean.
+    # A client that never trained has no better model than the mean.
     own = state.parts if state.extras else {**state.parts, **start}
     private = {**own, Part.STATISTICS: {name: tensor.clone() for name, tensor in moments.items()}}
     shared = fl.SharedResult({Part.STATISTICS: moments})

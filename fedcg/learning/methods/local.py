@@ -1,6 +1,7 @@
-"""Local training: every client trains its own extractor and classifier alone; the baseline, and the shadow of other methods.
+"""Local training: every client trains its own extractor and classifier alone; the baseline, and the local-only model beside other methods.
 
-Cross-entropy alone (FedCG eq. 1). Nothing but a report goes up and nothing comes down, over the same wire as any method.
+Cross-entropy alone (FedCG eq. 1). Clients upload only a report and download nothing, over the same wire format as any
+method.
 """
 
 from fedcg.learning.method import TrainingParams

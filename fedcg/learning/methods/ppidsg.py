@@ -1,26 +1,27 @@
-"""PPIDSG (Ma et al., 2024): only a generator is shared, which turns images into block-scrambled ones; the classifier works on those.
+"""PPIDSG (Ma et al., 2024): only a generator is shared, which turns images into block-scrambled ones for the classifier.
 
-A box trains a generator, which imitates the encryption of its own images, a feature extractor and a classifier on generated images, and a
-discriminator (eq. 7-11). The generator alone goes up and is averaged (eq. 5). It takes
-IMAGES, so a device shares it only where its owner lists `image_generator`. The classifier starts every round from its key, weights that the
-coordinator does not know where the federation has a cohort secret.
+A device trains a generator that imitates the encryption of its images, a feature extractor and a classifier on
+generated images, and a discriminator (eq. 7-11). Only the generator is uploaded and averaged (eq. 5). Its input is
+IMAGES, so a device shares it only if its owner lists `image_generator`. The classifier starts every round from its key:
+weights that the coordinator does not know if the federation has a cohort secret.
 
-`key = device`: each box scrambles by keys of its own, drawn in its first round. `key = cohort`: all that hold the cohort secret scramble
-alike, as the authors' code does; their generators then have one target.
+`key = device`: each device scrambles with its own keys, drawn in its first round. `key = cohort`: all devices with the
+cohort secret use the same keys, as in the authors' code, so their generators have one target.
 
-One step is one batch x with labels and its encryption y. G takes a step on eq. 11, then a pool mixes its images with earlier ones, on
-which F (eq. 9), C (eq. 10) and D (eq. 7) take one each. Readings, where the text is garbled or silent:
-  * eq. 7 is log D(y) + log(1 - D(G(x))), which D maximises: minimised here as FedCG's eq. 4 is, with the non-saturating form for G, a
-    mean over patches. `adversarial = least_squares` is what the authors' code has, and CycleGAN;
+One step is one batch x with labels and its encryption y. G takes a step on eq. 11. A pool then mixes its images with
+earlier ones, on which F (eq. 9), C (eq. 10) and D (eq. 7) take one step each. Readings, where the paper's text is
+garbled or missing:
+  * eq. 7 is log D(y) + log(1 - D(G(x))), which D maximises: minimised here as FedCG's eq. 4 is, with the non-saturating
+    form for G, a mean over patches. `adversarial = least_squares` is the loss of the authors' code and of CycleGAN;
   * eq. 8 is the mean of |G(x) - y|;
-  * eq. 9 is the mean squared difference of an image and what F's decoder makes of its features;
-  * eq. 11 is a weighted sum of the adversarial, semantic and classification loss; its weights are lost, 1, 1 and 2 are those of the
-    authors' code, as are the momentum of SGD and the betas of Adam;
-  * F and C are trained apart: the cross-entropy moves C alone, the MSE F alone (and G moves neither).
-Deviations: a pooled image keeps its own label for C, which the authors' code gives that of the batch's image at its place; one draw from
-the pool serves all three networks, and the pool is empty at the start of a round; one step of G a batch, where their code takes two
-(`generator_steps`). Their code gives all clients one key for the encryption; here each device has its own, so an averaged generator
-follows as many targets as there are devices.
+  * eq. 9 is the mean squared difference of an image and its reconstruction by F's decoder;
+  * eq. 11 is a weighted sum of the adversarial, semantic and classification loss; the paper's text lacks its weights;
+    1, 1 and 2 are from the authors' code, as are the momentum of SGD and the betas of Adam;
+  * F and C are trained separately: the cross-entropy updates only C, the MSE only F (and G's step updates neither).
+Deviations: a pooled image keeps its own label for C (the authors' code uses the label of the batch's image at the same
+index); one draw from the pool serves all three networks, and the pool is empty at the start of a round; one step of G
+per batch, where their code takes two (`generator_steps`). Their code gives all clients one key for the encryption; here
+each device has its own, so an averaged generator has as many targets as there are devices.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ from fedcg.wire.parts import Part, Report
 
 SHARED = frozenset({Part.IMAGE_GENERATOR})
 PRIVATE = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
-SCRAMBLING = "scrambling"  # the extras that hold the keys of a device
+SCRAMBLING = "scrambling"  # extras with a device's keys
 _KEY, _DISCRIMINATOR = "key", "discriminator"
 GAN_BETAS = (0.5, 0.999)
 Encrypt = Callable[[torch.Tensor], torch.Tensor]
@@ -65,36 +66,36 @@ Adversarial = Literal["logarithm", "least_squares"]
 
 
 class PpidsgParams(fl.TrainingParams):
-    """Training, and the encryption that the generator imitates; defaults are the paper's, or the authors' code's where it has none."""
+    """Parameters of training and of the encryption. Defaults are the paper's, or else those of the authors' code."""
 
     scrambling: ScramblingSteps = ""
     block: Block = DEFAULT_BLOCK
     key: ScramblingKey = "device"
-    epochs: int = Field(default=1, ge=1, description="local epochs a round")
+    epochs: int = Field(default=1, ge=1, description="local epochs per round")
     batch_size: int = Field(default=64, ge=2, description="local batch size")
     optimiser: str = Field(default="sgd", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
     lr: float = Field(default=0.01, gt=0, description="learning rate of extractor and classifier")
-    weight_decay: float = Field(default=1e-3, ge=0, description="of extractor and classifier")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd; adam has its own")
+    weight_decay: float = Field(default=1e-3, ge=0, description="weight decay of extractor and classifier")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd; no effect on adam")
     gan_lr: float = Field(default=2e-4, gt=0, description="learning rate of Adam for generator and discriminator")
-    constant_rounds: int = Field(default=20, ge=1, description="rounds before learning rates fall linearly towards 0")
-    adversarial: Adversarial = Field(default="logarithm", description="eq. 7 as printed, or squares as the authors do")
-    adversarial_weight: float = Field(default=1.0, ge=0, description="of eq. 7 in the generator's loss, eq. 11")
-    semantic_weight: float = Field(default=1.0, ge=0, description="of eq. 8, the distance to the encrypted images")
-    classification_weight: float = Field(default=2.0, ge=0, description="of the cross-entropy through both networks")
-    generator_steps: int = Field(default=1, ge=1, le=100, description="steps of the generator a batch")
+    constant_rounds: int = Field(default=20, ge=1, description="rounds before learning rates decay linearly towards 0")
+    adversarial: Adversarial = Field(default="logarithm", description="eq. 7 as printed, or the authors' least squares")
+    adversarial_weight: float = Field(default=1.0, ge=0, description="weight of eq. 7 in the generator's loss, eq. 11")
+    semantic_weight: float = Field(default=1.0, ge=0, description="weight of eq. 8, the distance to encrypted images")
+    classification_weight: float = Field(default=2.0, ge=0, description="weight of cross-entropy through both networks")
+    generator_steps: int = Field(default=1, ge=1, le=100, description="generator steps per batch")
     pool_images: int = Field(
-        default=10, ge=0, le=4096, description="earlier generated images that are kept; 0 for none"
+        default=10, ge=0, le=4096, description="size of the pool of earlier generated images; 0: no pool"
     )
 
     @property
     def etc(self) -> EtcParams:
-        """The encryption alone."""
+        """The parameters of the encryption alone."""
         return EtcParams(scrambling=self.scrambling, block=self.block, key=self.key)
 
 
 def problem_with(spec: NetworkSpec) -> str:
-    """Why a federation can't be planned so, or nothing."""
+    """Why the method does not support this plan; empty if it does."""
     if spec.network.split not in IMAGE_SPLITS:
         first, *_ = names = tuple(IMAGE_SPLITS)
         return f"its networks work on whole images: network.split must be {' or '.join(names)} (--network {first})"
@@ -112,10 +113,10 @@ def problem_with(spec: NetworkSpec) -> str:
 
 
 def init_client(spec: FederationSpec, initial: Mapping[Part, fl.Weights]) -> fl.ClientState:
-    """A client starts with initial networks.
+    """The state of a new client: initial networks and keys.
 
-    A classifier's initial weights follow from the public seed, whatever the method; an extractor's from the cohort secret. So the
-    classifier's key, and a cohort's scrambling, are drawn by a secret that follows from the extractor's.
+    With every method, a classifier's initial weights follow from the public seed and an extractor's from the cohort
+    secret. The classifier's key and a cohort's scrambling are therefore derived from the extractor's initial weights.
     """
     digest = hashlib.sha256()
     for name in sorted(initial[Part.EXTRACTOR]):
@@ -137,20 +138,21 @@ def _stored(keys: ScramblingKeys) -> fl.Weights:
 
 
 def scrambling_by(spec: NetworkSpec, keys: fl.Weights) -> Scrambling:
-    """What a generator imitates: the scrambling by a device's keys (its extras `scrambling`)."""
+    """The scrambling that a generator imitates, by a device's keys (its extras `scrambling`)."""
     params = PpidsgParams.model_validate(spec.params)
     return scrambling_of(ScramblingKeys(params.block, **keys), _size(spec), params.etc.order(spec.image.channels))
 
 
 TRANSLATION_LOSSES = ("generator", "restoration", "classification", "discriminator")
-"""Eq. 11, 9, 10, and eq. 7 as the discriminator's, in the order in which the stage tells them."""
+"""Eq. 11, 9, 10, and eq. 7 as the discriminator's, in the order in which the stage reports them."""
 _NAME = "generate"
 
 
 def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
-    """What learning rates are multiplied by in a round counted from 1.
+    """The factor of learning rates in a round counted from 1.
 
-    1 at first, then a line that would be 0 after the last round. A federation that is prolonged goes on at the last round's rate.
+    1 at first, then a linear decay that would reach 0 after the last round. An extended federation continues at the
+    last round's rate.
     """
     falling = max(rounds - constant_rounds, 0) + 1
     return min(1.0, max(rounds - round_number + 1, 1) / falling)
@@ -164,7 +166,7 @@ def _square_to_zero(scores: torch.Tensor) -> torch.Tensor:
     return scores.square().mean()
 
 
-# Losses of scores of real and of generated images; the generator's is that of real ones, on its own images.
+# Losses on scores of real and of generated images. The generator uses the loss of real ones, on its own images.
 _ADVERSARIAL: Mapping[Adversarial, tuple[ScoreLoss, ScoreLoss]] = {
     "logarithm": (real_loss, fake_loss),
     "least_squares": (_square_to_one, _square_to_zero),
@@ -172,7 +174,7 @@ _ADVERSARIAL: Mapping[Adversarial, tuple[ScoreLoss, ScoreLoss]] = {
 
 
 def discriminator_objective(real: torch.Tensor, fake: torch.Tensor, kind: Adversarial) -> torch.Tensor:
-    """Eq. 7 as D minimises it, from its scores [B, 1, h, w] of encrypted and of generated images."""
+    """Eq. 7 as minimised by D, from its scores [B, 1, h, w] of encrypted and of generated images."""
     of_real, of_fake = _ADVERSARIAL[kind]
     return of_real(real) + of_fake(fake)
 
@@ -188,7 +190,7 @@ def generator_objective(
     """Eq. 11: weighted adversarial loss (eq. 7), L1 distance to the encrypted images (eq. 8), and cross-entropy.
 
     Args:
-        scores: D's of the made images, [B, 1, h, w].
+        scores: D's scores of the generated images, [B, 1, h, w].
         made: G(x), [B, C, H, W].
         encrypted: y, [B, C, H, W].
         logits: C(F(G(x))), [B, classes].
@@ -201,10 +203,10 @@ def generator_objective(
 
 
 class ImagePool:
-    """CycleGAN's history: half of the images that come are exchanged for earlier ones, each with its label."""
+    """CycleGAN's image history: half of the incoming images are exchanged for earlier ones, each with its label."""
 
     def __init__(self, size: int, stream: torch.Generator) -> None:
-        """`size`: images kept; `stream`: which are exchanged, and for which."""
+        """`size`: images kept; `stream`: draws which are exchanged, and for which."""
         self._size = size
         self._stream = stream
         self._images: torch.Tensor | None = None
@@ -223,7 +225,7 @@ class ImagePool:
         self._images, self._labels = kept.get("images"), kept.get("labels")
 
     def exchange(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As many images and labels as came: the first ones fill the pool and come back, then half are exchanged for pooled ones."""
+        """Return the same number of images and labels. The first ones fill the pool unchanged; later, half are exchanged for pooled ones."""
         if self._size == 0:
             return images, labels
         kept = 0 if self._images is None else len(self._images)
@@ -257,13 +259,14 @@ def translation(
     """One round of PPIDSG's local training.
 
     Args:
-        networks: trained in place, on `ctx.device` (`networks.image_networks`): `generator` G, image -> encrypted image, in [-1, 1];
-            `discriminator` D, image -> logits of patches; `extractor` F, image -> features, and back by `restore`; `classifier` C,
-            features -> logits, with the device's key as its weights.
+        networks: trained in place, on `ctx.device` (`networks.image_networks`): `generator` G, image -> encrypted
+            image, in [-1, 1]; `discriminator` D, image -> logits of patches; `extractor` F, image -> features, inverted
+            by `restore`; `classifier` C, features -> logits, with the device's key as its weights.
         data: the training images, on `ctx.device`.
-        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; of the augmented images, as the paper does it.
+        encrypt: `defences.scrambling.Scrambling.encrypt` with the device's keys and steps; applied to augmented images,
+            as in the paper.
         params: weights of the losses, learning rates, pool.
-        ctx: spec, round of how many, streams of every random draw, progress (phase "generate").
+        ctx: spec, round, random streams, progress (phase "generate").
         after: as of `Stage`.
     """
     streams, spec = ctx.streams.at(_NAME), ctx.spec
@@ -329,7 +332,7 @@ def _optimiser(name: str, network: nn.Module, params: PpidsgParams, ctx: fl.Roun
 def local_round(
     state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> fl.LocalResult:
-    """Go on from the averaged generator; the classifier starts from its key."""
+    """Continue from the averaged generator. The classifier starts from its key."""
     params, spec = PpidsgParams.model_validate(ctx.spec.params), ctx.spec
     kept = state.extras.get(SCRAMBLING)
     if kept is None:
@@ -360,7 +363,7 @@ def local_round(
 
 
 def _discriminator(state: fl.ClientState, ctx: fl.RoundContext) -> nn.Module:
-    """The client's own; a new one in its first round."""
+    """The client's discriminator; a new one in its first round."""
     make = split_of(ctx.spec).image_discriminator
     assert make is not None
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Splits, generators and discriminators, built from the feature shape."""
+"""Splits, generators and discriminators, built for a feature shape."""
 
 from fedcg.learning.networks.assembly import (
     NETWORKS,

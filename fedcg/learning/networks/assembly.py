@@ -1,6 +1,8 @@
-"""Builds what a spec names: the networks, their tensor layouts, and the model that a client uses and serves.
+"""Builds the networks of a spec, their tensor layouts, and the model that a client uses and serves.
 
-Modules are built on torch's meta device, where nothing random happens, and then filled: with given weights (`load_part`), or with weights drawn from one explicit stream (`draw_weights`). A user's own split is built on the CPU as its author wrote it, with torch's default generator lent to it. The global random state is never changed.
+Modules are built on torch's meta device, which draws no random numbers, and then filled: with given weights
+(`load_part`), or with weights drawn from one explicit stream (`draw_weights`). A user's split is built on the CPU with
+a seeded default generator of torch, which is restored afterwards. The global random state is never changed.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
 NETWORKS = (Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR, Part.DISCRIMINATOR)
-"""The parts that a spec names networks for."""
+"""The parts that have a network in a spec."""
 
 
 def split_of(spec: NetworkSpec) -> Split:
-    """The split that a spec names; a user's own has been tried on random inputs of the spec's form.
+    """The split named in a spec. A user's split has been tested on random inputs of the spec's form.
 
     Raises:
-        NetworkError: unknown or not allowed here, timm is missing, inputs of a form that the split can't take, or a
-            user's split that does not do what it says.
+        NetworkError: unknown or not allowed here, timm is missing, an input form that the split does not support, or a
+            user's split that fails its test.
     """
     name, form = spec.network.split, spec.input
     if (is_projected(name) or name in IMAGE_SPLITS) and not isinstance(form, ImageForm):
@@ -55,7 +57,7 @@ def split_of(spec: NetworkSpec) -> Split:
         check_plain(spec.network)
         split = SPLITS.get(name) or IMAGE_SPLITS.get(name) or load_split(name)
     if len(form.tensor_shape) != 3 and name != PROGRAM and not split.initialises_itself:
-        raise NetworkError(f"{name} needs inputs of three dimensions, not of shape {list(form.tensor_shape)}")
+        raise NetworkError(f"{name} needs inputs with three dimensions, not of shape {list(form.tensor_shape)}")
     sides = form.tensor_shape[1:]
     if min(sides, default=split.smallest_side) < split.smallest_side:
         raise NetworkError(
@@ -68,14 +70,14 @@ def split_of(spec: NetworkSpec) -> Split:
 
 
 def feature_shape(spec: NetworkSpec) -> tuple[int, ...]:
-    """Shape of one feature h, found by a dry run of the extractor on one input of zeros, once per split and shape."""
+    """Shape of one feature h, from a dry run of the extractor on an input of zeros, once per split and shape."""
     split = split_of(spec)
     return split.features or _feature_shape(split, spec.input.tensor_shape)
 
 
 @functools.lru_cache(maxsize=64)
 def _feature_shape(split: Split, shape: tuple[int, ...]) -> tuple[int, ...]:
-    # On the CPU: a forward pass on the meta device makes torch import 800 modules, 1.2 s in every process that builds networks.
+    # On the CPU: a forward pass on the meta device makes torch import 800 modules (1.2 s per process).
     if split.initialises_itself:
         with lent_generators(0):
             extractor = split.extractor(shape[0])
@@ -89,7 +91,7 @@ def _feature_shape(split: Split, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
-    """A part on the meta device, shapes without values; half of a user's own split on the CPU, with its own values."""
+    """A part on the meta device, without values. Half of a user's split is on the CPU, with its own values."""
     split, choice, classes = split_of(spec), spec.network, len(spec.classes)
     shape = feature_shape(spec)
     with torch.device("cpu" if _fills_itself(split, part) else "meta"):
@@ -100,25 +102,25 @@ def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
         if part is Part.IMAGE_GENERATOR:
             if split.image_generator is None:
                 raise NetworkError(
-                    f"network.split = {choice.split} has no image generator; {', '.join(IMAGE_SPLITS)} have one"
+                    f"network.split = {choice.split} has no image generator; splits with one: {', '.join(IMAGE_SPLITS)}"
                 )
             return split.image_generator(spec.image.channels)
         if part is Part.GENERATOR:
             return build_generator(choice.generator, (shape, classes, choice.noise_dim, split.feature_range))
         if choice.discriminator not in DISCRIMINATORS:
             known = ", ".join(sorted(DISCRIMINATORS))
-            raise NetworkError(f"no discriminator named {choice.discriminator!r}; there are {known}")
+            raise NetworkError(f"no discriminator {choice.discriminator!r}; choose from {known}")
         return DISCRIMINATORS[choice.discriminator](shape, classes)
 
 
 def allocated(module: nn.Module, device: str) -> nn.Module:
-    """A module from the meta device in memory of `device`, with whatever that memory holds, in the same order of dimensions."""
+    """Move a module from the meta device to uninitialised memory of `device`, in the same memory format."""
 
-    # Not `to_empty`: its `empty_like` of a meta tensor makes torch import sympy, 0.4 s in every process that builds networks.
+    # Not `to_empty`: its `empty_like` of a meta tensor makes torch import sympy (0.4 s per process).
     def memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
-    module._apply(memory)  # noqa: SLF001 - what `to_empty`, `to` and `float` are made of; it changes the module itself
+    module._apply(memory)  # noqa: SLF001 - the basis of `to_empty`, `to` and `float`; it works in place
     return module
 
 
@@ -130,7 +132,7 @@ def _fills_itself(split: Split, part: Part) -> bool:
 def _made(spec: NetworkSpec, part: Part, device: str, stream: torch.Generator | None) -> nn.Module:
     """A part on a device with initial weights from a stream.
 
-    None: meant to be overwritten; constants, and what a user's own module computes for itself when it is built, stand.
+    None: the weights will be overwritten. Constants, and values that a user's module computes when built, are kept.
     """
     split = split_of(spec)
     if _fills_itself(split, part):
@@ -145,10 +147,10 @@ def _made(spec: NetworkSpec, part: Part, device: str, stream: torch.Generator | 
 
 
 def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
-    """One part on the CPU, with initial weights from `generator` (a fixed stream when None: meant to be overwritten).
+    """One part on the CPU, with initial weights from `generator` (None: a fixed stream, for weights that will be overwritten).
 
     Raises:
-        NetworkError: an unknown name, or inputs of a form that the split can't take.
+        NetworkError: unknown name, or an input form that the split does not support.
     """
     return _made(spec, part, "cpu", generator or torch.Generator().manual_seed(0))
 
@@ -157,7 +159,7 @@ def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cp
     """One part with a COPY of the given weights, on a device.
 
     Raises:
-        NetworkError: tensors missing, unexpected or of another shape.
+        NetworkError: tensors are missing, unexpected or of another shape.
     """
     module = _made(spec, part, device, None)
     try:
@@ -168,7 +170,7 @@ def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cp
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of a module's tensors on the CPU, parameters and buffers, in storage of its own."""
+    """A copy of a module's parameters and buffers on the CPU, in its own storage."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
 
 
@@ -181,7 +183,7 @@ def layout_of(weights: Weights) -> tuple[TensorLayout, ...]:
 
 
 def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
-    """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
+    """Tensor layouts of some parts, from shapes alone, without allocation."""
     own, choice = spec.network.starts_on_devices, spec.network
     stated = {part: (choice.extractor if part is Part.EXTRACTOR else choice.head) or () for part in own}
     with lent_generators(0):
@@ -212,9 +214,9 @@ def personal_model(
 
     Args:
         spec: names the method.
-        parts: the method's `personal` ones; others are ignored.
+        parts: those of the method's `personal`; others are ignored.
         device: torch device string.
-        before: what real images go through first, normalised ones in and out (a data defence's input layer).
+        before: a data defence's input layer for real images, normalised in and out.
 
     Returns:
         From inputs [B, *tensor_shape] float32, normalised, to logits [B, classes].
@@ -234,5 +236,5 @@ def personal_model(
 
 
 def personal_parts(spec: FederationSpec, parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
-    """Those that the client's model is made of."""
+    """The parts of the client's personal model."""
     return {part: parts[part] for part in sorted(get_method(spec.method).personal.parts)}

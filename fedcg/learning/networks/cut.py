@@ -1,6 +1,6 @@
-"""Cuts a network of the user's own in two: a private extractor up to a submodule, and the classifier behind it.
+"""Splits a user's network in two: a private extractor up to a submodule, and the classifier after it.
 
-The network is followed symbolically (torch.fx) through the modules that hold the cut; all others are taken as they are.
+The network is traced symbolically (torch.fx) through the modules that contain the cut. All others stay leaf modules.
 """
 
 import copy
@@ -17,7 +17,7 @@ from fedcg.learning.spec import Layer
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A network in two parts, with the weights that it starts from.
+    """A network in two parts, with its initial weights.
 
     Attributes:
         extractor: private; from inputs [B, *shape] float32, normalised, to features [B, ...].
@@ -38,21 +38,21 @@ class Halves:
                 raise NetworkError(f"the {name} is a {type(one).__name__}, not a torch.nn.Module")
 
     def layers(self) -> tuple[Layer, ...] | None:
-        """The classifier as data; None where it is no sequence of standard layers."""
+        """The classifier as data; None if it is not a sequence of standard layers."""
         if isinstance(self.classifier, fx.GraphModule):
             return _layers_of(self.classifier)
         return described(self.classifier)
 
 
 def split(net: nn.Module, after: str) -> Halves:
-    """Cut a network behind one of its submodules; the halves share its weights.
+    """Split a network after one of its submodules. The halves share its weights.
 
     Args:
         net: takes one tensor, [B, *shape].
-        after: the submodule's name, as `net.named_modules()` has it; what it returns are the features.
+        after: the submodule's name in `net.named_modules()`; its output is the features.
 
     Raises:
-        NetworkError: no such submodule, or the network can't be cut there; says why.
+        NetworkError: no such submodule, or the network can't be split there; gives the reason.
     """
     if not isinstance(net, nn.Module):
         raise NetworkError(f"split: the network is a {type(net).__name__}, not a torch.nn.Module")
@@ -64,25 +64,25 @@ def split(net: nn.Module, after: str) -> Halves:
         graph, as_used = (_Tracer(after).trace(copy.deepcopy(net).train(mode)) for mode in (True, False))
     except Exception as error:
         raise NetworkError(
-            f"split: the network's forward can't be followed ({type(error).__name__}: {error}); "
-            "give its halves: fedcg.Split(extractor, classifier)"
+            f"split: the network's forward can't be traced ({type(error).__name__}: {error}); "
+            "pass its halves: fedcg.Split(extractor, classifier)"
         ) from error
     if str(graph) != str(as_used):
         raise NetworkError(
-            "split: the network's forward looks at self.training (F.dropout?), which tracing would freeze: use modules such as "
-            "nn.Dropout, or give its halves: fedcg.Split(extractor, classifier)"
+            "split: the network's forward reads self.training (F.dropout?), which tracing would freeze: use modules such as "
+            "nn.Dropout, or pass its halves: fedcg.Split(extractor, classifier)"
         )
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     found = [node for node in graph.nodes if node.op == "call_module" and node.target == after]
     if len(inputs) != 1:
         raise NetworkError(f"split: the network takes {len(inputs)} inputs ({', '.join(map(str, inputs))}), not one")
     if len(found) != 1:
-        raise NetworkError(f"split: the network calls {after} {len(found)} times; cut it behind a module called once")
+        raise NetworkError(f"split: the network calls {after} {len(found)} times; split it after a module called once")
     return Halves(_before(net, graph, found[0]), _behind(net, graph, found[0], after))
 
 
 class _Tracer(fx.Tracer):
-    """Steps into the modules that hold the cut, and into no others."""
+    """Traces into the modules that contain the cut, and no others."""
 
     def __init__(self, after: str) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ def _behind(net: nn.Module, graph: fx.Graph, cut: fx.Node, after: str) -> nn.Mod
     for node in following:
         if crossing := [one for one in node.all_input_nodes if one not in copies]:
             raise NetworkError(
-                f"split: behind {after} the network also uses {crossing[0]}, which comes from before it; "
-                "cut it where one tensor is all that goes on"
+                f"split: after {after} the network also uses {crossing[0]} from before it; "
+                "split it where a single tensor is passed on"
             )
         copies[node] = half.node_copy(node, copies.__getitem__)
     return fx.GraphModule(net, half, "Classifier")
@@ -127,7 +127,7 @@ _ACTIVATIONS: Mapping[object, type[nn.Module]] = {
 
 
 def _layers_of(classifier: fx.GraphModule) -> tuple[Layer, ...] | None:
-    """A chain of calls as layers; None where it is no chain, or one of them is no standard layer."""
+    """A chain of calls as layers; None if it is not a chain or has a non-standard layer."""
     layers: list[Layer] = []
     last: fx.Node | None = None
     sizes: set[fx.Node] = set()
@@ -152,11 +152,11 @@ def _layers_of(classifier: fx.GraphModule) -> tuple[Layer, ...] | None:
 
 
 def _called(node: fx.Node, sizes: set[fx.Node]) -> nn.Module | None:
-    """The layer that a call of a function or a tensor's method amounts to; None where there is none."""
+    """The layer equivalent to a call of a function or a tensor's method; None if there is none."""
     rest, named = node.args[1:], dict(node.kwargs)
     if node.target in (torch.flatten, "flatten"):
         return nn.Flatten() if (rest == (1,) and not named) or (not rest and named == {"start_dim": 1}) else None
-    if node.target in ("view", "reshape"):  # to [B, K], as networks flatten in older code
+    if node.target in ("view", "reshape"):  # to [B, K], as older code flattens
         keeps_rows = len(rest) == 2 and (rest[0] in sizes or rest == (-1, rest[1]))
         return nn.Flatten() if keeps_rows and not named else None
     return (

@@ -1,27 +1,29 @@
-"""Layers that are faster on small maps, with torch's tensor names and shapes.
+"""Layers that are faster on small feature maps, with torch's tensor names and shapes.
 
-Three kinds: convolutions as matrix products, spectral norm on top of them, and a convolution with its pool in one.
+Three kinds: convolutions as matrix products, spectral norm on top of them, and a convolution fused with its pooling.
 
-A stride-1 convolution is a product of two polynomials, and a product that is n + k - 1 long is known from its values at as many
-points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead of 16, from 3x3
-to 4x4 16 instead of 36. Both directions of the layer and all three gradients are the same product, with its factors in other
-roles. At most five points per axis: their matrices hold small numbers, so that nothing is lost in float32 but the last digit or two.
+A stride-1 convolution is a product of two polynomials. A product of length n + k - 1 is determined by its values at n +
+k - 1 points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead
+of 16, from 3x3 to 4x4 16 instead of 36. Both directions of the layer and all three gradients are the same product with
+its factors in other roles. At most five points per axis are used. Their matrices hold small numbers, so float32 loses
+at most the last digit or two.
 
-Memory order of maps between such layers is (height, width, batch, channels), of their weights (height, width, inputs, outputs);
-shapes as torch has them. On other devices than a CPU, and for larger maps, torch's own layers run.
+Memory order of maps between such layers is (height, width, batch, channels), of their weights (height, width, inputs,
+outputs); shapes are torch's. On devices other than a CPU, and for larger maps, torch's own layers run.
 
 Spectrally normalised layers: W x / σ(W) + b, with σ, the largest singular value, tracked by power iteration.
 
-The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode, gradient through σ).
-σ divides the OUTPUT instead of the weights, and after an iteration σ = ‖Wᵀu‖, which that iteration has computed. Several
-passes can go through in one call (`passes`): each has its own iteration and its own σ, as if they had come one after the other,
-and they share the matrix products.
+The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode,
+gradient through σ). σ divides the OUTPUT instead of the weights, and after an iteration σ = ‖Wᵀu‖, which that iteration
+has computed. One call can hold several passes (`passes`). Each has its own iteration and σ, as if they ran one after
+the other, and they share the matrix products.
 
-A convolution and the 2x2 pool after it in one; same functions and same tensors as `nn.Conv2d` followed by the pool.
+A convolution fused with the following 2x2 pooling: same functions and tensors as `nn.Conv2d` followed by pooling.
 
-An average is linear: together with the convolution it is one convolution of stride 2, whose kernel is the mean of four copies of
-the kernel, shifted by one: 6x6 instead of 5x5, at a quarter of the positions. For a maximum the four shifted kernels give the four
-pixels of every window as four maps, whose maximum runs over memory in order; torch's own max pool costs as much as the convolution.
+Average pooling is linear. Fused with the convolution, it is one convolution of stride 2. Its kernel is the mean of four
+copies of the kernel, shifted by one: 6x6 instead of 5x5, at a quarter of the positions. For max pooling, the four
+shifted kernels give the four pixels of every window as four maps, so the maximum reads memory in order. torch's own max
+pooling costs as much as the convolution.
 """
 
 import functools
@@ -39,14 +41,14 @@ _POINTS = (0.0, 1.0, -1.0, 2.0)  # and infinity, always the last
 
 @dataclass(frozen=True)
 class Form:
-    """A convolution as products between points: out = leave · ((enter · maps) x (kernel · weight)), x a matrix product per point.
+    """A convolution in Toom-Cook form: out = leave · ((enter · maps) x (kernel · weight)), x a matrix product per point.
 
     Attributes:
         enter: [P, positions of the input].
         kernel: [P, positions of the kernel].
-        leave: [positions of the output, P]. None, for any of the three, is the identity.
+        leave: [positions of the output, P]. None for any of the three is the identity.
         size: height and width of the output.
-        grows: it is a transposed convolution.
+        grows: whether it is a transposed convolution.
     """
 
     enter: torch.Tensor | None
@@ -62,7 +64,7 @@ def is_small(smaller: Size, kernel: Size) -> bool:
 
 
 def _values(length: int, points: int) -> torch.Tensor:
-    """[points, length] float64: takes a polynomial's coefficients to its values; at infinity that is the leading one."""
+    """[points, length] float64: maps a polynomial's coefficients to its values; at infinity, the leading coefficient."""
     finite = torch.tensor(_POINTS[: points - 1], dtype=torch.float64).view(-1, 1)
     infinity = torch.zeros(1, length, dtype=torch.float64)
     infinity[0, -1] = 1.0
@@ -87,7 +89,7 @@ def _unless_identity(matrix: torch.Tensor) -> torch.Tensor | None:
 
 
 def _apply(matrix: torch.Tensor | None, planes: torch.Tensor) -> torch.Tensor:
-    """A matrix [R, S], or the identity, on the first axis of [S, A, B]."""
+    """Apply a matrix [R, S], or the identity, to the first axis of [S, A, B]."""
     return planes if matrix is None else (matrix @ planes.flatten(1)).view(matrix.shape[0], *planes.shape[1:])
 
 
@@ -106,7 +108,7 @@ def maps_of(planes: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def matrices_of(weight: torch.Tensor, *, grows: bool) -> torch.Tensor:
-    """A weight as torch shapes it -> [kh * kw, inputs, outputs]; a view in the memory order of this module."""
+    """A weight in torch's shape -> [kh * kw, inputs, outputs]; a view in the memory order of this module."""
     return (weight.permute(2, 3, 0, 1) if grows else weight.permute(2, 3, 1, 0)).flatten(0, 1)
 
 
@@ -125,7 +127,7 @@ def without_values(weight: torch.Tensor, *, grows: bool) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Products:
-    """A convolution on its way: what the gradients need."""
+    """Intermediate results of a convolution that the gradients need."""
 
     form: Form
     size: Size
@@ -138,7 +140,7 @@ class Products:
         return maps_of(_apply(self.form.leave, torch.bmm(self.entered, self.matrices)), self.form.size)
 
     def left(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the output, [B, outputs, H', W'], as it left the products: [P, B, outputs]."""
+        """The gradient of the output, [B, outputs, H', W'], as the gradient of the products: [P, B, outputs]."""
         return _apply(_transpose(self.form.leave), planes_of(grad))
 
     def to_maps(self, left: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ class Products:
 
 
 def products(maps: torch.Tensor, weight: torch.Tensor, form: Form) -> Products:
-    """Begin a convolution: both factors between the points."""
+    """Start a convolution: both factors at the points."""
     return Products(
         form,
         (maps.shape[2], maps.shape[3]),
@@ -163,7 +165,7 @@ def products(maps: torch.Tensor, weight: torch.Tensor, form: Form) -> Products:
 
 
 def form_for(maps: torch.Tensor, weight: torch.Tensor, *, grows: bool) -> Form | None:
-    """The form of a (transposed) convolution, or None where torch's own layer is to run."""
+    """The form of a (transposed) convolution, or None if torch's own layer runs."""
     kernel = (weight.shape[2], weight.shape[3])
     tall, wide = maps.shape[2], maps.shape[3]
     smaller = (tall, wide) if grows else (tall - kernel[0] + 1, wide - kernel[1] + 1)
@@ -212,7 +214,7 @@ class SmallConvTranspose2d(nn.ConvTranspose2d):
 
 
 class MapBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of small maps in this module's memory order; several passes' rows in one tensor see only their own pass."""
+    """Batch norm of small maps in this module's memory order. With several passes in one tensor, each is normalised separately."""
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, C, H, W] -> the same shape; the batch holds `passes` passes of equal size, one after the other."""
@@ -223,7 +225,7 @@ class MapBatchNorm2d(nn.BatchNorm2d):
     def _one(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.device.type != "cpu":
             return super().forward(rows)
-        # One image of one column: the only form of this memory order that torch's channels-last kernel knows.
+        # One image of one column: the only form of this memory order that torch's channels-last kernel supports.
         column = rows.permute(2, 3, 0, 1).reshape(1, -1, 1, rows.shape[1]).permute(0, 3, 1, 2)
         normed = super().forward(column)
         size = (rows.shape[2], rows.shape[3])
@@ -234,7 +236,7 @@ _EPS = 1e-12
 
 
 class SingularVectors(nn.Module):
-    """Estimates of a weight matrix's first left and right singular vectors; buffers, so they travel with the weights."""
+    """Estimates of a weight matrix's first left and right singular vectors; buffers, so they are stored with the weights."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -246,11 +248,11 @@ class SingularVectors(nn.Module):
 
     @torch.no_grad()
     def forward(self, matrices: torch.Tensor, passes: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Singular vectors and values for some passes in a row; in train mode each begins with one iteration.
+        """Singular vectors and values for several passes in sequence. In train mode each begins with one iteration.
 
         Args:
             matrices: [K, inputs, outputs], the weight; `right` has the order (inputs, K).
-            passes: how many.
+            passes: number of passes.
 
         Returns:
             Left vectors [passes, outputs], right ones [passes, K * inputs], σ [passes].
@@ -358,20 +360,20 @@ class SpectralConv2d(nn.Conv2d):
     def _on_large_maps(
         self, maps: torch.Tensor, lefts: torch.Tensor, rights: torch.Tensor, sigmas: torch.Tensor
     ) -> torch.Tensor:
-        # With the vectors held fixed σ = uᵀ W v, whose gradient is u vᵀ.
+        # With fixed vectors, σ = uᵀ W v, with gradient u vᵀ.
         across = torch.einsum("pk,ko->po", rights, matrices_of(self.weight, grows=False).flatten(0, 1))
         scale = (lefts * across).sum(dim=1).repeat_interleave(maps.shape[0] // len(sigmas))
         return F.conv2d(maps, self.weight) / scale.view(-1, 1, 1, 1)
 
 
 def is_exporting() -> bool:
-    """Whether a graph is being recorded: an exported one has torch's two layers, with kernels that are constants."""
+    """Whether a graph is being exported. It gets torch's two separate layers, with constant kernels."""
     return bool(torch.jit.is_tracing() or torch.compiler.is_exporting())  # type: ignore[no-untyped-call, attr-defined]
 
 
 def is_transformed() -> bool:
-    """Whether torch.func differentiates row by row (per-sample gradients): it takes torch's own operations only."""
-    return torch._C._are_functorch_transforms_active()  # noqa: SLF001 - what torch.autograd.Function itself asks
+    """Whether torch.func computes per-sample gradients, which supports only torch's own operations."""
+    return torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as torch.autograd.Function itself does
 
 
 class AveragedConv2d(nn.Conv2d):
@@ -398,7 +400,7 @@ def quarters_in_windows(maps: torch.Tensor) -> Quarters:
 
 
 def quarters_in_turn(maps: torch.Tensor) -> Quarters:
-    """The four pixels of each window where they lie in four groups of channels: views of [B, 4C, H, W]."""
+    """The four pixels of each window, stored as four groups of channels: views of [B, 4C, H, W]."""
     first, second, third, fourth = maps.chunk(4, dim=1)
     return first, second, third, fourth
 
@@ -406,7 +408,7 @@ def quarters_in_turn(maps: torch.Tensor) -> Quarters:
 class Maximum(torch.autograd.Function):
     """Maximum of four pixels. Args of `apply`: maps, and whether their quarters are groups of channels (else windows).
 
-    The gradient goes to the first of equals, as in torch's max pool.
+    With ties, the gradient goes to the first maximum, as in torch's max pooling.
     """
 
     @staticmethod
@@ -445,7 +447,7 @@ class MaxedConv2d(nn.Conv2d):
         assert self.bias is not None
         if is_exporting() or is_transformed() or input.device.type != "cpu":
             return F.max_pool2d(super().forward(input), 2)
-        # A gradient of the input costs more in stride 2 than the four maps save.
+        # With stride 2, a gradient of the input costs more than the four maps save.
         in_turn = not (torch.is_grad_enabled() and input.requires_grad)
         if in_turn:
             shifted = [F.pad(self.weight, (right, 1 - right, down, 1 - down)) for down in (0, 1) for right in (0, 1)]

@@ -3,13 +3,13 @@
 The label enters as a learned C-dimensional embedding concatenated to the noise. The last activation follows the range of the
 split's features: a sigmoid for features in (0, 1), a ReLU for features >= 0.
 
-FedCG writes D(h) without the label, but calls the pair a conditional GAN and does not say how the label enters. By default it
-enters by projection: logit = ψ(φ(h)) + <embedding(y), φ(h)>. Concatenated to the features, ten numbers beside 400 are
-easily ignored, and the classifier then recognises few generated rows. Every layer with weights on φ and ψ is spectrally
-normalised, as in the authors' code. No batch norm: real and generated rows can then go through in ONE pass.
-`conv_plain` and `mlp_plain` are the default ones without spectral norm, for DP-SGD: no buffer, and no row sees another.
-`conv_published` is the authors' own network: concatenated label, spectral norm AND batch norm, so real and generated rows need
-a pass each, as in their code.
+FedCG writes D(h) without the label, but calls the pair a conditional GAN and does not specify how the label enters. By
+default it enters by projection: logit = ψ(φ(h)) + <embedding(y), φ(h)>. Ten concatenated numbers are easily ignored
+among 400 features, and the classifier then recognises few generated rows. Every layer with weights on φ and ψ is
+spectrally normalised, as in the authors' code. There is no batch norm, so real and generated rows can share ONE pass.
+`conv_plain` and `mlp_plain` are the defaults without spectral norm, for DP-SGD: no buffers, and rows are independent.
+`conv_published` is the authors' own network: concatenated label, spectral norm AND batch norm, so real and generated
+rows need separate passes, as in their code.
 """
 
 import functools
@@ -35,16 +35,16 @@ GeneratorBuilder = Callable[[tuple[int, ...], int, int, FeatureRange], nn.Module
 
 
 def empty_embedding(classes: int, width: int) -> nn.Embedding:
-    """A trainable [C, width] label embedding without values yet.
+    """A trainable [C, width] label embedding without initial values.
 
-    `nn.Embedding` would draw them, and a draw on the meta device makes torch import 800 modules (1.2 s).
+    `nn.Embedding` would draw them, and drawing on the meta device makes torch import 800 modules (1.2 s).
     """
     embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(classes, width), freeze=False)
     return embedding
 
 
 class ConditionalGenerator(nn.Module):
-    """Embeds the label, concatenates it to the noise, and runs a body whose output is reshaped to the feature shape."""
+    """Embeds the label, concatenates it to the noise, and reshapes the body's output to the feature shape."""
 
     def __init__(
         self, body: nn.Module, input_shape: tuple[int, ...], feature_shape: tuple[int, ...], classes: int
@@ -75,7 +75,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 @functools.lru_cache(maxsize=8)
 def _directions(numbers: int, features: int, device: torch.device) -> torch.Tensor:
-    """[numbers, features]: columns of length 1 that point apart, the same on every machine."""
+    """[numbers, features]: columns of length 1 in distinct directions, the same on every machine."""
     rows, columns = (torch.arange(1, size + 1, dtype=torch.float64, device=device) for size in (numbers, features))
     turns = torch.outer(rows, columns) * _GOLDEN
     waves = torch.cos(2.0 * math.pi * (turns - turns.floor())).float()
@@ -84,9 +84,10 @@ def _directions(numbers: int, features: int, device: torch.device) -> torch.Tens
 
 
 class ClassGaussians(nn.Module):
-    """A Gaussian of its own for every feature of every class, cut to the features' range: z goes through fixed directions of length 1.
+    """A separate Gaussian for each feature of each class, clamped to the features' range. z is projected on fixed unit vectors.
 
-    The directions are a formula of their indices, so that they are neither sent nor drawn; features share `noise_dim` of them.
+    The directions are a function of their indices, so they are neither sent nor drawn. Features share `noise_dim` of
+    them.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ClassGaussians(nn.Module):
 
     @torch.no_grad()
     def fit(self, features: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take means and standard deviations of features [N, ...] by class; a class without any stays as it is."""
+        """Set means and standard deviations from features [N, ...] by class. Classes without features are not changed."""
         rows = features.flatten(1)
         for label in labels.unique():
             of_class = rows[labels == label]
@@ -116,8 +117,8 @@ class ClassGaussians(nn.Module):
 def spread_growth(size: int, layers: int) -> list[int]:
     """Kernel sizes of `layers` stride-1 (transposed) convolutions that together take a map from 1 to `size` (or back).
 
-    A kernel of k grows a map by k - 1. The growth is spread evenly, larger kernels last, where there are fewer channels;
-    for the published size of 5 and four layers this gives the published 2x2 kernels.
+    A kernel of k grows a map by k - 1. The growth is distributed evenly, with larger kernels last, where there are
+    fewer channels. For the published size of 5 and four layers this gives the published 2x2 kernels.
     """
     growth, extra = divmod(size - 1, layers)
     return [growth + 1 + (1 if layer >= layers - extra else 0) for layer in range(layers)]
@@ -128,7 +129,7 @@ def _last_activation(feature_range: FeatureRange) -> nn.Module:
 
 
 def _conv(widths: tuple[int, int, int]) -> GeneratorBuilder:
-    """Four transposed convolutions, batch norm, leaky ReLU 0.2, no biases; FedCG's generator with widths 512-256-128."""
+    """Four transposed convolutions, batch norm, leaky ReLU 0.2, no biases; FedCG's generator for widths 512-256-128."""
 
     def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
         channels, height, width = feature_shape if len(feature_shape) == 3 else (math.prod(feature_shape), 1, 1)
@@ -184,26 +185,27 @@ def _own() -> Mapping[str, str]:
 
 
 def generator_names() -> tuple[str, ...]:
-    """All generators, the user's own that are installed here among them.
+    """All generators, including installed ones of the user.
 
     Raises:
-        ExtensionError: two installed packages give one name to different generators, or one has the name of a built-in generator.
+        ExtensionError: two installed packages use one name for different generators, or one uses the name of a built-in
+            generator.
     """
     return tuple(sorted(GENERATORS.keys() | _own().keys()))
 
 
 def build_generator(name: str, asked: tuple[tuple[int, ...], int, int, FeatureRange]) -> nn.Module:
-    """A generator of that name for (feature shape, classes, noise dimension, feature range); the user's own has been tried before.
+    """Build a generator for (feature shape, classes, noise dimension, feature range). A user's generator is tested first.
 
     Raises:
-        NetworkError: there is none; the message lists those there are.
-        ExtensionError: see `generator_names`, or an installed package's can't be imported, or does not do what it says.
+        NetworkError: unknown name; the message lists the available ones.
+        ExtensionError: see `generator_names`, or an installed package's generator can't be imported or fails its test.
     """
     own = _own()
     if name in GENERATORS:
         return GENERATORS[name](*asked)
     if name not in own:
-        raise NetworkError(f"no generator named {name!r}; there are {', '.join(generator_names())}")
+        raise NetworkError(f"no generator {name!r}; choose from {', '.join(generator_names())}")
     builder: GeneratorBuilder = imported(own[name])
     _rehearse(own[name], builder, asked)
     return builder(*asked)
@@ -211,10 +213,10 @@ def build_generator(name: str, asked: tuple[tuple[int, ...], int, int, FeatureRa
 
 @functools.cache
 def _rehearse(target: str, builder: GeneratorBuilder, asked: tuple[tuple[int, ...], int, int, FeatureRange]) -> None:
-    """Run a user's generator on random noise, in eval mode; once per process and form of features.
+    """Run a user's generator on random noise, in eval mode; once per process and feature form.
 
     Raises:
-        ExtensionError: names the function, and what is wrong with what it builds.
+        ExtensionError: names the function and the problem.
     """
     feature_shape, classes, noise_dim, feature_range = asked
     stream = torch.Generator().manual_seed(0)
@@ -228,10 +230,10 @@ def _rehearse(target: str, builder: GeneratorBuilder, asked: tuple[tuple[int, ..
     except Exception as error:
         raise ExtensionError(f"generator {target} can't be built and run: {type(error).__name__}: {error}") from error
     if features.shape != (_ROWS, *feature_shape):
-        raise ExtensionError(f"generator {target} makes features {[*features.shape]}, not {[_ROWS, *feature_shape]}")
+        raise ExtensionError(f"generator {target} returns features {[*features.shape]}, not {[_ROWS, *feature_shape]}")
     if not feature_range.bounds[0] <= low <= high <= feature_range.bounds[1]:
         raise ExtensionError(
-            f"generator {target} makes features from {low:.3g} to {high:.3g}, and the split's are {feature_range.value}: end it in "
+            f"generator {target} returns features from {low:.3g} to {high:.3g}, but the split's range is {feature_range.value}: end it in "
             "a sigmoid (unit) or a ReLU (non_negative)"
         )
 
@@ -244,13 +246,13 @@ _WITH_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
 
 
 def run_layer(layer: nn.Module, rows: torch.Tensor, passes: int) -> torch.Tensor:
-    """A layer on a batch of some passes of equal size, as if they had come one after the other."""
+    """Run a layer on a batch of several passes of equal size, as if they ran one after the other."""
     result: torch.Tensor = layer(rows, passes) if isinstance(layer, _WITH_PASSES) else layer(rows)
     return result
 
 
 class Passes(nn.Sequential):
-    """A chain of layers some of which treat the passes in a batch separately (spectral norm, batch norm)."""
+    """A chain of layers, some of which process the passes of a batch separately (spectral norm, batch norm)."""
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[passes * B, ...] -> [passes * B, ...]."""
@@ -281,7 +283,7 @@ class ProjectionDiscriminator(nn.Module):
 
 
 class ConcatenatingDiscriminator(nn.Module):
-    """FedCG's discriminator as published: the label's embedding enters as C more channels, equal at every position."""
+    """FedCG's discriminator as published: the label's embedding is added as C channels, constant over all positions."""
 
     def __init__(self, body: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
@@ -298,7 +300,7 @@ class ConcatenatingDiscriminator(nn.Module):
 
 
 def _convolutions(channels: int, height: int, width: int) -> list[tuple[int, int, Size]]:
-    """Inputs, outputs and kernels of a mirror of the published generator, down to a single position."""
+    """Inputs, outputs and kernels of the mirrored published generator, down to a single position."""
     kernels = zip(spread_growth(height, 4)[::-1], spread_growth(width, 4)[::-1], strict=True)
     widths = (channels, *_WIDTHS, _WIDTHS[-1])
     return list(zip(widths[:-1], widths[1:], kernels, strict=True))
@@ -312,7 +314,7 @@ def _as_maps(feature_shape: tuple[int, ...]) -> tuple[int, int, int]:
 def _conv_discriminator(
     conv: Callable[[int, int, Size], nn.Module], linear: Callable[[int, int], nn.Linear]
 ) -> DiscriminatorBuilder:
-    """Mirror of the published generator: convolutions 128-256-512 and a last one down to a single position."""
+    """Mirror of the published generator: convolutions 128-256-512, and a last one down to a single position."""
 
     def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
         shape = _as_maps(feature_shape)
@@ -326,7 +328,7 @@ def _conv_discriminator(
 
 
 def _conv_published(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Four convolutions 128-256-512-1 without biases, batch norm between them; rows of one pass see each other."""
+    """Four convolutions 128-256-512-1 without biases, batch norm between them; it mixes the rows of a pass."""
     channels, height, width = _as_maps(feature_shape)
     *inner, last = _convolutions(channels + classes, height, width)
     layers: list[nn.Module] = []
@@ -348,7 +350,7 @@ def _mlp_discriminator(linear: Callable[[int, int], nn.Linear]) -> Discriminator
 
 
 def rows_are_independent(discriminator: nn.Module) -> bool:
-    """Whether real and generated rows may share one pass: no batch norm, so that no row sees another."""
+    """Whether real and generated rows may share one pass: no batch norm mixes rows."""
     return not any(isinstance(layer, nn.BatchNorm2d) for layer in discriminator.modules())
 
 

@@ -1,15 +1,17 @@
 """Networks on whole images (PPIDSG, appendix C): an image generator, its discriminator, a feature autoencoder and a classifier.
 
-Images lie in [-1, 1], where the generator's tanh ends, and where the complement of an encrypted pixel is its negative: the spec
-normalises with mean 0.5 and standard deviation 0.5 (`unfit_form`). Sides are multiples of 4, at least 12.
+Images lie in [-1, 1], the range of the generator's tanh, in which the complement of an encrypted pixel is its negative.
+The spec therefore normalises with mean 0.5 and standard deviation 0.5 (`unfit_form`). Sides are multiples of 4, at
+least 12.
 
 `paper` has the published widths: 1,963,200 weights in the generator (table 5), 37,764,106 in the classifier for 32x32 colour images
 and 29,899,786 for 28x28 grey ones. Deviations, with reasons:
   * no bias before a norm layer, which would subtract it (table 5 counts none either), and none in the generator at all;
-  * residual blocks add their input, as the paper's words and CycleGAN's blocks do; the authors' code leaves that out;
-  * the autoencoder's last layer is a tanh without batch norm: with the published ReLU no negative pixel can be restored.
-`small` keeps every layer but four of the six residual blocks, with a quarter of the generator's, the discriminator's and the
-autoencoder's channels, and 256 and 64 instead of 4,096 and 1,024 units in the classifier.
+  * residual blocks add their input, as in the paper's text and in CycleGAN; the authors' code omits this;
+  * the autoencoder's last layer is a tanh without batch norm: with the published ReLU, negative pixels can't be
+    restored.
+`small` has two instead of six residual blocks and is otherwise as deep. Generator, discriminator and autoencoder have a
+quarter of the channels, and the classifier 256 and 64 instead of 4,096 and 1,024 units.
 """
 
 import math
@@ -22,19 +24,19 @@ from torch import nn
 from fedcg.input_form import ImageForm
 from fedcg.learning.networks.splits import FeatureRange, Split
 
-SMALLEST_SIDE = 12  # the discriminator's two last 4x4 convolutions take two pixels off a quarter of a side
+SMALLEST_SIDE = 12  # the discriminator's last two 4x4 convolutions reduce a quarter of a side by two pixels
 _SLOPE = 0.2
 
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide each network is.
+    """Widths of the networks.
 
     Attributes:
-        generator: channels of its first layer; doubled twice on the way in.
+        generator: channels of its first layer, doubled twice in the encoder.
         residual: blocks between its encoder and decoder.
-        discriminator: channels of its first layer; doubled twice.
-        extractor: channels of the autoencoder's first two blocks; twice as many in the other two.
+        discriminator: channels of its first layer, doubled twice.
+        extractor: channels of the autoencoder's first two blocks, twice as many in the other two.
         hidden: units of the classifier's two hidden layers.
     """
 
@@ -52,20 +54,20 @@ WIDTHS: Mapping[str, Widths] = {
 
 
 def unfit_form(form: ImageForm) -> str:
-    """Why images of this form do not fit these networks, as a sentence with the setting to change; empty where they do."""
+    """Why these networks do not support this image form, as a sentence with the setting to change; empty if they do."""
     for side, pixels in (("height", form.height), ("width", form.width)):
         if pixels % 4 or pixels < SMALLEST_SIDE:
             return f"networks on whole images halve input.{side} = {pixels} twice: choose a multiple of 4 from {SMALLEST_SIDE} on"
     if {*form.mean, *form.std} != {0.5}:
         return (
-            f"networks on whole images take pixels in [-1, 1], and input.mean = {form.mean}, input.std = {form.std} make others: "
-            "set every one to 0.5"
+            f"networks on whole images need pixels in [-1, 1], but input.mean = {form.mean}, input.std = {form.std} give another range: "
+            "set each to 0.5"
         )
     return ""
 
 
 class ResidualBlock(nn.Module):
-    """x + f(x), f two 3x3 convolutions with reflected edges and instance norm."""
+    """x + f(x), where f is two 3x3 convolutions with reflection padding and instance norm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ def image_generator(channels: int, widths: Widths) -> nn.Module:
 
 
 def image_discriminator(channels: int, widths: Widths) -> nn.Module:
-    """D: [B, C, H, W] in [-1, 1] -> [B, 1, H/4 - 2, W/4 - 2], a logit for each patch; sigmoid tends to 1 on encrypted images."""
+    """D: [B, C, H, W] in [-1, 1] -> [B, 1, H/4 - 2, W/4 - 2], a logit per patch; its sigmoid tends to 1 on encrypted images."""
     first = widths.discriminator
     layers: list[nn.Module] = [nn.Conv2d(channels, first, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)]
     for width, stride in ((first, 2), (2 * first, 1)):
@@ -113,7 +115,7 @@ def image_discriminator(channels: int, widths: Widths) -> nn.Module:
 
 
 class ImageAutoencoder(nn.Module):
-    """F: an encoder of four blocks, whose features the classifier takes, and a decoder back to the image."""
+    """F: an encoder of four blocks, whose features are the classifier's input, and a decoder back to the image."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class ImageAutoencoder(nn.Module):
         return features
 
     def restore(self, features: torch.Tensor) -> torch.Tensor:
-        """The images that features were made of, [B, C, H, W] in [-1, 1]."""
+        """The images reconstructed from features, [B, C, H, W] in [-1, 1]."""
         images: torch.Tensor = self.decoder(features)
         return images
 

@@ -1,6 +1,6 @@
-"""A classifier of standard layers as data: a device describes its own, and whoever has the spec alone builds it, without the author's code.
+"""A classifier of standard layers as data. A device describes its own, and others build it from the spec without its code.
 
-Weights are no part of the data: they are drawn as those of built-in classifiers.
+The data does not include weights, which are drawn as for built-in classifiers.
 """
 
 import math
@@ -13,7 +13,7 @@ from fedcg.learning.errors import NetworkError
 from fedcg.learning.spec import Layer
 
 _MOST_PARAMETERS = 1 << 26
-"""256 MB of float32; a spec comes from outside."""
+"""256 MB of float32. A limit, because specs are untrusted input."""
 _CONVOLUTION = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias")
 _BATCH_NORM = ("num_features", "eps", "affine", "track_running_stats")  # momentum: torch's default
 _POOL = ("kernel_size", "stride", "padding")
@@ -50,7 +50,7 @@ _PLAIN = {
     "count_include_pad": True,
     "return_indices": False,
 }
-"""Attributes that are no argument of a description; another value makes a layer of it that can't be described."""
+"""Attributes that a description does not include. A layer with another value can't be described."""
 
 
 def described(module: nn.Module) -> tuple[Layer, ...] | None:
@@ -69,7 +69,7 @@ def described(module: nn.Module) -> tuple[Layer, ...] | None:
         return None
     try:
         return (Layer(kind=kind, args=dict(_values(module, arguments))),)
-    except ValueError:  # numbers of a size that no spec takes, or a padding by name
+    except ValueError:  # numbers beyond a spec's limits, or a padding by name
         return None
 
 
@@ -80,27 +80,27 @@ def _values(module: nn.Module, arguments: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def built(layers: Sequence[Layer]) -> nn.Sequential:
-    """The classifier that layers describe, in the device context of the caller.
+    """Build the classifier from layers, in the caller's device context.
 
     Raises:
-        NetworkError: names the layer that can't be built, and why.
+        NetworkError: names the layer that can't be built and the reason.
     """
     parts: list[nn.Module] = []
-    with torch.device("meta"):  # sizes are looked at before anything is allocated
+    with torch.device("meta"):  # sizes are checked before allocation
         for number, layer in enumerate(layers, 1):
             parts.append(_layer(layer, f"network.classifier: layer {number}, {layer.kind}"))
     count = sum(math.prod(one.shape) for part in parts for one in part.parameters())
     if count > _MOST_PARAMETERS:
-        raise NetworkError(f"network.classifier has {count:,} parameters; at most {_MOST_PARAMETERS:,} can be built")
+        raise NetworkError(f"network.classifier has {count:,} parameters; the limit is {_MOST_PARAMETERS:,}")
     return nn.Sequential(*(_KINDS[layer.kind][0](**layer.args) for layer in layers))
 
 
 def _layer(layer: Layer, where: str) -> nn.Module:
     if layer.kind not in _KINDS:
-        raise NetworkError(f"{where}: no such layer; there are {', '.join(_KINDS)}")
+        raise NetworkError(f"{where}: unknown layer; choose from {', '.join(_KINDS)}")
     module, arguments = _KINDS[layer.kind]
     if unknown := sorted(layer.args.keys() - set(arguments)):
-        raise NetworkError(f"{where}: no argument {', '.join(unknown)}; there are {', '.join(arguments) or 'none'}")
+        raise NetworkError(f"{where}: no argument {', '.join(unknown)}; it accepts {', '.join(arguments) or 'none'}")
     try:
         return module(**layer.args)
     except Exception as error:

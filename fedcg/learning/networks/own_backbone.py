@@ -1,10 +1,10 @@
-"""What one device trains: its own backbone where devices choose (`network.backbones`), and features in the place of images.
+"""What one device trains: its own backbone if devices choose (`network.backbones`), and features instead of images.
 
-The projection gives every device's features the same shape, so classifier and generator, which alone are shared, fit all of them.
+The projection gives all devices' features the same shape, so the shared classifier and generator fit all of them.
 
-The pooled features of a wholly frozen backbone are computed once; they take less memory than the pixels. Only the projection and what
-follows it are then computed in a step. Exact up to rounding: a frozen backbone is in eval mode, so that images do not see each other,
-and without random crops and flips every epoch shows it the same ones.
+The pooled features of a fully frozen backbone are computed once and take less memory than the pixels. A step then
+computes only the projection and later layers. This is exact up to rounding: a frozen backbone is in eval mode, so
+images are independent, and without random crops and flips every epoch has the same inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class DeviceSpec(FederationSpec):
 
 
 def device_spec(spec: FederationSpec, backbone: str) -> FederationSpec:
-    """The spec of a device that trains a backbone; the spec itself where there is no choice.
+    """The spec of a device that trains a backbone; the spec itself if there is no choice.
 
     Raises:
         NetworkError: the spec does not list that backbone, or its weights do not fit.
@@ -50,9 +50,7 @@ def device_spec(spec: FederationSpec, backbone: str) -> FederationSpec:
     if not choice.backbones:
         return spec
     if backbone not in choice.backbone_names:
-        raise NetworkError(
-            f"the spec has no backbone {backbone!r}; a device may choose {', '.join(choice.backbone_names)}"
-        )
+        raise NetworkError(f"the spec has no backbone {backbone!r}; choose from {', '.join(choice.backbone_names)}")
     changed = spec.model_copy(update={"network": choice.with_backbone(backbone)})
     own = {**spec.layouts, **layouts(changed, frozenset({Part.EXTRACTOR}) & spec.layouts.keys())}
     values = {name: getattr(changed, name) for name in FederationSpec.model_fields}
@@ -60,18 +58,18 @@ def device_spec(spec: FederationSpec, backbone: str) -> FederationSpec:
 
 
 def check_backbones(plan: FederationPlan, shared: frozenset[Part]) -> None:
-    """Check the backbones that a plan lets devices choose, and the files of their weights that are on this machine.
+    """Check the backbones of a plan from which devices choose, and their weights files on this machine.
 
     Args:
-        plan: of an operator.
-        shared: parts that the method's clients send or get.
+        plan: an operator's plan.
+        shared: parts that the method's clients upload or download.
 
     Raises:
-        NetworkError: the method shares extractors, a backbone can't be built, or a file does not hold its weights.
+        NetworkError: the method shares extractors, a backbone can't be built, or a file has other weights.
     """
     if plan.network.backbones and Part.EXTRACTOR in shared:
         raise NetworkError(
-            f"{plan.method} averages extractors, which have to be alike: leave network.backbones out, or choose a method that keeps "
+            f"{plan.method} averages extractors, which must be identical: leave network.backbones out, or choose a method that keeps "
             "extractors private (fedcg, fedsplit, fedmd_cg)"
         )
     for name in plan.network.backbone_names if is_projected(plan.network.split) else ():
@@ -84,19 +82,19 @@ _PIXELS_AT_ONCE = 64 * 96 * 96  # 0.1 GB of the first layers' maps
 
 
 def keeps_features(spec: FederationSpec) -> bool:
-    """Whether features can stand for images under a spec: the whole backbone is frozen, and no image is changed at random."""
+    """Whether features can replace images under a spec: the whole backbone is frozen, and there is no augmentation."""
     return spec.network.freeze == "all" and not spec.augment_flip and not spec.augment_crop
 
 
 def frozen_backbone(spec: FederationSpec, device: str) -> ProjectedBackbone:
-    """The extractor of such a spec with its constants, in eval mode; the projection holds no values yet.
+    """The extractor of such a spec with its constants, in eval mode. The projection has no values yet.
 
     Raises:
-        NetworkError: its weights are not here.
+        NetworkError: its weights are not on this machine.
     """
     extractor, fill = allocated(skeleton(spec, Part.EXTRACTOR), device), split_of(spec).fill
     assert isinstance(extractor, ProjectedBackbone)
-    assert fill is not None  # without weights nothing can be frozen
+    assert fill is not None  # freezing requires weights
     fill(extractor, None)
     return extractor.eval()
 
@@ -104,9 +102,9 @@ def frozen_backbone(spec: FederationSpec, device: str) -> ProjectedBackbone:
 def with_features(
     spec: FederationSpec, sets: Sequence[ImageSet], device: str, working: Callable[[], None] = lambda: None
 ) -> list[ImageSet]:
-    """Sets of images, with features in the place of images where the spec lets them stand there; else as they are.
+    """Sets of images with features instead of images if the spec allows; otherwise unchanged.
 
-    Features that would take more memory than the pixels are not kept.
+    Features that need more memory than the pixels are not used.
 
     Args:
         spec: names the network.
@@ -118,7 +116,7 @@ def with_features(
         Sets of [N, K] float32, in the same order.
 
     Raises:
-        NetworkError: the backbone's weights are not here.
+        NetworkError: the backbone's weights are not on this machine.
     """
     if not keeps_features(spec):
         return list(sets)
@@ -141,7 +139,7 @@ def with_features(
 
 
 class KeptFeatures:
-    """Features of the sets that were asked for last: a device's images stay the same for many rounds."""
+    """Caches the features of the last requested sets, since a device's images stay the same for many rounds."""
 
     def __init__(self) -> None:
         self._kept: tuple[str, Sequence[ImageSet], list[ImageSet]] = ("", (), [])
@@ -151,7 +149,7 @@ class KeptFeatures:
     ) -> list[ImageSet]:
         """As `with_features`."""
         if not keeps_features(spec):
-            return list(sets)  # nothing is kept: these images may go
+            return list(sets)  # nothing is cached, so these images can be freed
         known, before, made = self._kept
         if known != spec.digest or [id(one.images) for one in before] != [id(one.images) for one in sets]:
             made = with_features(spec, sets, device, working)

@@ -1,4 +1,4 @@
-"""From an operator's plan to a complete spec; from a spec to initial weights, tensor layouts, and what each part and method costs in parameters and bytes."""
+"""Completes an operator's plan to a spec. Computes a spec's initial weights, tensor layouts, and sizes of parts and methods."""
 
 import math
 from collections.abc import Mapping
@@ -25,23 +25,23 @@ from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, TensorLayo
 from fedcg.wire.sealed_numbers import number_count
 
 MOST_VARIANCE = 8192.0
-"""Bound of a batch norm's variances in a sealed sum; a pretrained EfficientNet-Lite0 has 566."""
+"""Limit of batch norm variances in a sealed sum. A pretrained EfficientNet-Lite0 has 566."""
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
 
 def initial_parts(
     spec: FederationSpec, private_root: bytes, wanted: frozenset[Part] | None = None
 ) -> dict[Part, Weights]:
-    """Initial weights of every part that the spec's method has.
+    """Initial weights of every part of the spec's method.
 
     Args:
         spec: names networks, method and public seed.
-        private_root: the cohort secret; `spec_root(spec.seed)` on a device without one, and on the coordinator (which has no
-            use for the private parts).
+        private_root: the cohort secret; `spec_root(spec.seed)` on a device without one, and on the coordinator, which
+            does not use the private parts.
         wanted: only these parts; None: all.
 
     Raises:
-        NetworkError: the weights that the spec pins are not here, or do not fit.
+        NetworkError: the weights pinned by the spec are not on this machine, or do not fit.
     """
     method = get_method(spec.method)
     public = (method.payload.up | method.payload.down | DEFAULT_ALLOW_UPLOAD) - frozenset(spec.sealed)
@@ -63,13 +63,13 @@ def _zeros(layout: TensorLayout) -> torch.Tensor:
 
 
 def method_layouts(spec: NetworkSpec, method: Method) -> dict[Part, tuple[TensorLayout, ...]]:
-    """The tensors of every part that a method's client has: of its networks, and its statistics as it lays them out."""
+    """The tensors of every part of a method's client: of its networks and its statistics."""
     stated = {} if method.payload.statistics is None else {Part.STATISTICS: method.payload.statistics(spec)}
     return layouts(spec, method.payload.parts - stated.keys()) | stated
 
 
 def wire_layouts(spec: NetworkSpec, method: Method, sealed: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
-    """Those tensors, and of sealed parts the whole numbers too that stand for them on the wire: under the part's name in `Part.SEALED`."""
+    """Those tensors, and for sealed parts also their integer form on the wire, under the part's name in `Part.SEALED`."""
     found = method_layouts(spec, method)
     if not sealed:
         return found
@@ -80,43 +80,43 @@ def wire_layouts(spec: NetworkSpec, method: Method, sealed: frozenset[Part]) -> 
 
 
 def _with_room(layout: TensorLayout) -> TensorLayout:
-    """Batch norm's variances are of activations: in the hundreds, where weights are below ten."""
+    """Raise the limit for batch norm variances. Those of activations are in the hundreds, while weights are below ten."""
     is_variance = layout.low is None and layout.name.endswith("running_var")
     return layout.model_copy(update={"low": 0.0, "high": MOST_VARIANCE}) if is_variance else layout
 
 
 def on_wire(parts: frozenset[Part], sealed: frozenset[Part]) -> frozenset[Part]:
-    """Parts as the wire carries them, where some are sealed."""
+    """Parts as sent on the wire if some are sealed."""
     return parts - sealed | ({Part.SEALED} if parts & sealed else frozenset())
 
 
 def sealed_parts(plan: FederationPlan, method: Method) -> frozenset[Part]:
-    """The parts that a plan's updates seal: the method's own choice, and the plan's.
+    """The sealed parts of a plan's updates: those of the method and those of the plan.
 
     Raises:
-        NetworkError: parts that the method does not share, or does more with than average them.
+        NetworkError: parts that the method does not share, or does not only average.
     """
     if wrong := frozenset(plan.sealed) - method.payload.sealed - method.payload.sealable:
         can = ", ".join(sorted(part.value for part in method.payload.sealable)) or "none"
         names = ", ".join(sorted(part.value for part in wrong))
-        raise NetworkError(f"{method.name}: sealed = {names} can't be had; what it only averages: {can}")
+        raise NetworkError(f"{method.name}: sealed = {names} is not supported; it only averages: {can}")
     sealed = method.payload.sealed | frozenset(plan.sealed)
     if sealed and plan.params.get("average", "mean") != "mean":
         raise NetworkError(
-            f"{method.name}: a sealed part has a mean and no median: set average = mean, or seal nothing"
+            f"{method.name}: sealed parts support only the mean: set average = mean, or leave sealed out"
         )
     return sealed
 
 
 def complete_spec(plan: FederationPlan) -> FederationSpec:
-    """Check an operator's plan and fill in what follows from it: defaults, tensor layouts, payload, report fields.
+    """Check an operator's plan and complete it with defaults, tensor layouts, payload and report fields.
 
-    `report` lists every field a device MAY report; of these a method needs EXAMPLES, and LABEL_COUNTS unless it is listed
-    as optional.
+    `report` lists every field that a device MAY report. A method needs EXAMPLES, and LABEL_COUNTS unless listed as
+    optional.
 
     Raises:
-        ValueError: a parameter that the method does not have, or out of range; names every bad one.
-        LearningError: an unknown method or network, or inputs of a form that the split can't take.
+        ValueError: parameters that are unknown to the method or out of range; names each.
+        LearningError: an unknown method or network, or an input form that the split does not support.
     """
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
@@ -124,12 +124,12 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         raise NetworkError(f"{method.name}: {problem}")
     if plan.network.split == TRAINER and not method.takes_trainer:
         raise NetworkError(
-            f"{method.name} trains extractor, classifier and what it imitates by stages of its own, in the place of a Trainer: choose a method that "
+            f"{method.name} has its own training stages and does not support a Trainer: choose a method that only "
             f"averages ({', '.join(name for name in method_names() if get_method(name).takes_trainer)})"
         )
     if Part.CLASSIFIER in plan.network.starts_on_devices and plan.params.get("server_momentum"):
         raise NetworkError(
-            "server_momentum needs first weights that the coordinator knows, and only the program has these: leave it out"
+            "server_momentum needs initial weights on the coordinator, but only the program has them: leave it out"
         )
     check_backbones(plan, method.payload.up | method.payload.down)
     sealed = sealed_parts(plan, method)
@@ -161,9 +161,9 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
 
 
 def shadow_spec(spec: FederationSpec) -> FederationSpec:
-    """The spec of the local-only shadow: method `local` with the same training parameters, data form and networks.
+    """The spec of the local-only model: method `local` with the same training parameters, data form and networks.
 
-    Only for use beside `spec` on the same device: its federation name, and so every stream, is the same.
+    Only for use together with `spec` on the same device: the federation name, and so every stream, is the same.
     """
     params = {name: value for name, value in spec.params.items() if name in TrainingParams.model_fields}
     parts = get_method("local").payload.parts
@@ -187,12 +187,12 @@ _ITEM_BYTES = {"float32": 4, "int64": 8}
 
 @dataclass(frozen=True)
 class PartSize:
-    """One part.
+    """Size of one part.
 
     Attributes:
-        parameters: how many numbers are trained.
-        parameter_bytes: those as float32.
-        tensor_bytes: all tensors, buffers such as batch norm's among them, as the wire carries them without compression.
+        parameters: number of trained parameters.
+        parameter_bytes: their size as float32.
+        tensor_bytes: size of all tensors including buffers such as batch norm's, on the wire without compression.
     """
 
     parameters: int
@@ -202,7 +202,7 @@ class PartSize:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of tensors that one client sends and gets in a round of a method, before compression."""
+    """Bytes of tensors that one client uploads and downloads in a round of a method, before compression."""
 
     up: int
     down: int
@@ -210,15 +210,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a choice of networks for one form of image.
+    """The sizes of a choice of networks for one image form.
 
     Attributes:
-        feature_shape: of one image's features.
+        feature_shape: shape of one image's features.
         feature_range: "unit" or "non_negative".
-        smallest_side: the least height and width of an image that the split takes.
-        parts: per part.
-        methods: per method that can work with these networks, by name.
-        refusals: why the other methods can't, by name.
+        smallest_side: minimum height and width of an image for the split.
+        parts: size per part.
+        methods: traffic of each method that supports these networks, by name.
+        refusals: why other methods do not support them, by name.
     """
 
     feature_shape: tuple[int, ...]
@@ -230,10 +230,10 @@ class Sizes:
 
 
 def sizes_of(spec: NetworkSpec) -> Sizes:
-    """The sizes that follow from a plan or spec.
+    """The sizes for a plan or spec.
 
     Raises:
-        NetworkError: networks that can't be built for this form of image.
+        NetworkError: networks that can't be built for this image form.
     """
     split = split_of(spec)
     own = frozenset() if split.image_generator is None else frozenset({Part.IMAGE_GENERATOR})

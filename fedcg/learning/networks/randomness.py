@@ -1,6 +1,7 @@
-"""Where layers take random numbers from: initial weights from one explicit stream, and torch's default generators lent for the length of a stage.
+"""Random numbers of layers: initial weights from an explicit stream, and torch's default generators seeded for a stage.
 
-Layers such as dropout know one source only, torch's default generator of the device. It is started from the stage's stream and given back as it was. A layer whose initial values are not known here is an error: a tensor left alone would hold whatever the memory held before.
+Layers such as dropout use only torch's default generator of the device. It is seeded from the stage's stream and
+restored afterwards. A layer without known initial values is an error, because its tensors would stay uninitialised.
 """
 
 import math
@@ -19,8 +20,8 @@ from fedcg.learning.method import RoundContext
 def seeded_layers(ctx: RoundContext, *purpose: object) -> Iterator[None]:
     """Within the block, layers that draw random numbers draw from the stream (`purpose`, "layers") of the round.
 
-    Every stage that runs a network in train mode stands in such a block, whatever its layers are: a network of a user's own can
-    draw anywhere in its forward pass. It costs a few microseconds a stage.
+    Every stage that runs a network in train mode uses such a block, for any layers: a user's network can draw anywhere
+    in its forward pass. It costs a few microseconds per stage.
     """
     with lent_generators(ctx.streams.seed(*purpose, "layers"), ctx.device):
         yield
@@ -28,45 +29,46 @@ def seeded_layers(ctx: RoundContext, *purpose: object) -> Iterator[None]:
 
 @contextmanager
 def lent_generators(seed: int, device: str = "cpu") -> Iterator[None]:
-    """Start torch's default generators, of the CPU and of `device`, from `seed`; restore their states afterwards.
+    """Seed torch's default generators, of the CPU and of `device`, and restore their states afterwards.
 
-    Not for two threads at once: the default generators belong to the whole process.
+    Not thread-safe: the default generators belong to the whole process.
     """
     place = torch.device(device)
     lent = [torch.cuda.current_device() if place.index is None else place.index] if place.type == "cuda" else []
     with torch.random.fork_rng(devices=lent):
-        # Not torch.manual_seed: it would seed every GPU, lent or not.
+        # Not torch.manual_seed, which would seed every GPU.
         torch.default_generator.manual_seed(seed)
         for index in lent:
             torch.cuda.default_generators[index].manual_seed(seed)
         yield
 
 
-# torch's layers whose own reset draws nothing: weight 1, bias 0, running mean 0, running variance 1, no batches seen.
-_CONSTANT = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.PReLU)  # noqa: SLF001 - torch has no other name
+# torch layers whose reset draws nothing: weight 1, bias 0, running mean 0, running variance 1, no batches counted.
+_CONSTANT = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.PReLU)  # noqa: SLF001 - no public name
 
 
 @runtime_checkable
 class DrawsItself(Protocol):
-    """A layer that knows how to fill its own tensors from a stream."""
+    """A layer that fills its own tensors from a stream."""
 
     def reset(self, generator: torch.Generator) -> None:
-        """Fill every tensor that the layer itself holds, buffers among them."""
+        """Fill all tensors of the layer itself, including buffers."""
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     """Fill a module with initial weights from one stream, in module order.
 
-    Linear and (transposed) convolution: U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for weights and biases. Embedding: N(0, 1). Norm
-    layers: weight 1, bias 0, mean 0, variance 1. Layers with a `reset` of their own (spectral norm's singular vectors): that.
+    Linear and (transposed) convolution: U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for weights and biases. Embedding: N(0, 1).
+    Norm layers: weight 1, bias 0, mean 0, variance 1. Layers with their own `reset` (spectral norm's singular vectors)
+    use it.
 
     Raises:
-        NetworkError: a layer holds tensors and nothing here fills them.
+        NetworkError: a layer has tensors that nothing here fills.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):  # noqa: SLF001 - the base of all convolutions
             bound = 1.0 / math.sqrt(layer.weight[0].numel())
-            # Drawn in the order of the shape, whatever the memory order of the weight.
+            # Drawn in the order of the shape, independent of the weight's memory order.
             drawn = torch.empty(layer.weight.shape).uniform_(-bound, bound, generator=generator)
             layer.weight.data.copy_(drawn)
             if layer.bias is not None:
@@ -85,6 +87,6 @@ def _refuse_tensors(name: str, layer: nn.Module) -> None:
     held = [*dict(layer.named_parameters(recurse=False)), *dict(layer.named_buffers(recurse=False))]
     if held:
         raise NetworkError(
-            f"no initial values are known for {', '.join(held)} of the layer {name or '(the network itself)'} "
-            f"({type(layer).__name__}): give it a method reset(generator) that fills them"
+            f"no known initial values for {', '.join(held)} of the layer {name or '(the network itself)'} "
+            f"({type(layer).__name__}): add a method reset(generator) that fills them"
         )

@@ -1,10 +1,12 @@
-"""Splits: a network cut into a private extractor and a public classifier; the built-in ones, and the user's own, found by entry point and rehearsed before anything is trained with them.
+"""Splits: networks cut into a private extractor and a public classifier, built in or found by entry point.
 
-`lenet5` is FedCG's backbone as its authors' code has it (facts in the paper's README): sigmoid after average pooling, so a
+Users' splits are tested before training.
+
+`lenet5` is FedCG's backbone as in its authors' code (facts in the paper's README): sigmoid after average pooling, so a
 feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with ReLU and max pooling: features >= 0.
-`lenet5_wide` is `lenet5_relu` with twice as many channels: 32x5x5 features.
-`cnn_bn` is what FedMD-CG's authors run under the name of LeNet: two strided 3x3 convolutions with batch norm, and a classifier of
-two linear layers with nothing between them; 32x2x2 features of a 32x32 image.
+`lenet5_wide` is `lenet5_relu` with twice as many channels: 32x5x5 features. `cnn_bn` is the network that FedMD-CG's
+authors call LeNet: two strided 3x3 convolutions with batch norm, and a classifier of two linear layers without an
+activation between them; 32x2x2 features of a 32x32 image.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fedcg.learning.split_names import own_target
 
 
 class FeatureRange(str, Enum):
-    """The interval that an extractor's features lie in; the generator's last activation follows it."""
+    """The interval of an extractor's features. It determines the generator's last activation."""
 
     UNIT = "unit"
     NON_NEGATIVE = "non_negative"
@@ -37,12 +39,12 @@ class FeatureRange(str, Enum):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the highest feature."""
+        """The lower and upper bound of features."""
         return (-math.inf if self is FeatureRange.REAL else 0.0, 1.0 if self is FeatureRange.UNIT else math.inf)
 
     @classmethod
     def around(cls, features: torch.Tensor) -> FeatureRange:
-        """The narrowest range that holds some features."""
+        """The narrowest range that contains some features."""
         low, high = features.min().item(), features.max().item()
         return next(one for one in cls if one.bounds[0] <= low and high <= one.bounds[1])
 
@@ -52,17 +54,18 @@ class Split:
     """A named split.
 
     Attributes:
-        extractor: size of an input's first dimension (an image's channels) -> module taking [B, C, ...] to features.
-        classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
-        feature_range: where features lie.
-        smallest_side: the least height and width of an image, and size of other dimensions behind the first.
-        fill: puts into an extractor what its state lacks (constants), and with a stream also the initial values of its state; None:
-            there are no constants, and `draw_weights` gives the initial values.
-        image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; None: there are none.
-        initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
-            without values and filled by `draw_weights`. Set for the user's own splits, whatever they set.
-        draws_classifier: not so the classifier, which is made of standard layers.
-        features: shape of one input's features where the spec states it; None: found by a dry run.
+        extractor: size of an input's first dimension (an image's channels) -> module from [B, C, ...] to features.
+        classifier: (feature shape, classes) -> module from features to [B, classes] logits.
+        feature_range: the range of features.
+        smallest_side: minimum height and width of an image, and minimum size of other dimensions after the first.
+        fill: sets an extractor's constants, which its state lacks, and with a stream also the initial values of its
+            state; None: no constants, and `draw_weights` sets the initial values.
+        image_generator, image_discriminator: image channels -> modules on whole images, for methods that need them; or
+            None.
+        initialises_itself: whether modules set their own initial values. Others are built without values and filled by
+            `draw_weights`. Always set for users' splits.
+        draws_classifier: whether `draw_weights` still fills the classifier, which has only standard layers.
+        features: shape of one input's features if the spec has it; None: found by a dry run.
     """
 
     extractor: Callable[[int], nn.Module]
@@ -78,14 +81,14 @@ class Split:
 
 
 def _extractor_sigmoid(channels: int) -> nn.Module:
-    # The convolutions pool as well; the identities keep the names that the layers after them always had.
+    # The convolutions include pooling. The identities keep the names of the layers after them.
     first, second = AveragedConv2d(channels, 6, 5), AveragedConv2d(6, 16, 5)
     return nn.Sequential(first, nn.Identity(), nn.Sigmoid(), second, nn.Identity(), nn.Sigmoid())
 
 
 def _extractor_relu(width: int) -> Callable[[int], nn.Module]:
     def build(channels: int) -> nn.Module:
-        # Pooling before the activation: max and ReLU commute, and ReLU then works on a quarter of the elements.
+        # Pooling before the activation: max and ReLU commute, and ReLU then processes a quarter of the elements.
         first, second = MaxedConv2d(channels, 6 * width, 5), MaxedConv2d(6 * width, 16 * width, 5)
         return nn.Sequential(first, nn.Identity(), nn.ReLU(), second, nn.Identity(), nn.ReLU())
 
@@ -122,29 +125,29 @@ SPLITS: Mapping[str, Split] = {
     "lenet5": Split(_extractor_sigmoid, _classifier(nn.Sigmoid), FeatureRange.UNIT, 16),
     "lenet5_relu": Split(_extractor_relu(1), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
     "lenet5_wide": Split(_extractor_relu(2), _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
-    # Four halvings of a side.
+    # A side is halved four times.
     "cnn_bn": Split(_extractor_bn, _classifier_linear, FeatureRange.NON_NEGATIVE, 16),
 }
 
 
 def program_split(choice: NetworkChoice) -> Split:
-    """The splits `program` and `trainer`: the code of them that this process has, else what the spec says of it.
+    """The splits `program` and `trainer`: from this process's code, or else from the spec.
 
     Raises:
-        NetworkError: what is asked of it is in neither; when it is called, that its extractor is.
+        NetworkError: the split is in neither; an extractor that is missing raises when called.
     """
     if isinstance(choice.program, Split):
         return choice.program
     if choice.split == TRAINER:
         return Split(_nowhere, _nowhere, FeatureRange.REAL, features=(1,))
     if choice.features is None:
-        raise NetworkError(f"network.split = {PROGRAM} needs network.features: what the program's extractor makes")
+        raise NetworkError(f"network.split = {PROGRAM} needs network.features: the output of the program's extractor")
 
     def classifier(_: tuple[int, ...], classes: int) -> nn.Module:
         if not choice.classifier:
             raise NetworkError(
-                f"network.split = {PROGRAM}: its classifier is no sequence of standard layers, so it is in the program alone; "
-                "build it of torch.nn's layers in nn.Sequential, or register the split as an entry point"
+                f"network.split = {PROGRAM}: its classifier is not a sequence of standard layers, so only the program has it; "
+                "build it from torch.nn layers in nn.Sequential, or register the split as an entry point"
             )
         return built(choice.classifier)
 
@@ -152,19 +155,19 @@ def program_split(choice: NetworkChoice) -> Split:
 
 
 def _nowhere(*_: object) -> nn.Module:
-    raise NetworkError("this network is the code of the devices' own program, which is not here")
+    raise NetworkError("this network is defined by the devices' program, which is not available here")
 
 
 _ROWS = 3
 _DTYPES = (torch.float32, torch.int64)
-_NAME = re.compile(r"[A-Za-z0-9_.]{1,200}", re.ASCII)  # as `TensorLayout` has it
+_NAME = re.compile(r"[A-Za-z0-9_.]{1,200}", re.ASCII)  # as in `TensorLayout`
 
 
 def load_split(name: str) -> Split:
-    """The user's split of that name: one that is registered, or a `module:function` that this machine lets in.
+    """A user's split: a registered name, or a `module:function` that this machine allows.
 
     Raises:
-        NetworkError: not let in here, can't be imported, or is not a function that returns a `Split`.
+        NetworkError: not allowed here, can't be imported, or is not a function that returns a `Split`.
     """
     return _imported(own_target(name))
 
@@ -186,23 +189,23 @@ def _imported(target: str) -> Split:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a split is tried with: its name for messages, the shape of an input (of an image channels, height, width), and C."""
+    """Inputs of a split's test: its name for messages, the shape of an input (images: channels, height, width), and C."""
 
     name: str
     shape: tuple[int, ...]
     classes: int
 
     def wrong(self, half: str, problem: str) -> NetworkError:
-        """The error that names the split, its half and the problem."""
+        """An error that names the split, the half and the problem."""
         return NetworkError(f"split {self.name}: the {half} {problem}")
 
 
 @functools.cache
 def rehearse(split: Split, asked: Rehearsal) -> None:
-    """Run a user's split on a few random inputs, in eval and in train mode; once per process and shape of input.
+    """Test a user's split on a few random inputs, in eval and train mode, once per process and input shape.
 
     Raises:
-        NetworkError: names the split, which of its halves, and what is wrong with it.
+        NetworkError: names the split, the half and the problem.
     """
     with lent_generators(0):
         images = torch.randn(_ROWS, *asked.shape)
@@ -212,31 +215,31 @@ def rehearse(split: Split, asked: Rehearsal) -> None:
         shape = tuple(features.shape[1:])
         if split.features not in (None, shape):
             raise asked.wrong(
-                "extractor", f"makes features {list(shape)}, and the spec has {list(split.features or ())}"
+                "extractor", f"returns features {list(shape)}, but the spec has {list(split.features or ())}"
             )
         classifier = _built(asked, "classifier", lambda: split.classifier(shape, asked.classes))
         if not list(classifier.parameters()):
-            raise asked.wrong("classifier", "has no parameters: there is nothing to share")
+            raise asked.wrong("classifier", "has no parameters to share")
         logits = _output(asked, "classifier", classifier, features)
         if logits.shape != (_ROWS, asked.classes):
             expected = f"[{_ROWS}, {asked.classes}]"
-            raise asked.wrong("classifier", f"makes {list(logits.shape)} of {list(features.shape)}, not {expected}")
+            raise asked.wrong("classifier", f"returns {list(logits.shape)} for {list(features.shape)}, not {expected}")
         _check_training(asked, extractor, classifier, images[:2])
 
 
 def _built(asked: Rehearsal, half: str, build: Callable[[], nn.Module]) -> nn.Module:
-    """One half, whose initial values must follow from torch's default generator alone."""
+    """Build one half. Its initial values must depend only on torch's default generator."""
     first, again = _seeded(asked, half, build), _seeded(asked, half, build)
     repeated = again.state_dict()
     for name, tensor in first.state_dict().items():
         if tensor.dtype not in _DTYPES:
             raise asked.wrong(half, f"has {name} of type {tensor.dtype}; only float32 and int64 can be stored and sent")
         if not bool(torch.isfinite(tensor).all()):
-            raise asked.wrong(half, f"starts with values in {name} that are not finite")
+            raise asked.wrong(half, f"has initial values in {name} that are not finite")
         if not torch.equal(tensor, repeated[name]):
-            raise asked.wrong(half, f"starts with other values in {name} at every build: draw them with torch alone")
+            raise asked.wrong(half, f"has different initial values in {name} at every build: draw them only with torch")
         if not _NAME.fullmatch(name):
-            raise asked.wrong(half, f"has a tensor named {name!r}; a name has letters, digits, _ and . only")
+            raise asked.wrong(half, f"has a tensor named {name!r}; names may have only letters, digits, _ and .")
     return first
 
 
@@ -253,20 +256,20 @@ def _seeded(asked: Rehearsal, half: str, build: Callable[[], nn.Module]) -> nn.M
 
 @torch.no_grad()
 def _output(asked: Rehearsal, half: str, module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """What a half makes of a batch in eval mode."""
+    """The output of a half for a batch in eval mode."""
     module.eval()
     output = _run(asked, half, lambda: module(inputs))
     if not isinstance(output, torch.Tensor):
         raise asked.wrong(half, f"returns a {type(output).__name__}, not a tensor")
     if output.ndim < 2 or len(output) != len(inputs) or 0 in output.shape:
-        raise asked.wrong(half, f"makes {list(output.shape)} of {list(inputs.shape)}; the first dimension is the batch")
+        raise asked.wrong(half, f"gives {list(output.shape)} for {list(inputs.shape)}; dimension 0 must be the batch")
     if output.dtype != torch.float32:
-        raise asked.wrong(half, f"gives {output.dtype}, not float32")
+        raise asked.wrong(half, f"returns {output.dtype}, not float32")
     if not bool(torch.isfinite(output).all()):
-        raise asked.wrong(half, "gives values that are not finite for random inputs")
+        raise asked.wrong(half, "returns values that are not finite for random inputs")
     alone = _run(asked, half, lambda: module(inputs[:1]))
     if alone.shape != output[:1].shape or not torch.allclose(alone, output[:1], rtol=1e-3, atol=1e-4):
-        raise asked.wrong(half, "gives a row other values alone than in a batch, in eval mode")
+        raise asked.wrong(half, "returns different values for a row alone and in a batch, in eval mode")
     return output
 
 
@@ -275,13 +278,13 @@ def _check_features(asked: Rehearsal, features: torch.Tensor, feature_range: Fea
     if low < feature_range.bounds[0] or high > feature_range.bounds[1]:
         raise asked.wrong(
             "extractor",
-            f"gives features from {low:.3g} to {high:.3g}, but its feature_range is {feature_range.value}: "
-            "end it in a sigmoid (unit) or a ReLU (non_negative), or declare what it does",
+            f"returns features from {low:.3g} to {high:.3g}, but its feature_range is {feature_range.value}: "
+            "end it in a sigmoid (unit) or a ReLU (non_negative), or declare the actual range",
         )
 
 
 def _check_training(asked: Rehearsal, extractor: nn.Module, classifier: nn.Module, images: torch.Tensor) -> None:
-    @torch.enable_grad()  # a process may measure a model before it trains one
+    @torch.enable_grad()  # a process may evaluate a model before it trains one
     def step() -> torch.Tensor:
         loss: torch.Tensor = classifier.train()(extractor.train()(images)).square().mean()
         loss.backward()

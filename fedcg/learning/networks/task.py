@@ -1,7 +1,7 @@
-"""A task of the user's own: a network, what of it stays private, and the code that trains and measures it, in the place of this program's stages.
+"""A user's own task: a network, its private tensors, and code that trains and evaluates it instead of the built-in stages.
 
-The network's tensors are in two parts, as those of any split: what stays on its device (extractor), and the rest (classifier). Where a
-trainer keeps nothing, the first tensor is in the first part.
+As with any split, the network's tensors are in two parts: the private ones (extractor), and the rest (classifier). If a
+trainer keeps none private, the first part holds the first tensor.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Kind = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """What a round asks of a trainer.
+    """A round's settings for a trainer.
 
     Attributes:
         round: counted from 1.
-        epochs: passes over the data, as the plan's parameters have it; `batch_size` and `lr` likewise.
+        epochs: passes over the data, from the plan's parameters; `batch_size` and `lr` likewise.
         device: of the model's tensors, a torch device string.
-        progress: to be called with (done, all); optimiser steps are signs of life by themselves.
+        progress: call it with (done, total). Optimiser steps also count as signs of life.
     """
 
     round: int
@@ -51,7 +51,7 @@ class TrainerContext:
     _start: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def penalty(self, model: nn.Module) -> torch.Tensor:
-        """FedProx's term (eq. 2), to be added to the loss: μ/2 · ‖w - w_start‖² over what is trained; 0 with another method."""
+        """FedProx's term (eq. 2) to add to the loss: μ/2 · ‖w - w_start‖² over trained parameters; 0 with other methods."""
         if not self._mu:
             return torch.zeros((), device=self.device)
         moved = [
@@ -61,14 +61,15 @@ class TrainerContext:
 
 
 class Trainer(ABC):
-    """How one participant trains and measures a network: any task, any loop.
+    """How one participant trains and evaluates a network, for any task and any loop.
 
-    Each round gets a copy of it (`copy.copy`) and a new model: what `train` sets on itself does not last.
+    Each round uses a copy of it (`copy.copy`) and a new model, so attributes set by `train` are lost.
 
     Attributes:
-        private: patterns of names in `model.state_dict()`, such as "backbone.*": these tensors never leave the device.
-        metric: which of the figures counts, from 0 to 1, more is better (R², mean IoU, F1); below 0 counts as 0. It chooses the best model.
-        examples: how many the participant trains on; the others' mean weighs it by that.
+        private: patterns of names in `model.state_dict()`, such as "backbone.*". These tensors never leave the device.
+        metric: name of the metric that selects the best model, from 0 to 1, higher is better (R², mean IoU, F1). Values
+            below 0 count as 0.
+        examples: number of training examples, the participant's weight in averages.
     """
 
     private: Sequence[str] = ()
@@ -77,20 +78,20 @@ class Trainer(ABC):
 
     @abstractmethod
     def train(self, model: nn.Module, context: TrainerContext) -> None:
-        """Train the model in place; torch's random numbers follow from the round."""
+        """Train the model in place. The round seeds torch's random numbers."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """Figures of a model on validation data; the model is in eval mode, without gradients."""
+        """Metrics of a model on validation data. The model is in eval mode, without gradients."""
 
     def test(self, model: nn.Module) -> Mapping[str, float]:
-        """Figures on held-out data, for people; where it is not overridden, those of validation."""
+        """Metrics on held-out data, for information; by default those of validation."""
         return self.evaluate(model)
 
 
 @dataclass(frozen=True)
 class Held(ImageSet):
-    """What stands for the data of a trainer, which holds it itself: as many rows as examples, and nothing in them."""
+    """A placeholder for the data of a trainer, which holds its own: as many empty rows as examples."""
 
     kind: Kind = "train"
 
@@ -100,8 +101,8 @@ class Task:
     """A network with its trainer.
 
     Attributes:
-        name: of the participant, for messages.
-        net: with the weights that it starts from.
+        name: name of the participant, for messages.
+        net: the network with its initial weights.
     """
 
     name: str
@@ -109,11 +110,11 @@ class Task:
     trainer: Trainer
 
     def held(self) -> tuple[Held, Held, Held]:
-        """What stands for its training, validation and test data."""
+        """Placeholders for its training, validation and test data."""
         count = self.trainer.examples
         if not isinstance(count, int) or not 2 <= count <= 1 << 30:
             raise ProgramError(
-                f"client {self.name}: Trainer.examples is {count!r}: give the number of training examples, 2 or more"
+                f"client {self.name}: Trainer.examples is {count!r}: set the number of training examples, 2 or more"
             )
         kinds: tuple[Kind, Kind, Kind] = ("train", "validation", "test")
         train, val, test = (
@@ -126,7 +127,8 @@ class Task:
         """Copies of the tensors of the network, or of a trained one, on the CPU.
 
         Raises:
-            ProgramError: a pattern of `private` names no tensor, or nothing is left to share; or a tensor can't be stored.
+            ProgramError: a pattern of `private` matches no tensor, no tensor is left to share, or a tensor can't be
+                stored.
         """
         tensors = {name: one.detach().to("cpu", copy=True) for name, one in (net or self.net).state_dict().items()}
         where = f"client {self.name}: "
@@ -134,26 +136,26 @@ class Task:
             if tensor.dtype not in (torch.float32, torch.int64):
                 raise ProgramError(f"{where}{name} is {tensor.dtype}; only float32 and int64 can be stored")
         if isinstance(self.trainer.private, str):
-            raise ProgramError(f"{where}Trainer.private is a text: give a list of patterns, [{self.trainer.private!r}]")
+            raise ProgramError(f"{where}Trainer.private is a text: use a list of patterns, [{self.trainer.private!r}]")
         private: set[str] = set()
         for pattern in self.trainer.private:
             found = fnmatch.filter(tensors, pattern)
             if not found:
                 raise ProgramError(
-                    f"{where}Trainer.private = {pattern!r} matches no tensor; there are {', '.join(list(tensors)[:6])}"
+                    f"{where}Trainer.private = {pattern!r} matches no tensor; the tensors are {', '.join(list(tensors)[:6])}"
                 )
             private |= set(found)
-        private = private or set(list(tensors)[:1])  # all are shared alike then
+        private = private or set(list(tensors)[:1])  # all tensors are then shared
         if private == tensors.keys():
             raise ProgramError(
-                f"{where}Trainer.private matches all tensors, so that there is nothing to share; name fewer, or take method local"
+                f"{where}Trainer.private matches all tensors, so none is left to share; match fewer, or use method local"
             )
         owners: dict[int, str] = {}
         for name, parameter in (net or self.net).named_parameters(remove_duplicate=False):
             other = owners.setdefault(id(parameter), name)
             if (other in private) != (name in private):
                 raise ProgramError(
-                    f"{where}{other} and {name} are one tensor, and Trainer.private keeps one of them alone: name both, or untie them"
+                    f"{where}{other} and {name} are one tensor, but Trainer.private matches only one: match both, or untie them"
                 )
         return {
             Part.EXTRACTOR: {name: one for name, one in tensors.items() if name in private},
@@ -161,7 +163,7 @@ class Task:
         }
 
     def split(self) -> Split:
-        """Its two parts as modules that hold the tensors and compute nothing."""
+        """The two parts as modules that only hold tensors."""
         parts = self.parts()
         extractor, classifier = (functools.partial(_bag, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
         return Split(extractor, classifier, FeatureRange.REAL, initialises_itself=True, features=(1,))
@@ -176,7 +178,7 @@ class Task:
         return net.to(device)
 
     def check_example(self, inputs: torch.Tensor) -> None:
-        """Check that the network takes what the example of its participant is like, [B, *shape], and makes one tensor of it.
+        """Check that the network accepts inputs like the participant's example, [B, *shape], and returns one tensor.
 
         Raises:
             NetworkError: it does not.
@@ -190,14 +192,14 @@ class Task:
             ) from error
         if not isinstance(made, torch.Tensor) or made.shape[:1] != inputs.shape[:1]:
             raise NetworkError(
-                f"client {self.name}: the network has to make one tensor [B, ...] of a batch; wrap it to be trained and exported"
+                f"client {self.name}: the network must return one tensor [B, ...] for a batch; wrap it if it does not"
             )
 
     def figure(self, model: nn.Module, kind: Kind) -> float:
-        """The trainer's metric of a model, in [0, 1].
+        """The trainer's metric for a model, in [0, 1].
 
         Raises:
-            ProgramError: its code raises, or it returns no such number.
+            ProgramError: its code raises, or the metric is missing or invalid.
         """
         trainer, name = self.trainer, "test" if kind == "test" else "evaluate"
         try:
@@ -211,7 +213,7 @@ class Task:
             number = math.nan
         if not math.isfinite(number) or number > 1.0 + 1e-6:
             raise ProgramError(
-                f"client {self.name}: Trainer.{name} has to return {{{trainer.metric!r}: a number up to 1, more is better}}, not {found!r:.200}"
+                f"client {self.name}: Trainer.{name} must return {{{trainer.metric!r}: a number up to 1, higher is better}}, not {found!r:.200}"
             )
         return min(1.0, max(0.0, number))
 
@@ -223,7 +225,7 @@ def _bag(tensors: Mapping[str, torch.Tensor], *_: object) -> nn.Module:
         *path, last = name.split(".")
         holder = bag
         for piece in path:
-            if piece not in holder._modules:  # noqa: SLF001 - torch has no other way to ask
+            if piece not in holder._modules:  # noqa: SLF001 - no public way
                 holder.add_module(piece, nn.Module())
             holder = holder.get_submodule(piece)
         holder.register_buffer(last, tensor.clone())

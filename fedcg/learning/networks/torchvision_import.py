@@ -1,8 +1,8 @@
-"""Imports torchvision, which is optional, when a backbone or a data set needs it.
+"""Imports the optional torchvision when a backbone or a data set needs it.
 
-torchvision's wheels carry an extension compiled for one build of torch. Beside another build (a CPU torch from elsewhere) it
-does not load, and `import torchvision` then fails over two operators that nothing here uses. Their schemas are declared by
-hand in that case, and models, data sets and transforms work; `torchvision.ops` that need the extension do not.
+torchvision's wheels include an extension compiled for one build of torch. With another build (such as a separate CPU
+torch) it does not load, and `import torchvision` fails on two operators that are not used here. Their schemas are then
+declared manually, so that models, data sets and transforms work. `torchvision.ops` that need the extension do not.
 """
 
 import functools
@@ -23,22 +23,22 @@ def vision(submodule: str) -> ModuleType:
     """`torchvision.<submodule>`, e.g. "transforms" or "datasets".
 
     Raises:
-        LearningError: torchvision is not installed, or does not fit this torch; names what to install.
+        LearningError: torchvision is not installed or incompatible with this torch; names what to install.
     """
     if importlib.util.find_spec("torchvision") is None:
-        raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL_VISION}")
+        raise LearningError(f"this needs torchvision, which is not installed; {INSTALL_VISION}")
     try:
         return importlib.import_module(f"torchvision.{submodule}")
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise LearningError(
-                f"torchvision does not fit torch {torch.__version__}: {error}; {INSTALL_VISION}"
+                f"torchvision is incompatible with torch {torch.__version__}: {error}; {INSTALL_VISION}"
             ) from error
     _declare_schemas()
     return importlib.import_module(f"torchvision.{submodule}")
 
 
-@functools.cache  # also because the schemas live only as long as this object
+@functools.cache  # also keeps the schemas alive
 def _declare_schemas() -> torch.library.Library:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:

@@ -1,1 +1,1 @@
-"""Many clients in one process."""
+"""Simulations of many clients in one process."""

@@ -1,4 +1,4 @@
-"""Who takes part in a simulation: all clients' images, secrets and the spec. Fixed for the length of a run; trains nothing."""
+"""The participants of a simulation: all clients' images, secrets and the spec. Constant during a run; does not train."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,16 +14,17 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
-ATTEMPT = 1  # a simulated round is never tried again
+ATTEMPT = 1  # a simulated round is never retried
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's images: what it trains on, chooses its best round by, and is measured on.
+    """One client's images for training, validation and test.
 
     Attributes:
-        input_layer: of its data defence; these images went through it, and any other that the client's model gets has to.
-        common: the party's common test set with features of this client's own backbone in the place of images; None: as the party has it.
+        input_layer: of the client's data defence. These images have passed through it; any other input of the model
+            must pass too.
+        common: the party's common test set as features of this client's own backbone; None: the party's images.
     """
 
     train: ImageSet
@@ -33,16 +34,16 @@ class ClientData:
     common: ImageSet | None = None
 
     def seen(self, images: ImageSet) -> ImageSet:
-        """Real images as the client's model gets them."""
+        """Real images as input of the client's model."""
         return images if self.input_layer is None else self.input_layer.seen(images)
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The roots of randomness (design §5): one secret per device, the cohort's, the coordinator's.
+    """The roots of randomness (design §5): the secrets of each device, the cohort and the coordinator.
 
     Attributes:
-        starts: by client, the root of its private parts' initial weights where that is not the cohort's.
+        starts: by client, the root of its private parts' initial weights, if it is not the cohort's.
     """
 
     cohort: bytes
@@ -52,10 +53,10 @@ class Roots:
 
 
 class Coding(Protocol):
-    """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""
+    """Simulates the wire's number formats. Laws: it can be pickled; the same parts give the same numbers."""
 
     def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
-        """An aggregate as both sides have it, and the bytes it takes.
+        """The aggregate as decoded on both sides, and its size in bytes.
 
         Raises:
             DivergedError: it can't be coded.
@@ -64,7 +65,7 @@ class Coding(Protocol):
     def update(
         self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
     ) -> tuple[Mapping[Part, Weights], int]:
-        """A client's update as the server decodes it, and the bytes it takes; `base` is the aggregate that the round started from.
+        """A client's update as the server decodes it, and its size in bytes; `base` is the round's starting aggregate.
 
         Raises:
             DivergedError: it can't be coded.
@@ -73,19 +74,19 @@ class Coding(Protocol):
 
 @dataclass(frozen=True)
 class Party:
-    """What a simulation holds fixed; it is handed to every worker once.
+    """The constants of a simulation, passed to every worker once.
 
     Attributes:
-        spec: complete spec.
+        spec: the complete spec.
         datasets: per client.
-        roots: secrets of all participants.
-        common: one test set for all, where there is one.
+        roots: the secrets of all participants.
+        common: a common test set, if there is one.
         device: torch device of all training.
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
         precision: of training steps; "bf16" for CUDA devices.
-        coding: what the wire does to updates and aggregates; None: nothing.
+        coding: number formats of updates and aggregates; None: no conversion.
         privacy: the mechanisms of every client.
-        own: by client, the spec with its own backbone where clients have several (`own_backbone`).
+        own: by client, the spec with its own backbone, if backbones differ (`own_backbone`).
     """
 
     spec: FederationSpec
@@ -100,11 +101,11 @@ class Party:
     own: Mapping[str, FederationSpec] = field(default_factory=dict)
 
     def spec_of(self, client: str) -> FederationSpec:
-        """The spec as a client trains under it."""
+        """The spec under which a client trains."""
         return self.own.get(client, self.spec)
 
     def common_of(self, client: str) -> ImageSet | None:
-        """The common test set as a client's model gets it; None without one."""
+        """The common test set as input of a client's model; None without one."""
         if self.common is None:
             return None
         data = self.datasets[client]

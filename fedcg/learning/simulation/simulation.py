@@ -1,6 +1,7 @@
-"""Many clients and the server, round after round, calling exactly the functions that agents and coordinator call; how long a run lasts, and where it stands after a round.
+"""Simulates many clients and the server round by round, with the same functions as agents and coordinator.
 
-Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a round consists of, and who runs it, is in `tasks`.
+The order of execution never changes results: each client has its own streams, and aggregation runs in client-id order.
+`tasks` defines the pieces of a round and their runners.
 """
 
 import time
@@ -47,20 +48,20 @@ from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part, Report
 
-"""(round, the updates by client, the aggregate that they started from) -> the updates that are merged."""
+"""(round, updates by client, their starting aggregate) -> the updates to merge."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a simulation runs and what is done beside the training.
+    """How long a simulation runs, and what it does in addition to training.
 
     Attributes:
-        rounds: the spec's number when None.
-        shadow: train a local-only shadow of every client too; the method `local` has none, it is its own.
-        evaluate_every: clients are measured after every so many rounds, and after the last.
-        participation: share of the clients that take part in a round, in (0, 1].
-        early_stop: end after so many rounds without a better validation of any client; None: never.
-        kept_updates: rounds whose updates stay in `Simulation.sent`.
+        rounds: None: the spec's number.
+        shadow: also train a local-only model of every client; not for the method `local`, which is local-only itself.
+        evaluate_every: clients are evaluated each time this many rounds are done, and after the last.
+        participation: share of the clients that participate in a round, in (0, 1].
+        early_stop: end after this many rounds without a better validation of any client; None: never.
+        kept_updates: rounds whose updates are kept in `Simulation.sent`.
     """
 
     rounds: int | None = None
@@ -73,7 +74,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Sent:
-    """A client's update before it is coded: the shared parts, and all that it could report."""
+    """A client's update before coding: the shared parts and all report fields."""
 
     shared: SharedResult
     report: Report
@@ -81,7 +82,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that could not train in a round, or warned, or the server that could not merge, and why."""
+    """A client that failed or warned in a round, or a server that failed to merge, with the reason."""
 
     round: int
     reason: str
@@ -89,20 +90,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Where a simulation stands after some rounds; at its end, the outcome.
+    """The state of a simulation after some rounds; at its end, the result.
 
     Attributes:
-        rounds: how many are done.
-        server: what the server keeps; `states` and `shadows` what the clients keep.
-        curves: one record per client and measured round.
-        failures: rounds in which a client could not train; `shadow_failures` its shadow; `server_failures` the student.
-        warnings: what owners of clients would be told, by client.
+        rounds: number of finished rounds.
+        server: the server's state; `states` and `shadows` are those of the clients and their local-only models.
+        curves: one record per client and evaluated round.
+        failures: rounds in which a client could not train; `shadow_failures`: its local-only model; `server_failures`:
+            the server's student.
+        warnings: warnings for the owners, by client.
         aggregate_seconds: of each round.
-        global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
-        update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
-        spent: what the DP-SGD of each client has spent; empty without.
-        ended_early: validation stood still for as long as the schedule allows.
-        sent: by client, the updates of the last round where the schedule keeps them. No checkpoint holds them.
+        global_accuracy: (round, accuracy) of the average of all clients' models, for evaluated rounds.
+        update_bytes: of each round, the mean over its coded updates; 0 without updates. Empty without a coding.
+        spent: the privacy spent by each client's DP-SGD; empty without DP-SGD.
+        ended_early: whether validation did not improve for the rounds that the schedule allows.
+        sent: by client, the updates of the last round, if the schedule keeps them. Checkpoints do not include them.
     """
 
     rounds: int
@@ -131,13 +133,13 @@ class Simulation:
         return _best(self.curves[client], lambda record: (record.validation, record.validation_loss))
 
     def best_local(self, client: str) -> RoundRecord:
-        """A client's record at its shadow's best validation round.
+        """A client's record at the best validation round of its local-only model.
 
         Raises:
-            ValueError: the simulation ran without shadows.
+            ValueError: the simulation ran without local-only models.
         """
         if client not in self.shadows:
-            raise ValueError("this simulation ran without shadows")
+            raise ValueError("this simulation ran without local-only models")
         return _best(self.curves[client], lambda record: (record.local_validation, record.local_validation_loss))
 
 
@@ -154,14 +156,14 @@ def _best(
 def spent_after_round(
     party: Party, names: Sequence[str], spent: Mapping[str, Spent]
 ) -> tuple[Mapping[str, Spent], Mapping[str, str]]:
-    """What every client has spent after a round, and why some of its participants must not train.
+    """The privacy spent by every client after a round, and why some participants must not train.
 
-    A round counts in full for everybody who begins it, also where its training then fails.
+    A round counts in full for every client that begins it, even if its training fails.
 
     Args:
-        party: who they are, and their mechanisms.
+        party: the clients and their mechanisms.
         names: participants of the round.
-        spent: before it; clients without an entry have spent nothing.
+        spent: before the round; 0 for clients without an entry.
     """
     settings = party.privacy.dp_sgd
     if settings is None:
@@ -174,7 +176,7 @@ def spent_after_round(
         if planned.exceeds(settings):
             epsilon = planned.epsilon(settings.delta)
             refusals[name] = (
-                f"the privacy budget is used up: a round more would bring epsilon to {epsilon:.2f}, "
+                f"the privacy budget is used up: another round would bring epsilon to {epsilon:.2f}, "
                 f"above dp_sgd.budget_epsilon = {settings.budget_epsilon:g}"
             )
         else:
@@ -197,13 +199,13 @@ def simulate(
 
     Args:
         party: spec, data and secrets.
-        schedule: how long, and what beside the training.
-        runner: who trains; this process when None. The caller closes it.
-        resume: where an interrupted run of the same party and schedule stood; from the start when None.
-        on_round: called after every round with where the simulation stands.
+        schedule: how long it runs, and what it does in addition to training.
+        runner: runs the tasks; None: this process. The caller closes it.
+        resume: the state of an interrupted run of the same party and schedule; None: from the start.
+        on_round: called after every round with the state of the simulation.
 
     Raises:
-        PrivacyError: a mechanism that the method or its networks can't have.
+        PrivacyError: a mechanism that the method or its networks do not support.
     """
     now = resume
     for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
@@ -215,7 +217,7 @@ def simulate(
 def simulated_rounds(
     party: Party, schedule: Schedule = Schedule(), *, runner: Runner | None = None, resume: Simulation | None = None
 ) -> Iterator[Simulation]:
-    """Where a federation stands after each round that is left to do; arguments as those of `simulate`."""
+    """The state after each remaining round; arguments as for `simulate`."""
     check_mechanisms(party.spec, get_method(party.spec.method), party.privacy)
     runner = runner or SerialRunner()
     runner.start(party)
@@ -227,7 +229,7 @@ def simulated_rounds(
 
 
 def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ...]:
-    """Who takes part in a round, sorted: a share of the clients, at least one, drawn from the coordinator's stream."""
+    """The participants of a round, sorted: a share of the clients, at least one, drawn from the coordinator's stream."""
     names = sorted(party.datasets)
     count = max(1, round(schedule.participation * len(names)))
     if count >= len(names):
@@ -237,18 +239,18 @@ def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ..
 
 
 def update_of(client: str, result: LocalResult) -> Update:
-    """What the server would decode of a local round.
+    """The update that the server would decode from a local round.
 
     Raises:
         ValueError: the report lacks the number of examples.
     """
     if result.report.examples is None:
-        raise ValueError(f"{client}: a report without its number of examples")
+        raise ValueError(f"{client}: the report lacks the number of examples")
     return Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
 
 
 def beginning(party: Party, schedule: Schedule) -> Simulation:
-    """Where a federation stands before its first round."""
+    """The state before the first round."""
     spec = party.spec
     method, alone = get_method(spec.method), get_method("local")
     initial = initial_parts(spec, party.roots.cohort)
@@ -315,7 +317,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
 
 
 def _decoded(party: Party, server: ServerState) -> ServerState:
-    """What server and clients both go on from: the aggregate as the wire brings it."""
+    """The server's state with the aggregate as decoded from the wire, from which both sides continue."""
     if party.coding is None:
         return server
     parts, _ = party.coding.aggregate(server.aggregate.parts)
@@ -325,9 +327,9 @@ def _decoded(party: Party, server: ServerState) -> ServerState:
 def _coded(
     party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate, sent: dict[str, Sent] | None
 ) -> tuple[dict[str, LocalOutcome], list[int]]:
-    """Outcomes by client, their shared parts as the server decodes them, and the bytes of each update.
+    """Outcomes by client, with shared parts as decoded by the server, and the bytes of each update.
 
-    A client whose update can't be coded has failed: what it sends is the end of its round. `sent` gets those of the others.
+    A client whose update can't be coded has failed its round. `sent` receives the other clients' updates.
     """
     coded, sizes = {}, []
     for outcome in outcomes:
@@ -360,7 +362,7 @@ def _aggregate(
     server: ServerState,
     results: Mapping[str, LocalResult],
 ) -> tuple[ServerState, str | None]:
-    """The server's state after a round, and why it stayed what it was, if it did."""
+    """The server's state after a round, and the reason if it did not change."""
     if not results:
         return server, NONE_TRAINED
     updates = {name: update_of(name, result) for name, result in results.items()}
@@ -393,17 +395,17 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
         if outcome is not None and outcome.result is not None:
             record = replace(record, loss=outcome.result.report.loss, seconds=outcome.seconds)
         curves[name] = (*curves[name], record)
-    if party.own:  # backbones that differ have no average
+    if party.own:  # different backbones have no average
         return replace(now, curves=curves)
     average = now.rounds, _global_accuracy(party, now.states, now.rounds)
     return replace(now, curves=curves, global_accuracy=(*now.global_accuracy, average))
 
 
 def _global_accuracy(party: Party, states: Mapping[str, ClientState], number: int) -> float:
-    """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
+    """FedMD-CG's global test accuracy: of the average of the clients' whole models including extractors, weighted by number of images.
 
-    Measured on the common test set, or on all clients' own test images together where there is none, or where each client's images
-    go through an input layer of its own.
+    Measured on the common test set. Without one, or if clients have their own input layers, on all clients' test images
+    together.
     """
     names = sorted(states)
     weights = {name: float(len(party.datasets[name].train)) for name in names}
@@ -428,7 +430,7 @@ def _together(party: Party, names: Sequence[str]) -> ImageSet:
 
 
 def _stands_still(now: Simulation, schedule: Schedule, spec: FederationSpec) -> bool:
-    """Whether no client's best validation is younger than the schedule's patience, in rounds that train."""
+    """Whether every client's best validation is older than the schedule's patience, in rounds that train."""
     if schedule.early_stop is None or not any(now.curves.values()):
         return False
     best = max(now.best(name).round for name in now.curves)

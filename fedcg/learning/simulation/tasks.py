@@ -1,7 +1,7 @@
-"""The pieces of a simulated round as pure functions (one local round, one teacher pass, one client's figures), and who runs them.
+"""The pieces of a simulated round as pure functions (a local round, a teacher pass, a client's metrics), and their runners.
 
-A piece depends on its arguments alone, and they can all be pickled: where a piece runs, and in which order the pieces run,
-never changes a result. Knows nothing of the order of rounds or of files.
+A piece depends only on its arguments, which can all be pickled. Place and order of execution never change a result.
+Independent of the order of rounds and of files.
 """
 
 import time
@@ -25,7 +25,7 @@ from fedcg.wire.parts import Part
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One client's local round: `state` from its last one, `shadow` likewise (None: no shadow is trained), `votes` of all clients."""
+    """One client's local round: `state` and `shadow` (local-only; None: not trained) from its last one, `votes` of all clients."""
 
     client: str
     number: int
@@ -36,15 +36,15 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class LocalOutcome:
-    """The outcome of a local round.
+    """The result of a local round.
 
     Attributes:
-        result: None where the client could not train; its state from before then still stands.
+        result: None if the client could not train; its previous state is kept.
         failure: why it could not.
-        shadow: the shadow after the round (from before it where the shadow diverged).
-        seconds: of the local round, without the shadow.
-        shadow_failure: why the shadow stood still.
-        warning: what the client's owner would be told.
+        shadow: the local-only model after the round (from before it if training diverged).
+        seconds: of the local round, without the local-only model.
+        shadow_failure: why the local-only model was not trained.
+        warning: the warning for the client's owner.
     """
 
     client: str
@@ -67,7 +67,7 @@ class TeacherTask:
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """One client to be measured after a round: its latest parts before the download, its shadow's, and the moving average (`ema`)."""
+    """A client to evaluate after a round: its parts before the download, its local-only model and the moving average (`ema`)."""
 
     client: str
     number: int
@@ -78,20 +78,21 @@ class MeasureTask:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One client after one round; None where there is nothing to measure on.
+    """One client after one round. A metric is None without data for it.
 
     Attributes:
         round: counted from 1.
         accuracy: on its own test images, before the download. `validation` (with `validation_loss`), `common` likewise.
         accuracy_after: on its own test images, with this round's aggregate loaded; None without shared parts.
-        local_accuracy: the shadow's on its own test images (None without a shadow); `local_validation`, `local_common` likewise.
-        consistency: share of own generated features that its classifier recognises; None without a generator.
-        spread: mean std(G) / std(F) of its own generator.
+        local_accuracy: of the local-only model on its own test images (None without one); `local_validation`,
+            `local_common` likewise.
+        consistency: share of its generated features that its classifier recognises; None without a generator.
+        spread: mean std(G) / std(F) of its generator.
         accuracy_ema: of the moving average, on its own test images; `common_ema` likewise.
         common_after: as `accuracy_after`, on the common test images.
-        losses: calibrated, on its validation images, of the models that it could use: "own", "ema", "downloaded", "local".
-        loss: mean training cross-entropy; None where it did not train in this round.
-        seconds: of the local round, without shadow and evaluation; None where it did not train.
+        losses: calibrated validation losses of the candidate models: "own", "ema", "downloaded", "local".
+        loss: mean training cross-entropy; None if it did not train in this round.
+        seconds: of the local round, without local-only model and evaluation; None if it did not train.
     """
 
     round: int
@@ -121,7 +122,7 @@ class MemorySpill:
         self._kept: dict[str, fl.Weights] = {}
 
     def put(self, client: str, tensors: fl.Weights) -> None:
-        """Keep tensors of a client."""
+        """Store a client's tensors."""
         self._kept[client] = tensors
 
     def get(self, client: str) -> fl.Weights:
@@ -129,14 +130,14 @@ class MemorySpill:
         return self._kept[client]
 
     def has(self, client: str) -> bool:
-        """Whether the client's tensors are there."""
+        """Whether the client's tensors are stored."""
         return client in self._kept
 
 
 def local_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> LocalOutcome:
-    """One client's local round, and its shadow's on the same streams.
+    """One client's local round, and its local-only model's on the same streams.
 
-    A client that diverges, or has too few images to train on, gives a failure instead of a result.
+    A client that diverges or has too few images returns a failure instead of a result.
     """
     method, told = get_method(party.spec.method), list[str]()
     data = party.datasets[task.client].train
@@ -159,7 +160,7 @@ def _context(party: Party, task: LocalTask) -> fl.RoundContext:
 
 
 def vote_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> tuple[str, int]:
-    """(client, its vote) before a round, on the aggregate that the round starts from."""
+    """(client, its vote) before a round, on the round's starting aggregate."""
     method = get_method(party.spec.method)
     assert method.vote is not None
     return task.client, method.vote(task.state, aggregate, party.datasets[task.client].train, _context(party, task))
@@ -175,7 +176,7 @@ class _Attempt:
 def _attempt(
     method: fl.Method, state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
 ) -> _Attempt:
-    """A local round that ended with finite weights, or why it is none."""
+    """A local round that ended with finite weights, or the reason for its failure."""
     started = time.perf_counter()
     try:
         result = protected_round(method, state, data, aggregate, ctx)
@@ -187,14 +188,14 @@ def _attempt(
 
 
 def teacher_task(party: Party, task: TeacherTask, server: fl.ServerState) -> tuple[str, fl.Weights]:
-    """(client, the rows that `aggregator.add(update)` spills); no rows where the method's server half spills nothing."""
+    """(client, the rows that `aggregator.add(update)` spills); no rows if the method's server half spills nothing."""
     client, spill = task.update.client, MemorySpill()
     server_half(get_method(party.spec.method), server, party.server_context(task.number), spill).add(task.update)
     return client, spill.get(client) if spill.has(client) else {}
 
 
 def measure_task(party: Party, task: MeasureTask, aggregate: fl.Aggregate) -> tuple[str, RoundRecord]:
-    """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
+    """(client, its metrics) after a round, without those of the local round (loss, seconds)."""
     spec, data, parts = party.spec_of(task.client), party.datasets[task.client], task.parts
     common = party.common_of(task.client)
 
@@ -254,14 +255,14 @@ Answer = TypeVar("Answer")
 
 
 class Runner(Protocol):
-    """Who runs the pieces of a simulation: this process, a pool of processes, a cluster.
+    """Runs the pieces of a simulation: in this process, a pool of processes or a cluster.
 
-    Laws: every task is answered exactly once, in any order; an exception that a piece raises reaches the caller; a worker that
-    dies is replaced and its task repeated.
+    Laws: every task is answered exactly once, in any order; a piece's exception reaches the caller; a worker that dies
+        is replaced and its task repeated.
     """
 
     def start(self, party: Party) -> None:
-        """Take the data of a federation; called once before its first round, again before the next federation's."""
+        """Load the data of a federation; called once before the first round of each federation."""
 
     def answers(
         self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
@@ -269,28 +270,28 @@ class Runner(Protocol):
         """`function(party, task, shared)` of every task."""
 
     def close(self) -> None:
-        """Give everything back; the runner can't be used afterwards."""
+        """Release all resources. The runner can't be used afterwards."""
 
 
 class SerialRunner:
-    """Runs everything in this process, one piece after the other."""
+    """Runs all pieces in this process, one after the other."""
 
     def __init__(self) -> None:
         self._party: Party | None = None
 
     def start(self, party: Party) -> None:
-        """Keep the party."""
+        """Store the party."""
         self._party = party
 
     def answers(
         self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
     ) -> Iterator[Answer]:
-        """Answers in the order given."""
+        """Return answers in the given order."""
         party = self._party
         if party is None:
             raise RuntimeError("the runner was not started")
         return (function(party, task, shared) for task in tasks)
 
     def close(self) -> None:
-        """Forget the party."""
+        """Drop the party."""
         self._party = None

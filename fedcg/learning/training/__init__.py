@@ -1,1 +1,1 @@
-"""The loops and losses of a device."""
+"""Training loops and losses of a device."""

@@ -1,6 +1,8 @@
-"""What a stage goes over: the order of batches, random changes to images, prepared images, features of a frozen extractor.
+"""The inputs of a stage: order of batches, augmentation, prepared images, features of a frozen extractor.
 
-The order is a function of the round's streams alone; crops come from the stream "crop", mirrors from "flip", each drawn only where the spec asks. Everything that does not depend on the step (augmentation, normalisation, noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
+The order depends only on the round's streams. Crops come from the stream "crop", flips from "flip", each drawn only if
+the spec asks for it. Everything that does not depend on the step (augmentation, normalisation, noise, a frozen
+network's outputs) is computed for a whole block of batches at once. A step only slices it.
 """
 
 from __future__ import annotations
@@ -25,28 +27,28 @@ from fedcg.learning.training.stage import Batches, Tensors
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to R images: a window of the padded image is cut out, then it is mirrored or not.
+    """The augmentation of R images: a crop of the padded image, then an optional flip.
 
     Attributes:
         spec: whether to crop and to mirror.
-        choices: [R, 3] int64, per image the window's top and left in 0..2 * `augment_crop`, and 1 to mirror it; 0 where the spec
-            does not ask.
+        choices: [R, 3] int64, per image the crop's top and left in 0..2 * `augment_crop`, and 1 to flip it; 0 if the
+            spec does not ask for it.
     """
 
     spec: FederationSpec
     choices: torch.Tensor
 
     def __getitem__(self, rows: slice) -> Augmentation:
-        """That of some of the images."""
+        """The augmentation of some of the images."""
         return Augmentation(self.spec, self.choices[rows])
 
     @property
     def mirrored(self) -> torch.Tensor:
-        """Which images are mirrored, [R] bool."""
+        """Which images are flipped, [R] bool."""
         return self.choices[:, 2] > 0
 
     def apply(self, images: torch.Tensor) -> torch.Tensor:
-        """Change images, before they are normalised; where a window reaches over an edge it is black (0).
+        """Augment images before normalisation. Crops are black (0) outside the image.
 
         Args:
             images: [R, C, H, W] uint8, on any device.
@@ -66,14 +68,14 @@ class Augmentation:
 
 
 class Augmenter:
-    """Draws the augmentation of one block of images after the other."""
+    """Draws the augmentation of consecutive blocks of images."""
 
     def __init__(self, spec: FederationSpec, streams: Streams) -> None:
         self._spec = spec
         self._crop, self._flip = streams.generator("crop"), streams.generator("flip")
 
     def draw(self, rows: int) -> Augmentation:
-        """That of the next `rows` images: every window is as likely as any other, and half of the images are mirrored."""
+        """The augmentation of the next `rows` images: crops are uniform, and half of the images are flipped."""
         choices = torch.zeros(rows, 3, dtype=torch.int64)
         if self._spec.augment_crop:
             choices[:, :2] = torch.randint(2 * self._spec.augment_crop + 1, (rows, 2), generator=self._crop)
@@ -83,11 +85,11 @@ class Augmenter:
 
 
 BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
-_SMALL_IMAGE = 32 * 32  # pixels of an image of which BLOCK_ROWS go at once; of larger ones fewer, in the same memory
+_SMALL_IMAGE = 32 * 32  # pixels of an image for which a block has BLOCK_ROWS; larger images use fewer rows
 
 
 def steps_of(params: TrainingParams, rows: int) -> int:
-    """Local steps of one stage: `params.steps`, or those of `params.epochs` over `rows` rows."""
+    """Local steps of one stage: `params.steps`, or the number in `params.epochs` over `rows` rows."""
     if params.steps:
         return params.steps
     return params.epochs * math.ceil(usable_rows(rows, params.batch_size) / params.batch_size)
@@ -102,7 +104,7 @@ def paced(spec: FederationSpec, method: Method, share: float, rows: int) -> Fede
 
 
 def images_at_once(form: InputForm) -> int:
-    """How many inputs are prepared, or run through a frozen extractor, at once: 2,048 images of 32x32, 41 of 224x224."""
+    """How many inputs to prepare, or run through a frozen extractor, at once: 2,048 images of 32x32, 41 of 224x224."""
     numbers = math.prod(form.tensor_shape)
     size = max(numbers // form.channels, numbers // 3)  # three channels are usual
     return max(1, BLOCK_ROWS * _SMALL_IMAGE // max(size, _SMALL_IMAGE))
@@ -114,9 +116,9 @@ def index_blocks(
     """Indices of exactly `steps` batches over shuffled epochs, in blocks of whole batches (an epoch's last may be smaller).
 
     Args:
-        rows: how many rows there are.
+        rows: number of rows.
         batch_size: rows of a batch.
-        steps: how many batches.
+        steps: number of batches.
         shuffle: the stream of the order.
         at_once: rows of a block, rounded down to whole batches, at least one.
     """
@@ -151,15 +153,15 @@ def local_batches(
     beside: Callable[[int], Tensors] = lambda rows: (),
     at_once: int = BLOCK_ROWS,
 ) -> Batches:
-    """A client's batches: shuffled epochs, or with DP-SGD each image in each batch with one probability.
+    """A client's batches: shuffled epochs, or with DP-SGD each image in each batch with equal probability.
 
     Args:
-        purpose: the stage, whose stream "order" decides.
+        purpose: the stage, whose stream "order" determines the batches.
         count: images.
         params: epochs or steps, batch size.
         ctx: streams, privacy.
         of_images: (indices [R] int64) -> tensors of these images.
-        beside: (rows) -> tensors that belong to no image, such as noise; with DP-SGD always of as many rows as a batch is asked to have.
+        beside: (rows) -> tensors that belong to no image, such as noise; with DP-SGD always for the nominal batch size.
         at_once: rows of a block.
 
     Raises:
@@ -201,13 +203,13 @@ def extract_features(
 
 
 def frozen_rows(device: torch.device) -> int:
-    """Rows that go through a frozen network at once: on a CPU its maps then stay in the cache (measured: 2,048 take 1.1 to 1.5 times as long)."""
+    """Rows per pass of a frozen network. On a CPU its maps then stay in the cache (2,048 rows take 1.1 to 1.5 times as long)."""
     return 256 if device.type == "cpu" else BLOCK_ROWS
 
 
 @torch.no_grad()
 def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Features of a frozen generator (eval mode: rows don't see each other), [B, *feature_shape]."""
+    """Features of a frozen generator (eval mode: rows are independent), [B, *feature_shape]."""
     generator.eval()
     rows = frozen_rows(noise.device)
     pairs = zip(noise.split(rows), labels.split(rows), strict=True)
@@ -215,13 +217,14 @@ def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) ->
 
 
 class FeatureSource:
-    """Real features h = E(x) of a frozen extractor, each computed once: both mirror images of a photo where the spec flips.
+    """Real features h = E(x) of a frozen extractor, each computed once, for both mirror images if the spec flips.
 
-    A stage that draws fewer rows than there are images, or windows of them, has features computed as they are drawn, block by block.
+    If a stage draws fewer rows than there are images, or draws crops, features are computed block by block as they are
+    drawn.
     """
 
     def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec, draws: int | None = None) -> None:
-        """`draws`: how many rows the stage will ask for in all; None: so many that all images are worth a pass."""
+        """`draws`: total rows that the stage will draw; None: enough to justify a pass over all images."""
         self._extractor = extractor
         self._data = data
         self._spec = spec
@@ -234,7 +237,7 @@ class FeatureSource:
         )
 
     def rows(self, index: torch.Tensor, augmenter: Augmenter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features [R, ...] and labels [R] of some images, augmented at random where the spec asks for it."""
+        """Features [R, ...] and labels [R] of some images, randomly augmented if the spec asks for it."""
         index = index.to(self.labels.device)
         augmentation = augmenter.draw(len(index))
         if self._sides:
@@ -257,16 +260,16 @@ def feature_batches(
     labels_too: bool = False,
     target: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
 ) -> Batches:
-    """Batches of real features [R, ...], their labels [R], what `target` makes of the features, and noise [R, q].
+    """Batches of real features [R, ...], their labels [R], `target`'s tensors of the features, and noise [R, q].
 
-    Order, augmentation, noise and labels come from the stream "generate", whatever the method.
+    With every method, order, augmentation, noise and labels come from the stream "generate".
 
     Args:
-        source: of the features.
+        source: source of the features.
         params: epochs or steps, batch size.
         ctx: streams.
-        labels_too: further labels [R] after the noise, drawn from all classes alike.
-        target: (features, labels) -> further tensors of them.
+        labels_too: whether to add labels [R] after the noise, drawn uniformly from all classes.
+        target: (features, labels) -> further tensors.
     """
     streams = ctx.streams.at("generate")
     augmenter, noise, asked = Augmenter(ctx.spec, streams), streams.generator("noise"), streams.generator("asked")

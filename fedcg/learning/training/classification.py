@@ -1,4 +1,4 @@
-"""The stage that every method has: extractor and classifier on cross-entropy plus a method's penalty."""
+"""The stage of every method: extractor and classifier on cross-entropy plus a method's penalty."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -23,18 +23,18 @@ TASK = "task"
 _LOSSES = ("classification", "classification with penalties")
 
 PenaltyLoss = Callable[..., torch.Tensor]
-"""(networks by name, features, logits, the batch's rows of every tensor that was drawn) -> scalar."""
+"""(networks by name, features, logits, the batch's rows of every drawn tensor) -> scalar."""
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """What a method adds to the cross-entropy.
+    """A term that a method adds to the cross-entropy.
 
     Attributes:
-        loss: refers to no tensor but through its arguments.
-        draw: (images [R, C, H, W] float32, labels [R]) of a block -> what its loss needs of them, each [R, ...]: noise, targets.
-        networks: what its loss uses beside extractor and classifier, frozen, by name.
-        of_rows: whether it is a mean over rows, row j of which depends on image j alone; a penalty on weights is not.
+        loss: uses only tensors from its arguments.
+        draw: (images [R, C, H, W] float32, labels [R]) of a block -> inputs of the loss, each [R, ...]: noise, targets.
+        networks: further, frozen networks of the loss, by name.
+        of_rows: whether it is a mean over rows of which row j depends only on image j; not so for a penalty on weights.
     """
 
     loss: PenaltyLoss
@@ -54,8 +54,8 @@ def classification(
 ) -> Stage:
     """Extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
 
-    The order of images and their augmentation come from the stream "classify" whatever the method, so that a shadow without an
-    aggregate sees the same batches. With DP-SGD one clip goes over the gradients of both networks.
+    The order of images and their augmentation come from the stream "classify" with every method, so that a local-only
+    model sees the same batches. With DP-SGD one clip covers the gradients of both networks.
 
     Args:
         extractor: trained in place.
@@ -63,7 +63,7 @@ def classification(
         data: the training images, on `ctx.device`.
         params: epochs or steps, batch size, optimiser.
         ctx: streams, device, privacy.
-        penalty: beside the cross-entropy.
+        penalty: added to the cross-entropy.
         after: called after each step, such as a moving average.
     """
     networks: dict[str, nn.Module] = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
@@ -94,7 +94,7 @@ def train_classifier(
     penalty: Penalty | None = None,
     after: tuple[AfterStep, ...] = (),
 ) -> float:
-    """Run `classification`, which has the same arguments.
+    """Run `classification` with the same arguments.
 
     Returns:
         Mean cross-entropy over the last block.
@@ -134,18 +134,18 @@ def _step_of(penalty: Penalty | None, dropout: float) -> Step:
 def with_downloaded_classifier(
     penalty: Penalty | None, classifier: nn.Module, weight: float, ctx: RoundContext
 ) -> Penalty | None:
-    """A penalty, and `weight` times the cross-entropy through a frozen copy of the classifier as it was downloaded.
+    """Add to a penalty `weight` times the cross-entropy through a frozen copy of the downloaded classifier.
 
-    Features that the others' classifier can read keep the clients' extractors alike. Not in the first round, whose classifier has learned
-    nothing.
+    Features that fit the shared classifier keep the clients' extractors similar. Not used in the first round, whose
+    classifier is untrained.
 
     Raises:
-        PrivacyError: the other penalty is on weights, and DP-SGD clips the gradient of one of both kinds only.
+        PrivacyError: the other penalty is on weights, and DP-SGD can clip only one of the two kinds.
     """
     if weight == 0.0 or ctx.round == 1:
         return penalty
     if penalty is not None and not penalty.of_rows and ctx.privacy.dp_sgd is not None:
-        raise PrivacyError("aux can't be had with DP-SGD and a penalty on weights: set aux = 0")
+        raise PrivacyError("aux is not supported with DP-SGD and a penalty on weights: set aux = 0")
     other = penalty
 
     def loss(
@@ -162,5 +162,5 @@ def with_downloaded_classifier(
 
 
 def dropped(features: torch.Tensor, share: float) -> torch.Tensor:
-    """Features of which a share at random is 0, the others scaled up for it; draws as layers do (`seeded_layers`)."""
+    """Dropout: set a random share of features to 0 and scale up the others; draws like layers (`seeded_layers`)."""
     return F.dropout(features, share) if share else features

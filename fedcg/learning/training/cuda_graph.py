@@ -1,9 +1,9 @@
-"""A training step as one CUDA graph: hundreds of small kernels are launched at once. Everywhere else the step runs as it is.
+"""Runs a training step as one CUDA graph, which launches hundreds of small kernels at once. Elsewhere the plain step runs.
 
-A step is a function of static tensors: it reads its inputs, updates modules and optimisers in place, and returns a tensor. What
-differs from one step to the next is an input; everything else that it refers to stays the same tensor for as long as it is taken.
-It must not wait for the device (`.item()`) nor branch on values: a replay would not do so again. Random numbers may come from
-torch's default generator of the device alone, which replays know of.
+A step is a function of static tensors: it reads its inputs, updates modules and optimisers in place, and returns a
+tensor. Everything that differs between steps is an input. All other tensors must stay the same objects. A step must not
+wait for the device (`.item()`) nor branch on values, because a replay would not repeat that. Random numbers may come
+only from torch's default generator of the device, which replays support.
 """
 
 import logging
@@ -17,18 +17,18 @@ from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
 Step = Callable[..., torch.Tensor]
 
 log = logging.getLogger(__name__)
-_WARM_UP_STEPS = 3  # lazy initialisation of cuBLAS, cuDNN and the optimiser's state must not end up in the graph
-LEAST_STEPS = 50  # fewer are taken sooner than a graph is captured: that alone costs four, and its instantiation
+_WARM_UP_STEPS = 3  # lazy initialisation of cuBLAS, cuDNN and the optimiser's state must not be part of the graph
+LEAST_STEPS = 50  # for fewer, capturing does not pay off: it costs four steps plus the instantiation
 
 
 def graphed(step: Step, modules: Sequence[nn.Module], optimisers: Sequence[torch.optim.Optimizer], steps: int) -> Step:
-    """The step, under a CUDA graph from its first call on where that has its inputs on a CUDA device and the graph can be captured.
+    """The step, run as a CUDA graph from its first call on if its inputs are on a CUDA device and the capture succeeds.
 
     Args:
         step: zero_grad(set_to_none=True), forward, loss, backward, optimiser steps; returns the loss.
-        modules: all that the step changes.
+        modules: all modules that the step changes.
         optimisers: of these modules, new or restored from a checkpoint.
-        steps: how often it will be taken; the plain step where that would not pay for a graph.
+        steps: number of calls; the plain step is used if a graph would not pay off.
     """
     return _OnFirstCall(step, modules, optimisers) if steps >= LEAST_STEPS else step
 
@@ -39,7 +39,7 @@ def on_cuda(inputs: Sequence[torch.Tensor]) -> bool:
 
 
 class _OnFirstCall:
-    """A step that chooses with its first inputs how it runs."""
+    """A step that selects how it runs at its first call."""
 
     def __init__(self, step: Step, modules: Sequence[nn.Module], optimisers: Sequence[torch.optim.Optimizer]) -> None:
         self._step = step
@@ -72,7 +72,7 @@ class GraphedStep:
 
     Args:
         step: as in `graphed`.
-        inputs: examples of its inputs, on one CUDA device; later ones have the same types.
+        inputs: example inputs, on one CUDA device; later ones must have the same types.
         rewind: undoes the warm-up steps, in place.
 
     Raises:
@@ -93,11 +93,11 @@ class GraphedStep:
                         step(*self._inputs)
                 torch.cuda.current_stream(device).wait_stream(side)
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, stream=side):  # the stream whose library handles exist by now
+                with torch.cuda.graph(self._graph, stream=side):  # this stream already has its library handles
                     self._result = step(*self._inputs).detach()
-            finally:  # also for the plain step that follows where nothing could be captured
+            finally:  # also for the plain step after a failed capture
                 torch.cuda.set_rng_state(random_state, device)
-        rewind()  # capturing runs nothing: only the warm-up is to be undone
+        rewind()  # capturing runs nothing, so only the warm-up is undone
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """One step on these inputs; inputs of other shapes (an epoch's last batch) run without the graph."""
@@ -120,7 +120,7 @@ def _restore(
     modules: Sequence[nn.Module],
     optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Modules as in the snapshot, optimisers as before the warm-up: new, or as a checkpoint left them; every tensor stays where the graph knows it."""
+    """Restore modules from the snapshot and optimisers as before the warm-up (new, or from a checkpoint), in the same tensors."""
     for weights, module in zip(before, modules, strict=True):
         for name, tensor in module.state_dict().items():
             tensor.copy_(weights[name])

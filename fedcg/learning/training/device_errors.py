@@ -1,6 +1,6 @@
-"""What an error of torch says about the machine: memory ran out, or its accelerator can't be used any more until a new process starts.
+"""Classifies torch errors: out of memory, or an accelerator that is unusable until a new process starts.
 
-torch has one exception type for the memory of a GPU; all else are RuntimeErrors, told apart by their text alone.
+torch has an exception type for GPU memory. All others are RuntimeErrors that differ only in their text.
 """
 
 import errno
@@ -10,7 +10,7 @@ import torch
 OUT_OF_MEMORY = {
     "DefaultCPUAllocator": "torch, c10/core/impl/alloc_cpu.cpp",
     "std::bad_alloc": "C++; torch passes it on by its text (torch/csrc/Exceptions.h)",
-    "could not create a primitive": "oneDNN, which has no room for code or scratchpad (seen under a limit; oneDNN has one text for all its reasons)",
+    "could not create a primitive": "oneDNN, no memory for code or scratchpad (seen under a limit; oneDNN uses one text for all reasons)",
     "could not create a memory object": "oneDNN, the same for a buffer",
     "CUDA out of memory": "torch, c10/cuda/CUDACachingAllocator.cpp",
     "CUDA error: out of memory": "CUDA, cudaErrorMemoryAllocation of a call outside of torch's allocator",
@@ -18,23 +18,23 @@ OUT_OF_MEMORY = {
     "CUDNN_STATUS_ALLOC_FAILED": "cuDNN, the same",
     "CUSOLVER_STATUS_ALLOC_FAILED": "cuSOLVER, the same",
     "NvMapMemAlloc": "Tegra's memory driver, error 12 (ENOMEM)",
-    "NVML_SUCCESS == r INTERNAL ASSERT FAILED": "torch on Tegra, in place of its own error (pytorch/pytorch#185240)",
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED": "torch on Tegra, instead of its usual error (pytorch/pytorch#185240)",
 }
-"""Texts by which running out of memory is known, of the machine or of its accelerator, and whose they are. None leaves a context broken."""
+"""Texts of out-of-memory errors, of the machine or its accelerator, and their sources. They leave the context usable."""
 _STICKY = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert")
 BROKEN_EXIT = 4
-"""Exit code of a process that ended because its accelerator's context is broken."""
+"""Exit code of a process that ended because of a broken accelerator context."""
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether an error leaves the accelerator's context broken, so that every later call fails too; running out of memory does not."""
+    """Whether an error leaves the accelerator's context broken, so that all later calls fail. Running out of memory does not."""
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
     return any(mark in str(error) for mark in _STICKY)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the machine or of its accelerator."""
+    """Whether the machine or its accelerator ran out of memory."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -43,5 +43,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_this_machine(error: BaseException) -> bool:
-    """Whether an error is the machine's (memory, disk) rather than that of the numbers it was given."""
+    """Whether the machine (memory, disk) caused an error, rather than the data."""
     return isinstance(error, OSError) or is_out_of_memory(error)

@@ -1,4 +1,4 @@
-"""What a model is worth, on the box that owns the data: accuracy, consistency, spread. Nothing here trains."""
+"""Evaluates models on the device with the data: accuracy, consistency, spread. Does not train."""
 
 from collections.abc import Mapping
 
@@ -20,9 +20,9 @@ from fedcg.wire.parts import Part
 
 _BATCH = 500
 _SPREAD_DRAWS = 1000
-# Geometric from 1 to 16: between neighbours a mean loss changes by less than 0.001.
+# Geometric from 1 to 16. Between neighbours the mean loss changes by less than 0.001.
 _TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(33))
-_LIVE = 1e-3  # a dimension whose real spread is below this share of the class's mean spread is dead (a ReLU that never fires)
+_LIVE = 1e-3  # dimensions with a real spread below this share of the class's mean spread are dead ReLUs
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSe
 def loss_to_choose_by(
     spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu"
 ) -> float:
-    """The loss of a personal model by which a client chooses among several: calibrated; what a trainer's own metric lacks to 1.
+    """The loss by which a client selects a personal model: calibrated, or 1 minus a trainer's metric.
 
     Raises:
         DataError: no images.
@@ -74,11 +74,11 @@ def loss_to_choose_by(
 
 
 def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean cross-entropy of softmax(logits / T) for the temperature T at which it is least.
+    """Mean cross-entropy of softmax(logits / T) for the temperature T that minimises it.
 
-    A model that was trained longer is more confident, and its plain cross-entropy higher at equal accuracy. With a temperature
-    of its own for each model this difference is gone. T is sought from 1 to 16: below 1, a model that has a few validation images
-    all right would come to a loss of 0, and could not be compared.
+    A model that was trained longer is more confident, and its plain cross-entropy is higher at equal accuracy. A
+    separate temperature for each model removes this difference. T ranges from 1 to 16: below 1, a model that classifies
+    a few validation images correctly would reach a loss of 0 and could not be compared.
     """
     return min(float(F.cross_entropy(logits.double() / temperature, labels)) for temperature in _TEMPERATURES)
 
@@ -87,7 +87,7 @@ def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
 def consistency(
     spec: FederationSpec, classifier: Weights, generator: Weights, streams: Streams, draws_per_class: int = 1000
 ) -> float:
-    """Share of generated features that the client's own classifier gives the asked class (cf. FedMD-CG fig. 5), in [0, 1]."""
+    """Share of generated features that the client's classifier assigns to the intended class (cf. FedMD-CG fig. 5), in [0, 1]."""
     judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
     source = load_part(spec, Part.GENERATOR, generator).eval()
     labels = torch.arange(spec.class_count).repeat_interleave(draws_per_class)
@@ -100,10 +100,11 @@ def consistency(
 def generator_spread(
     spec: FederationSpec, extractor: Weights, generator: Weights, data: ImageSet, streams: Streams
 ) -> float:
-    """Mean over classes and feature dimensions of std(G) / std(F): 1 as spread as real features, 0 collapsed.
+    """Mean over classes and feature dimensions of std(G) / std(F): 1 means the spread of real features, 0 collapse.
 
-    Per class that `data` holds at least two images of: the standard deviation of each dimension over 1,000 generated
-    features, divided by that over the real ones. Dimensions without real spread are left out: the ratio means nothing there.
+    For each class with at least two images in `data`: the standard deviation of each dimension over 1,000 generated
+        features, divided by that over the real ones. Dimensions without real spread are left out, as the ratio is
+        meaningless there.
 
     Raises:
         DataError: no class has two images.
@@ -146,7 +147,7 @@ def is_preferred(
 ) -> bool:
     """Whether a newer model replaces the best one so far: higher validation accuracy, lower validation loss between equals.
 
-    The older of two that are equal in both stays. Without validation images (None) the newer one is preferred.
+    With equal accuracy and loss the older one stays. Without validation images (None) the newer one is preferred.
 
     Args:
         accuracy: of the newer model on the validation images, in [0, 1].

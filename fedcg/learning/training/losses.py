@@ -1,7 +1,8 @@
 """Every loss of both papers, each in one place, with the direction of a divergence in its name.
 
-Shapes: logits [B, C], features [B, *shape], noise [B, q], labels [B] int64. Every loss is a scalar tensor, a mean over the
-batch, and is MINIMISED. Nothing here detaches anything: a caller passes detached targets where a paper trains one side only. `LossMeter` sums them, and ends a training that has diverged.
+Shapes: logits [B, C], features [B, *shape], noise [B, q], labels [B] int64. Every loss is a scalar tensor, a mean over
+the batch, and is MINIMISED. No function detaches tensors: callers pass detached targets if a paper trains only one
+side. `LossMeter` sums losses and stops diverged training.
 """
 
 import math
@@ -14,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from fedcg.learning.method import DivergedError
 
-# A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
-# 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
+# A mean loss above this counts as diverged, like NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at
+# exact collapse is 1e5 times its weight, so a generator with constant output counts as diverged at the default weight.
 EXPLODED = 1e4
 _EPS = 1e-5
 _LEAST_PROBABILITY = 1e-30
@@ -29,8 +30,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def feature_mse(features: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Squared distance of features to a target (FedCG eq. 2; FedMD-CG eq. 2 and 5), a MEAN over batch AND elements.
 
-    The papers print the squared norm. FedCG's authors take the mean over elements; the literal sum (400 times the weight at 400
-    features) collapses the features, so it is read as a mean in both papers.
+    The papers print the squared norm. FedCG's authors use the mean over elements. The literal sum (400 times the weight
+    at 400 features) collapses the features, so both papers are read as a mean.
     """
     return F.mse_loss(features, target)
 
@@ -38,8 +39,8 @@ def feature_mse(features: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def discriminator_loss(real_logits: torch.Tensor, fake_logits: torch.Tensor) -> torch.Tensor:
     """FedCG eq. 4, first line, as minimised: -log D(h) - log(1 - D(ĥ)), with D = sigmoid(logit).
 
-    Printed is log(1 - D(h)) + log D(ĥ); read as MINIMISED so that D tends to 1 on real features. The binary
-    cross-entropy has the same optimum and slope where D is wrong, without the printed form's minus infinity.
+    The paper prints log(1 - D(h)) + log D(ĥ), read as MINIMISED so that D tends to 1 on real features. Binary
+    cross-entropy has the same optimum, and the same slope where D is wrong, without the printed form's minus infinity.
     """
     return real_loss(real_logits) + fake_loss(fake_logits)
 
@@ -55,7 +56,7 @@ def fake_loss(logits: torch.Tensor) -> torch.Tensor:
 
 
 def generator_loss(fake_logits: torch.Tensor) -> torch.Tensor:
-    """FedCG eq. 4, second line, in the non-saturating form in use: -log D(ĥ) instead of log(1 - D(ĥ))."""
+    """FedCG eq. 4, second line, in the common non-saturating form: -log D(ĥ) instead of log(1 - D(ĥ))."""
     return F.softplus(-fake_logits).mean()
 
 
@@ -75,7 +76,7 @@ def mode_seeking(
 
 
 def paired_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Labels for `mode_seeking`: rows j and j + B//2 share one; the batch's first half, twice (an odd row more). [B]."""
+    """Labels for `mode_seeking`: rows j and j + B//2 share a label; the batch's first half twice (plus one row if B is odd). [B]."""
     half = len(labels) // 2
     return torch.cat([labels[:half], labels[: len(labels) - half]])
 
@@ -86,7 +87,7 @@ def kl_rows(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def kl_teacher_student(teacher_logits: torch.Tensor, student_logits: torch.Tensor) -> torch.Tensor:
-    """KL(teacher ‖ student), mean over rows: FedCG eq. 6, KL(P_c ‖ P_s). Covers every mode of the teacher."""
+    """KL(teacher ‖ student), mean over rows: FedCG eq. 6, KL(P_c ‖ P_s). It is mode-covering."""
     return kl_rows(teacher_logits.log_softmax(1), student_logits.log_softmax(1)).mean()
 
 
@@ -94,13 +95,13 @@ def kl_teacher_student(teacher_logits: torch.Tensor, student_logits: torch.Tenso
 class Divergence:
     """FedMD-CG's divergence between a student's and a teacher's softmax (eq. 2, 5, 10, 11), per row.
 
-    Printed is KL(student ‖ teacher), at temperature 1; the authors' code computes KL(teacher ‖ student), at temperature 10 but in
-    eq. 5. The student is the side being trained: in eq. 2 the real branch D_i(F_i(x)), in eq. 5 the generated branch, in eq.
-    10-11 whatever contains the global generator or classifier.
+    The paper prints KL(student ‖ teacher) at temperature 1. The authors' code computes KL(teacher ‖ student), at
+    temperature 10 except in eq. 5. The student is the side being trained: in eq. 2 the real branch D_i(F_i(x)), in eq.
+    5 the generated branch, in eq. 10-11 the term with the global generator or classifier.
 
     Attributes:
-        direction: which comes first; `teacher_student` covers every mode of the teacher, `student_teacher` need not.
-        temperature: what logits are divided by before the softmax. Losses are not multiplied by its square.
+        direction: order of the arguments; `teacher_student` is mode-covering, `student_teacher` is not.
+        temperature: divides the logits before the softmax. Losses are not multiplied by its square.
     """
 
     direction: Literal["student_teacher", "teacher_student"] = "student_teacher"
@@ -111,7 +112,7 @@ class Divergence:
         return (logits / self.temperature).log_softmax(1)
 
     def rows(self, student_logits: torch.Tensor, log_teacher: torch.Tensor) -> torch.Tensor:
-        """From the student's logits and the teacher's log-probabilities, both [B, C]. [B]."""
+        """Divergence per row, from the student's logits and the teacher's log-probabilities, both [B, C]. [B]."""
         log_student = self.log_softmax(student_logits)
         if self.direction == "student_teacher":
             return kl_rows(log_student, log_teacher)
@@ -122,18 +123,19 @@ class Divergence:
         return self.rows(student_logits, self.log_softmax(teacher_logits)).mean()
 
     def summand(self, log_teacher: torch.Tensor) -> torch.Tensor:
-        """What eq. 10 needs of one teacher: its log-probabilities, or its probabilities. [B, C] -> [B, C]."""
+        """One teacher's summand of eq. 10: its log-probabilities, or its probabilities. [B, C] -> [B, C]."""
         return log_teacher if self.direction == "student_teacher" else log_teacher.exp()
 
     def rows_of_mean(self, student_logits: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Eq. 10, Σ_i τ_i KL between student and ρ_i, from the teachers' τ-weighted MEAN summand alone.
+        """Eq. 10, Σ_i τ_i KL between student and ρ_i, from only the teachers' τ-weighted MEAN summand.
 
-        The τ_i of one label sum to 1, so Σ_i τ_i Σ_k s_k (log s_k - log ρ_ik) = Σ_k s_k (log s_k - Σ_i τ_i log ρ_ik). In the other
-        direction the sum is KL(Σ_i τ_i ρ_i ‖ s) plus what does not depend on the student.
+        The τ_i of one label sum to 1, so Σ_i τ_i Σ_k s_k (log s_k - log ρ_ik) = Σ_k s_k (log s_k - Σ_i τ_i log ρ_ik).
+        In the other direction the sum is KL(Σ_i τ_i ρ_i ‖ s) plus a term that does not depend on the student.
 
         Args:
             student_logits: [B, C].
-            mean: [B, C]; rows of zeros, of a label that no client has, are finite here and are for the caller to weigh with 0.
+            mean: [B, C]; rows of zeros, for a label that no client has, give finite values, which the caller must
+                weight with 0.
 
         Returns:
             [B].
@@ -163,7 +165,7 @@ def diversity_0(
 
 
 def diversity_1(features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """FedMD-CG L_div^1: eq. 7 with [z; y] in the place of z, y one-hot; as published (see `diversity_0`)."""
+    """FedMD-CG L_div^1: eq. 7 with [z; y] instead of z, y one-hot; as published (see `diversity_0`)."""
     one_hot = F.one_hot(labels, scale.shape[0]).to(noise.dtype)
     return _published_diversity(features, torch.cat([noise, one_hot], dim=1), 1.0)
 
@@ -179,10 +181,10 @@ def diversity_2(
 def diversity_mean_squared(
     features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """L_div^2 as the authors' code has it: every distance of eq. 8 a MEAN over dimensions (squared of features and noise).
+    """L_div^2 as in the authors' code: every distance of eq. 8 is a MEAN over dimensions (squared for features and noise).
 
-    exp(-mean over j, k of mean_d (f_j - f_k)² · mean_d (z_j - z_k)² · exp(mean_c |y_j - y_k|)): no underflow, and a pair of two
-    classes weighs exp(2 / C) where the paper prints e².
+    exp(-mean over j, k of mean_d (f_j - f_k)² · mean_d (z_j - z_k)² · exp(mean_c |y_j - y_k|)): no underflow, and a
+    pair of two classes has weight exp(2 / C) instead of the paper's e².
     """
     between = labels[:, None] != labels[None, :]
     weights = torch.where(between, 2.0 / scale.shape[0], 0.0).exp()
@@ -196,12 +198,12 @@ def diversity_normalised(
 ) -> torch.Tensor:
     """A diversity term that works in float32: L_div^0 on NORMALISED distances, over pairs of one class.
 
-    exp(-mean over pairs j < k with y_j = y_k of min(‖f_j - f_k‖ / s_y, 1) · ‖z_j - z_k‖ / √(2q)).
-    s_y is the distance of two real features of the class (root mean square), √(2q) that of two noise vectors, so each factor is
-    about 1 for a generator as spread as the real features, whatever the dimensions. Deviations from eq. 7-8, with reasons: the
-    division keeps the exponent near -1 (no underflow); pairs of different classes are left out, because eq. 5 and 6 already
-    push classes apart while nothing else holds a class's own spread open; and a distance beyond the real one earns nothing, so
-    the term cannot push features out of the real range. Zero when no two rows share a label.
+    exp(-mean over pairs j < k with y_j = y_k of min(‖f_j - f_k‖ / s_y, 1) · ‖z_j - z_k‖ / √(2q)). s_y is the root mean
+    square distance of two real features of the class, √(2q) that of two noise vectors. So each factor is about 1 for a
+    generator with the spread of the real features, in any dimension. Deviations from eq. 7-8, with reasons: the
+    division keeps the exponent near -1 (no underflow); pairs of different classes are left out, because eq. 5 and 6
+    already separate classes, but only this term preserves the spread within a class; and distances are capped at the
+    real one, so the term cannot push features out of the real range. Zero if no two rows share a label.
 
     Args:
         features: [B, *shape] generated features.
@@ -231,18 +233,18 @@ DIVERSITIES: Mapping[str, DiversityLoss] = {
 
 
 def check_loss(mean: float, what: str) -> float:
-    """A mean loss that training can go on from.
+    """Check that training can continue with this mean loss.
 
     Raises:
         DivergedError: it is not finite, or over `EXPLODED`.
     """
     if not math.isfinite(mean) or mean > EXPLODED:
-        raise DivergedError(f"{what}: mean loss {mean}; the state before this round still stands")
+        raise DivergedError(f"{what}: mean loss {mean}; the state from before this round is kept")
     return mean
 
 
 class LossMeter:
-    """Sums losses on the device; looks at them (and so waits for the device) only when asked."""
+    """Sums losses on the device. Reads them, which waits for the device, only on request."""
 
     def __init__(self, what: str, device: str) -> None:
         self._what = what
@@ -262,13 +264,13 @@ class LossMeter:
         return {"sum": self._sum, "counts": torch.tensor(counts, dtype=torch.float64)}
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Take the state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         total, earlier, steps, self.latest, self.least = kept["counts"].tolist()
         self._sum.copy_(kept["sum"])
         self._looked_at, self._steps = (total, int(earlier)), int(steps)
 
     def look(self) -> float:
-        """Mean loss since the last look or check, whatever it is; there was a step since."""
+        """Mean loss since the last look or check, unchecked. Requires at least one step since then."""
         total, steps = float(self._sum), self._steps
         before, earlier = self._looked_at
         self._looked_at = (total, steps)

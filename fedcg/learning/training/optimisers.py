@@ -1,11 +1,12 @@
 """torch's optimisers without its compiler, and Adam for a training loop on a CPU.
 
-`torch.optim` guards its methods against being compiled by wrappers that import `torch._dynamo`, and with it sympy: 800 modules and
-1.3 to 1.6 CPU seconds in every process that trains, although nothing here is compiled. The methods below the wrappers are the same ones.
+`torch.optim` wraps its methods against compilation. The wrappers import `torch._dynamo` and sympy: 800 modules and 1.3
+to 1.6 CPU seconds in every training process, although nothing here is compiled. The methods under the wrappers are the
+same.
 
-`torch.optim.Adam(fused=True)` copies every weight that is not contiguous in and out of each step, and spends as long around a
-small network's kernel as in it. `FusedAdam` hands weights in any dense memory order to the kernel as the block of memory that
-they are. Same arithmetic, same results.
+`torch.optim.Adam(fused=True)` copies every non-contiguous weight in and out at each step. For small networks its
+overhead is as long as the kernel. `FusedAdam` passes weights in any dense memory order to the kernel as one block of
+memory. Same arithmetic, same results.
 """
 
 import inspect
@@ -23,7 +24,7 @@ _GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def eager(kind: _Kind) -> _Kind:
-    """Class decorator: an optimiser of our own without the guards, in which `step` records no gradients."""
+    """Class decorator: an optimiser without the wrappers, whose `step` records no gradients."""
     for name in _GUARDED:
         setattr(kind, name, inspect.unwrap(getattr(kind, name)))
     setattr(kind, "step", torch.no_grad()(inspect.unwrap(kind.step)))  # noqa: B010 - mypy refuses to assign a method
@@ -57,13 +58,13 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[weight] = {"step": self._count, "exp_avg": mean, "exp_avg_sq": square}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for weight in self._weights:
             weight.grad = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step on the gradients there are; a weight without one stays, and its moments with it.
+        """One step on the existing gradients. Weights without a gradient, and their moments, are not changed.
 
         Raises:
             ValueError: a closure was given.
@@ -91,7 +92,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as a contiguous view: its dimensions in the order of their strides."""
+    """A dense tensor's memory as a contiguous view, with dimensions ordered by stride."""
     if tensor.is_contiguous():
         return tensor
     strides = tensor.stride()
@@ -111,7 +112,7 @@ def _aligned(weight: torch.Tensor) -> torch.Tensor:
 def adam(
     parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.Optimizer:
-    """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
+    """Adam with L2 weight decay (FedCG §4.1), fused: one kernel per step."""
     weights = list(parameters)
     if _on_cpu(weights):
         return FusedAdam(weights, lr, betas, weight_decay)
@@ -119,7 +120,7 @@ def adam(
 
 
 def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
-    """The optimiser of extractor and classifier that the parameters name."""
+    """The optimiser of extractor and classifier from the parameters."""
     if params.optimiser == "sgd":
         weights = list(parameters)
         fused = None if _on_cpu(weights) else True
@@ -128,14 +129,14 @@ def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -
 
 
 class NoisyOptimiser(torch.optim.Optimizer):
-    """Another optimiser, which sees every gradient with noise of a given standard deviation added.
+    """Wraps an optimiser and adds noise of a given standard deviation to every gradient.
 
-    FedCG table 2 has it: "FedAvg (0.001)", "(0.1)", which are variances. Without clipping it bounds nothing: it is there to be compared
-    with, DP-SGD is the mechanism with a guarantee.
+    Used in FedCG table 2: "FedAvg (0.001)", "(0.1)", which are variances. Without clipping it gives no bound. It is for
+        comparisons; DP-SGD is the mechanism with a guarantee.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, deviation: float, stream: torch.Generator) -> None:
-        # Not the base class's own: groups and state are the inner optimiser's.
+        # Does not call the base class: groups and state belong to the inner optimiser.
         self._inner = inner
         self._deviation = deviation
         self._stream = stream
@@ -151,7 +152,7 @@ class NoisyOptimiser(torch.optim.Optimizer):
         restore_optimiser(self._inner, {name: value for name, value in kept.items() if name != "stream"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._inner.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -172,7 +173,7 @@ class NoisyOptimiser(torch.optim.Optimizer):
 
 
 def with_gradient_noise(optimiser: torch.optim.Optimizer, ctx: RoundContext, *purpose: object) -> torch.optim.Optimizer:
-    """The optimiser of a stage, with the round's `gradient_noise`; the very same one without."""
+    """The optimiser of a stage with the round's `gradient_noise`, or unchanged without noise."""
     if not ctx.privacy.gradient_noise:
         return optimiser
     return NoisyOptimiser(optimiser, ctx.privacy.gradient_noise, ctx.streams.generator(*purpose, "gradient noise"))

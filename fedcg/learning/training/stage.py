@@ -1,10 +1,12 @@
-"""A training stage is a value: networks, optimisers, batches, and a pure step; `run_stage` runs every stage of every method.
+"""A training stage is a value: networks, optimisers, batches and a pure step. `run_stage` runs every stage of every method.
 
-A method says what is particular to it. What any training needs is here, each once: the order and cutting of batches is `batches`'; precision
-is how networks are handed to a step; memory that is short cuts a batch into pieces; DP-SGD takes the place of an optimiser; a CUDA
-graph replays a whole step; moving averages follow a step; checkpoints, progress and divergence belong to the loop.
+A method defines only its specific parts. What all training needs is implemented here once: the order of batches is in
+`batches`; precision is applied when networks are passed to a step; with little memory a batch is divided into pieces;
+DP-SGD replaces an optimiser; a CUDA graph replays a whole step; moving averages follow a step; checkpoints, progress
+and divergence belong to the loop.
 
-A moving average of a client's networks starts anew in every round and is never sent: it is a further candidate for its personal model.
+A moving average of a client's networks restarts in every round and is never sent. It is a further candidate for the
+personal model.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fedcg.learning.training.optimisers import with_gradient_noise
 from fedcg.wire.parts import Part
 
 LOOKS = 20
-"""So often a watched loss is looked at while a stage runs."""
+"""How many times a watched loss is read while a stage runs."""
 
 Tensors = tuple[torch.Tensor, ...]
 LossOf = Callable[[], torch.Tensor]
@@ -40,20 +42,21 @@ Nets = Mapping[str, nn.Module]
 
 
 class AfterStep(Protocol):
-    """What is called after each step, the networks being as it left them."""
+    """A callback after each step, with the updated networks."""
 
     def __call__(self) -> None:
-        """A step is done."""
+        """Called after each step."""
 
 
 @dataclass(frozen=True)
 class Descent:
-    """What one optimiser goes down within a step: the sum of two losses, each computed when it is asked for.
+    """The loss that one optimiser minimises within a step: the sum of two losses, each computed on demand.
 
     Attributes:
         of: the optimiser, by its name in `Stage.trained`.
-        rows: a mean over the batch whose row j depends on row j of the batch alone: with DP-SGD the rows' gradients are clipped.
-        rest: a loss that depends on no image: with DP-SGD its gradient is added after the noise.
+        rows: a mean over the batch of which row j depends only on row j of the batch. With DP-SGD the rows' gradients
+            are clipped.
+        rest: a loss that depends on no image. With DP-SGD its gradient is added after the noise.
     """
 
     of: str
@@ -63,8 +66,9 @@ class Descent:
 
 Descents = Generator[Descent, torch.Tensor | None, Sequence[torch.Tensor] | None]
 Step = Callable[[Nets, Tensors], Descents]
-"""(networks by name, one batch's tensors) -> descents one after the other. Each is answered with its loss (None where it has none: an
-empty batch); the losses that the stage tells are returned, or None. It refers to no tensor but through its arguments."""
+"""(networks by name, one batch's tensors) -> generator of descents. Each receives its loss (None for an
+empty batch); the generator returns the losses that the stage reports, or None. It uses only tensors from its
+arguments."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Trained:
     """Some networks and the optimiser of their weights.
 
     Attributes:
-        sees_images: its descents have losses of images, which DP-SGD clips; the others' depend on none.
+        sees_images: whether its descents have losses of images, which DP-SGD clips; others depend on no image.
     """
 
     networks: tuple[str, ...]
@@ -85,11 +89,12 @@ class Batches:
     """The batches of a stage.
 
     Attributes:
-        blocks: consecutive batches that were prepared together, tensors of [R, ...] each; a function of the round's streams alone.
-        steps: how many batches there are in all.
-        size: rows of a batch; None: a block is one batch, whose tensors may differ in their rows (DP-SGD).
-        expected_rows: with DP-SGD, images of a batch in the mean.
-        check_every: steps after which losses are looked at, and after the last one; None: at the end of each block.
+        blocks: consecutive batches prepared together, tensors of [R, ...] each; they depend only on the round's
+            streams.
+        steps: total number of batches.
+        size: rows of a batch; None: a block is one batch, whose tensors may have different numbers of rows (DP-SGD).
+        expected_rows: with DP-SGD, the mean number of images in a batch.
+        check_every: losses are checked after this many steps and after the last one; None: at the end of each block.
     """
 
     blocks: Iterable[Tensors]
@@ -108,20 +113,21 @@ class Batches:
 
 @dataclass(frozen=True)
 class Stage:
-    """One training.
+    """A training stage.
 
     Attributes:
-        name: of its streams, its checkpoint and its progress; a round has one of that name.
-        losses: what each loss that a step returns is called where it diverges.
-        networks: all that its steps use, by name; trained ones are put in train mode, the others in eval mode.
-        trained: by name.
-        batches: what it goes over.
+        name: of its streams, checkpoint and progress; unique in a round.
+        losses: the name of each loss that a step returns, for divergence errors.
+        networks: all networks that its steps use, by name; trained ones are in train mode, others in eval mode.
+        trained: optimisers by name.
+        batches: its batches.
         step: see `Step`.
         exact: networks that stay in float32 (spectral norm).
-        kept: what else its steps change, for checkpoints.
-        after: called after each step; one with a state that is not `Restorable` leaves the stage without checkpoints.
-        is_pure: a step branches on no value and draws from torch's default generators alone. Others get no CUDA graph.
-        until: asked with the first loss's mean since the last check, and the least mean before, whether the stage ends there.
+        kept: further state that its steps change, for checkpoints.
+        after: called after each step; a stateful one that is not `Restorable` disables checkpoints for the stage.
+        is_pure: whether a step branches on no value and draws only from torch's default generators. Others get no CUDA
+            graph.
+        until: (mean of the first loss since the last check, lowest mean before) -> whether the stage ends.
     """
 
     name: str
@@ -142,14 +148,14 @@ class Stage:
 
 
 def run_stage(stage: Stage, ctx: RoundContext) -> tuple[float, ...]:
-    """Run a stage; its networks are trained in place.
+    """Run a stage. Its networks are trained in place.
 
     Returns:
         The mean of each loss over the last block.
 
     Raises:
         DivergedError: a loss is not finite or exploded.
-        ExtensionError: a step that is no such generator, or goes down by an optimiser that the stage has not.
+        ExtensionError: a step that is not such a generator, or uses an unknown optimiser.
     """
     in_training = {name for one in stage.trained.values() for name in one.networks}
     for name, network in stage.networks.items():
@@ -166,7 +172,7 @@ def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], desce
     for number, follow in enumerate(stage.after):
         if isinstance(follow, Restorable):
             kept[f"after {number}"] = follow
-        else:  # a state of its own would be lost
+        else:  # its state would be lost
             checkpoint = None
     take, every, steps, done = descending.step(), stage.batches.check_every, stage.batches.steps, 0
     blocks: Iterable[tuple[Tensors, bool]] = ((block, True) for block in stage.batches.blocks)
@@ -190,7 +196,7 @@ def _go_over(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], desce
 
 
 def _told(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], done: int, *, is_due: bool) -> bool:
-    """Look at the losses where it is time, and tell how far the stage is; whether it ends here."""
+    """Check the losses if due, report progress, and return whether the stage ends here."""
     steps, ends = stage.batches.steps, False
     if ctx.callbacks.watch_loss is not silent and (done % max(1, steps // LOOKS) == 0 or done == steps):
         ctx.callbacks.watch_loss(meters[0].look())
@@ -203,7 +209,7 @@ def _told(stage: Stage, ctx: RoundContext, meters: Sequence[LossMeter], done: in
 
 
 class _Descending:
-    """How the steps of a stage are taken in this round."""
+    """Takes the steps of a stage in this round."""
 
     def __init__(self, stage: Stage, ctx: RoundContext) -> None:
         self._stage, self._ctx, self._around = stage, ctx, ExitStack()
@@ -232,12 +238,12 @@ class _Descending:
                 self._private[name] = self._around.enter_context(steps)
 
     def close(self) -> None:
-        """Leave the networks as they were found, but for their weights."""
+        """Restore the networks, except for their weights."""
         self._around.close()
 
     @property
     def kept(self) -> dict[str, Kept]:
-        """All that the steps change, for checkpoints."""
+        """All state that the steps change, for checkpoints."""
         optimisers: dict[str, Kept] = {name + " optimiser": one for name, one in self._optimisers.items()}
         noise: dict[str, Kept] = {name + " noise": one.noise for name, one in self._private.items()}
         trained: dict[str, Kept] = {
@@ -246,7 +252,7 @@ class _Descending:
         return {**trained, **optimisers, **noise, **self._stage.kept}
 
     def step(self) -> Callable[..., torch.Tensor]:
-        """A step on a batch's tensors: the losses that it tells, [number of losses], or none."""
+        """A step on a batch's tensors: the losses that it reports, [number of losses], or none."""
         stage, ctx = self._stage, self._ctx
         if self._private:
             return self._whole
@@ -258,9 +264,9 @@ class _Descending:
         )
 
     def _in_pieces(self, *batch: torch.Tensor) -> torch.Tensor:
-        """A batch as pieces, whose gradients add up to its own: a mean over rows is the mean of the pieces' by their sizes.
+        """Process a batch in pieces whose gradients add up to the batch's: the mean over rows is the size-weighted mean over pieces.
 
-        Batch norm then sees pieces, and dropout draws for each.
+        Batch norm then uses pieces, and dropout draws for each.
         """
         size = len(batch[0])
         cut = pieces(size, self._ctx.machine.most_rows)
@@ -274,15 +280,15 @@ class _Descending:
         return self._descend([batch], [1.0])[0]
 
     def _descend(self, parts: Sequence[Tensors], shares: Sequence[float]) -> list[torch.Tensor]:
-        """Take one step on a batch in parts, all of which go down one optimiser after the other together."""
+        """Take one step on a batch in parts. All parts run one optimiser's descent before the next."""
         steps = [self._stage.step(self._networks, part) for part in parts]
         if not isinstance(steps[0], Generator):
-            raise self._wrong("its step yields no Descent")
+            raise self._wrong("its step must yield a Descent")
         asked, told = self._next(steps, [None] * len(steps))
         while asked:
             name = asked[0].of
             if name not in self._optimisers:
-                raise self._wrong(f"a Descent of {name!r}; its optimisers are {', '.join(self._optimisers)}")
+                raise self._wrong(f"a Descent of {name!r}, but the optimisers are {', '.join(self._optimisers)}")
             private = self._private.get(name)
             if private is not None:
                 answers = [_privately(private, asked[0], len(parts[0][0]))]
@@ -299,23 +305,23 @@ class _Descending:
     def _backward(self, descent: Descent, share: float) -> torch.Tensor:
         loss = _sum(descent)
         if loss.dim():
-            raise self._wrong(f"the loss of {descent.of} has the shape {[*loss.shape]}; a Descent takes one number")
+            raise self._wrong(f"the loss of {descent.of} has the shape {[*loss.shape]}; a Descent needs a scalar")
         (loss if share == 1.0 else loss * share).backward(inputs=self._weights[descent.of])
         return loss.detach()
 
     def _next(
         self, steps: Sequence[Descents], answers: Sequence[torch.Tensor | None]
     ) -> tuple[list[Descent], list[torch.Tensor]]:
-        """The next descent of each part of a batch, or the losses that each told at its end."""
+        """The next descent of each part of a batch, or the losses that each returned at its end."""
         asked, told = [], []
         for step, answer in zip(steps, answers, strict=True):
             try:
                 asked.append(step.send(answer))
-            except StopIteration as end:  # noqa: PERF203 - how a generator returns
+            except StopIteration as end:  # noqa: PERF203 - the return of a generator
                 losses, names = end.value, self._stage.losses
                 if losses and (not isinstance(losses, list | tuple) or len(losses) != len(names)):
                     raise self._wrong(
-                        f"its step returns no sequence of {len(names)} losses ({', '.join(names)})"
+                        f"its step must return a sequence of {len(names)} losses ({', '.join(names)})"
                     ) from None
                 told.append(torch.stack([loss.detach() for loss in losses]) if losses else torch.empty(0))
         return asked, told
@@ -327,7 +333,7 @@ def _sum(descent: Descent) -> torch.Tensor:
 
 
 def _privately(private: PrivateSteps, descent: Descent, images: int) -> torch.Tensor | None:
-    """A step of DP-SGD; the sum of its losses, or None where it had none."""
+    """A step of DP-SGD. Returns the sum of its losses, or None without losses."""
     found: list[torch.Tensor] = []
 
     def seen(loss_of: LossOf) -> LossOf:
@@ -344,18 +350,19 @@ def _privately(private: PrivateSteps, descent: Descent, images: int) -> torch.Te
 
 
 def pieces(rows: int, most_rows: int | None) -> list[slice]:
-    """A batch cut into near-equal pieces of at most `most_rows` rows; none has one row alone, which batch norm can't take."""
+    """A batch divided into near-equal pieces of at most `most_rows` rows, each with two or more rows, as batch norm needs."""
     count = 1 if most_rows is None else min(math.ceil(rows / most_rows), max(1, rows // 2))
     edges = [rows * at // count for at in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def in_precision(network: nn.Module, ctx: RoundContext) -> nn.Module:
-    """A network (no discriminator) as a training step of this round is to run it; answers in float32.
+    """A network (not a discriminator) in the precision of this round's training steps. Outputs are float32.
 
-    In bfloat16, where that is safe: matrix products and convolutions of forward and backward passes. Weights, optimisers, losses, batch
-    norm's statistics and discriminators (spectral norm) stay in float32, and autocast keeps the sensitive operations inside it there.
-    The results are others in the third digit, so it is used only on request.
+    bfloat16 is used only where it is safe: matrix products and convolutions of forward and backward passes. Weights,
+        optimisers, losses, batch
+    norm's statistics and discriminators (spectral norm) stay in float32, and autocast also keeps sensitive operations
+    there. Results differ in the third digit, so it is used only on request.
     """
     return network if ctx.machine.precision == "f32" else _InBfloat16(network, torch.device(ctx.device).type)
 
@@ -366,25 +373,25 @@ class _InBfloat16(nn.Module):
         self.network, self._device = network, device
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        # A cast weight that was kept from one step to the next would be an old one: a CUDA graph would replay it.
+        # A cast weight cached across steps would be outdated, and a CUDA graph would replay it.
         with torch.autocast(self._device, torch.bfloat16, cache_enabled=False):
             output: torch.Tensor = self.network(*inputs)
         return output.float()
 
 
 EXTRA = "ema_"
-"""Before a part's name, in `ClientState.extras`."""
+"""Prefix of a part's name in `ClientState.extras`."""
 
 
 class MovingAverage:
-    """θ̄ ← d θ̄ + (1 - d) θ after every step, with d = min(decay, (1 + t) / (10 + t)) at step t; buffers as they are.
+    """θ̄ ← d θ̄ + (1 - d) θ after every step, with d = min(decay, (1 + t) / (10 + t)) at step t; buffers are copied.
 
     Args:
-        nets: as the round starts; averaged while they are trained in place.
+        nets: the networks at the start of the round, averaged while they are trained in place.
         decay: in (0, 1).
 
     Attributes:
-        means: the networks so far, by part.
+        means: the averaged networks, by part.
     """
 
     def __init__(self, nets: Mapping[Part, nn.Module], decay: float) -> None:
@@ -394,7 +401,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """A step is done."""
+        """Called after each step."""
         self._steps += 1
         step = int(self._steps)
         kept = min(self._decay, (1 + step) / (10 + step))
@@ -406,14 +413,14 @@ class MovingAverage:
                 buffer.copy_(now)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint."""
+        """Its state for a checkpoint."""
         found = {
             f"{part.value}/{name}": tensor for part, weights in self._weights() for name, tensor in weights.items()
         }
         return {**found, "steps": self._steps}
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._steps = kept["steps"].clone()
         for part, net in self.means.items():
             net.load_state_dict({name: kept[f"{part.value}/{name}"] for name in net.state_dict()})
@@ -429,7 +436,7 @@ class MovingAverage:
 def moving_average(
     nets: Mapping[Part, nn.Module], params: TrainingParams, parts: Iterable[Part] = (Part.EXTRACTOR, Part.CLASSIFIER)
 ) -> tuple[MovingAverage, ...]:
-    """Of these parts, where the parameters ask for it; for `Stage.after`."""
+    """The moving average of these parts, if the parameters ask for it; for `Stage.after`."""
     return (MovingAverage({part: nets[part] for part in parts}, params.ema),) if params.ema else ()
 
 

@@ -1,4 +1,4 @@
-"""The local round of a task of the user's own (`networks.task`), in the place of this program's stages."""
+"""The local round of a user's own task (`networks.task`), instead of the built-in stages."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ PHASE = "train"
 
 
 def task_of(spec: FederationSpec) -> Task | None:
-    """The task of the user's own that this process has bound to a spec; None where the spec's stages are this program's."""
+    """The user's task that this process has bound to a spec; None if the spec uses the built-in stages."""
     task = spec.network.task
     return task if isinstance(task, Task) else None
 
@@ -41,19 +41,19 @@ def task_round(
     aggregate: Aggregate | None,
     ctx: RoundContext,
 ) -> LocalResult:
-    """Load what came down over the client's own, let its trainer train, keep all, share some.
+    """Load the aggregate over the client's parts, train with its trainer, keep all parts, share some.
 
     Raises:
-        ProgramError: what is private would leave; or the trainer raises, or leaves other tensors than it found.
+        ProgramError: private tensors would be shared, or the trainer raises or changes the set of tensors.
     """
     trainer = task.trainer
     if trainer.private and Part.EXTRACTOR in shared:
         raise ProgramError(
-            f"client {task.name}: method {ctx.spec.method} shares all tensors, and Trainer.private keeps some: choose fedsplit"
+            f"client {task.name}: method {ctx.spec.method} shares all tensors, but Trainer.private lists some: choose fedsplit"
         )
     if not trainer.private and shared == {Part.CLASSIFIER}:
         raise ProgramError(
-            f"client {task.name}: Trainer.private is empty, and method {ctx.spec.method} keeps something private: choose fedavg"
+            f"client {task.name}: Trainer.private is empty, but method {ctx.spec.method} needs a private part: choose fedavg"
         )
     model = task.model({**state.parts, **(aggregate.parts if aggregate else {})}, ctx.device)
     start = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -72,7 +72,7 @@ def task_round(
     _check_same(task, state.parts, parts)
     if returned is not None or all(torch.equal(one, start[name].cpu()) for name, one in _all(parts) if name in start):
         raise ProgramError(
-            f"client {task.name}: Trainer.train has to train the model that it gets, in place, and return nothing; in round {ctx.round} it returned a "
+            f"client {task.name}: Trainer.train must train the given model in place and return nothing; in round {ctx.round} it returned a "
             f"{type(returned).__name__}, or changed no parameter"
         )
     report = Report(examples=len(task.held()[0]), loss=None)
@@ -82,16 +82,16 @@ def task_round(
 
 
 def task_evaluation(spec: FederationSpec, parts: Mapping[Part, Weights], data: Held, device: str) -> Evaluation:
-    """The trainer's metric in the place of an accuracy, and what it lacks to 1 in the place of a loss."""
+    """The trainer's metric as the accuracy, and 1 minus it as the loss."""
     task = task_of(spec)
-    assert task is not None  # it holds the data
+    assert task is not None  # the task holds the data
     found = task.figure(task.model(parts, device), data.kind)
     return Evaluation(found, 1.0 - found, len(data), (), ())
 
 
 @contextmanager
 def _signs_of_life(progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block every step of an optimiser is reported."""
+    """Report every optimiser step within the block."""
     steps = 0
 
     def after(*_: object) -> None:
@@ -111,12 +111,12 @@ def _all(parts: Mapping[Part, Weights]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_same(task: Task, before: Mapping[Part, Weights], after: Mapping[Part, Weights]) -> None:
-    """Raise where training has added, removed or reshaped tensors."""
+    """Raise if training has added, removed or reshaped tensors."""
     for part, weights in before.items():
         forms = {name: tuple(one.shape) for name, one in weights.items()}
         now = {name: tuple(one.shape) for name, one in after.get(part, {}).items()}
         if wrong := sorted(forms.items() ^ now.items()):
             name = wrong[0][0]
             raise ProgramError(
-                f"client {task.name}: after Trainer.train {name} is {now.get(name, 'gone')}, and was {forms.get(name, 'not there')}: keep names and shapes"
+                f"client {task.name}: after Trainer.train {name} is {now.get(name, 'missing')} but was {forms.get(name, 'missing')} before: keep names and shapes"
             )

@@ -108,7 +108,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     r"client b: inputs are float32 \[4\], and those of a float32 \[2, 32\]": lambda: {
         "a": client(1), "b": fedcg.Client(client(2).model, (torch.randn(40, 4), torch.arange(40) % 3), CLASSES)
     },
-    "makes \\[3\\] of an input, not one number for each of 4 classes": lambda: {
+    "returns \\[3\\] per input, not one logit for each of 4 classes": lambda: {
         name: fedcg.Client(client(1).model, windows(seed), [*CLASSES, "more"]) for seed, name in enumerate("ab")
     },
     "client b: its network is not that of a": lambda: {

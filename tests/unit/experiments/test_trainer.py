@@ -126,20 +126,20 @@ def tied(**more: Any) -> dict[str, fedcg.Client]:
 
 
 WRONG: dict[str, tuple[Callable[[], dict[str, fedcg.Client]], str, dict[str, Any]]] = {
-    r"client a: after Trainer.train 0.bias is \(9,\), and was \(8,\)": (lambda: clients(Reshapes), "fedsplit", {}),
-    "client a: Trainer.evaluate has to return {'r2': a number": (lambda: clients(Silent), "fedsplit", {}),
-    "a number up to 1, more is better}, not {'r2': 2.0}": (lambda: clients(Unbounded), "fedsplit", {}),
+    r"client a: after Trainer.train 0.bias is \(9,\) but was \(8,\)": (lambda: clients(Reshapes), "fedsplit", {}),
+    "client a: Trainer.evaluate must return {'r2': a number": (lambda: clients(Silent), "fedsplit", {}),
+    "a number up to 1, higher is better}, not {'r2': 2.0}": (lambda: clients(Unbounded), "fedsplit", {}),
     "Trainer.train failed in round 1: KeyError: 'no such column' .test_trainer.py, line": (
         lambda: clients(Fails), "fedsplit", {},
     ),
-    "Trainer.private keeps some: choose fedsplit": (clients, "fedavg", {}),
-    "Trainer.private is empty, and method fedsplit": (lambda: clients(private=()), "fedsplit", {}),
-    "'layer.*' matches no tensor; there are 0.weight": (lambda: clients(private=("layer.*",)), "fedsplit", {}),
+    "Trainer.private lists some: choose fedsplit": (clients, "fedavg", {}),
+    "Trainer.private is empty, but method fedsplit": (lambda: clients(private=()), "fedsplit", {}),
+    "'layer.*' matches no tensor; the tensors are 0.weight": (lambda: clients(private=("layer.*",)), "fedsplit", {}),
     "Trainer.private matches all tensors": (lambda: clients(private=("*",)), "fedsplit", {}),
-    "fedcg trains extractor, classifier and what it imitates by stages of its own": (clients, "fedcg", {}),
-    "Trainer.examples is 1: give": (lambda: clients(examples=1), "fedsplit", {}),
-    "dropout: a Trainer has steps of its own": (clients, "fedsplit", {"privacy": {"dropout": 0.5}}),
-    "server_momentum needs first weights": (
+    "fedcg has its own training stages and does not support a Trainer": (clients, "fedcg", {}),
+    "Trainer.examples is 1: set": (lambda: clients(examples=1), "fedsplit", {}),
+    "dropout: not supported with a Trainer": (clients, "fedsplit", {"privacy": {"dropout": 0.5}}),
+    "server_momentum needs initial weights": (
         lambda: clients(private=()), "fedavg", {"params": {"server_momentum": 0.3}},
     ),
     "backbone.weight and head.weight are one tensor": (tied, "fedsplit", {}),
@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, fedcg.Client]], str, dict[str, Any
     r"can't run on inputs like example, \[2, 7\]": (
         lambda: {name: fedcg.Client(net(), trainer=Line(1), example=torch.zeros(7)) for name in "ab"}, "fedsplit", {},
     ),
-    "with a trainer, give example": (
+    "with a trainer, set example": (
         lambda: {"a": fedcg.Client(net(), trainer=Line(1), classes=("x", "y"))}, "fedsplit", {},
     ),
 }  # fmt: skip

@@ -73,7 +73,7 @@ def test_a_plan_that_takes_too_long_or_is_too_large_is_refused(monkeypatch: pyte
 Row = tuple[str, str]
 """A line of a plan, and how the report of what is wrong with it begins; empty where nothing is."""
 EXAMPLE: list[Row] = [(line, "") for line in example_plan().splitlines()]
-NO_GENERATOR = ('generator = "nope"', "network.generator: no generator named 'nope'; there are ")
+NO_GENERATOR = ('generator = "nope"', "network.generator: no generator 'nope'; choose from ")
 
 
 def with_rows(start: str, *rows: Row) -> list[Row]:
@@ -99,7 +99,7 @@ WRONG: dict[str, list[Row]] = {
     ],
     "what method and networks refuse, beside fields": [
         ('federation = "shapes"', ""),
-        ('classes = ["a", "b", "a"]', "classes: 'a' is there 2 times; each class once"),
+        ('classes = ["a", "b", "a"]', "classes: 'a' is listed 2 times; list each class once"),
         ('method = "fedcg"', ""),
         ("rounds = 0", "rounds: must be greater than or equal to 1"),
         ("min_clients = 2", "min_clients: min_clients = 2 is below min_cohort = 3"),
@@ -110,7 +110,7 @@ WRONG: dict[str, list[Row]] = {
         ("mean = [0.5, 0.5]", "input.mean: must have one number for each channel, 1 with mode L, not 2"),
         ("std = [1e-300]", "input.std.0: must be greater than or equal to 0.0001"),
         ("[params]", ""),
-        ("lr = 1e300", "params.lr: must be true, false, a text of at most 200 characters or a number within 1e18"),
+        ("lr = 1e300", "params.lr: must be true, false, a text of at most 200 characters or a number within ±1e18"),
         ("epochs = 0", "params.epochs: must be greater than or equal to 1 ("),
         ("ephocs = 3", "params.ephocs: there is no such setting (did you mean `epochs`?)"),
         ("gan_lr = [1]", "params.gan_lr: must be true, false, a text"),
@@ -123,7 +123,7 @@ WRONG: dict[str, list[Row]] = {
             "[network]",
             ("[network]", ""),
             NO_GENERATOR,
-            ('discriminator = "nil"', "network.discriminator: no discriminator named 'nil'; there are "),
+            ('discriminator = "nil"', "network.discriminator: no discriminator 'nil'; choose from "),
         ),
         ("epochs = 0", "params.epochs: must be greater than or equal to 1 ("),
     ],
@@ -183,4 +183,4 @@ def test_a_class_that_can_be_no_folder_is_refused_with_its_line(tmp_path: Path) 
     result = _run("plan", str(plan))
     assert (result.exit_code, "plan.toml: 7 problems" in result.stderr) == (2, True), result.stderr
     for at, name in enumerate(("../x", "", ".", "..", "a/b", "a\\b", "a\tb")):
-        assert f"line {line}: classes.{at}: {name!r} can't be a folder's name" in result.stderr, result.stderr
+        assert f"line {line}: classes.{at}: {name!r} can't be a folder name" in result.stderr, result.stderr

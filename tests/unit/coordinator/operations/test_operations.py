@@ -46,7 +46,7 @@ def doing(home: Home) -> Iterator[Operations]:
                 "fractoin: there is no such setting (did you mean `fraction`?)",
                 "late: must be 'drop' or 'next'",
                 f"min_clients: {WHOLE}",
-                "rounds: must be greater than or equal to 1 (1 to 100000; rounds until the federation is over)",
+                "rounds: must be greater than or equal to 1 (1 to 100000; total number of rounds)",
             ),
         ),
         (

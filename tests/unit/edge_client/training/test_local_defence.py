@@ -213,7 +213,7 @@ def test_devices_with_one_cohort_secret_encrypt_alike_and_one_without_declines(t
     for site in sites:
         give(site, "etc", {"key": "cohort"})
     refusal = sites[0].declined(DeclineReason.SPEC_REFUSED)
-    assert "key = cohort needs the cohort secret: `fedcg cohort join`, or set key = device" in refusal
+    assert "key = cohort needs the cohort secret: run `fedcg cohort join`, or set key = device" in refusal
     for site in sites:
         site.store.keep_cohort_secret(b"c" * 32)
     one, two = (local(site).for_round(site.spec, 1).train.digest() for site in sites)

@@ -54,8 +54,8 @@ def test_tensors_are_trained_on_and_recorded_by_an_own_split(tmp_path: Path, mon
     assert min(run["mean"]["accuracy_personal"] for run in runs) > 0.9
     truth = np.load(next(folder.glob("runs/updates/*fedavg*/truth/client-1.npz")))["x_train"]
     assert np.isin(truth[0], signals).all()
-    assert "lenet5_relu needs inputs of three dim" in fedcg_simulate(folder / "other", asked).stderr
-    assert "augment_flip: changes images" in fedcg_simulate(folder / "other", asked, "--flip", *ours).stderr
+    assert "lenet5_relu needs inputs with three dim" in fedcg_simulate(folder / "other", asked).stderr
+    assert "augment_flip: applies to images only" in fedcg_simulate(folder / "other", asked, "--flip", *ours).stderr
 
 
 def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ WRONG = {
         "wrong_import:client",
         "import nothing_of_this",
     ),
-    "its module has no function client": ("wrong_name:client", "x = 1"),
+    "the module has no function client": ("wrong_name:client", "x = 1"),
     r"client\('a'\) failed: ZeroDivisionError: division by zero \(wrong_call.py, line 2": (
         "wrong_call:client",
         "def client(site):\n    return 1 / 0",
@@ -74,7 +74,7 @@ def test_a_projects_plan_follows_from_its_program_and_keeps_what_its_owner_wrote
     path.write_text(path.read_text().replace("rounds = 10", "rounds = 3\ndeadline_s = 60.0"))
     again = FederationPlan.model_validate(tomllib.loads(plan_text(project_plan(folder))))
     assert (again.rounds, again.deadline_s, again.network) == (3, 60.0, written.network)
-    with pytest.raises(FedcgError, match="is there already"):
+    with pytest.raises(FedcgError, match="already exists"):
         new_project(folder, "tables")
 
 

@@ -112,7 +112,7 @@ def test_no_number_of_terms_overflows_silently(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(averaging, "MOST_TERMS", 2)
     total.add(torch.tensor([1e30]))
     total.add(torch.tensor([1e30]))
-    with pytest.raises(OverflowError, match="room for 2"):
+    with pytest.raises(OverflowError, match="at most 2"):
         total.add(torch.tensor([1.0]))
 
 

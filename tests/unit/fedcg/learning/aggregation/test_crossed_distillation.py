@@ -172,7 +172,7 @@ def test_fedmd_cg_refuses_a_client_that_does_not_report_its_label_counts() -> No
     incomplete = Update("quiet", parts, 4)
     crossing, state = crossed.Crossing("exact", 32, Divergence()), ServerState(Aggregate(parts))
     aggregator = crossed.CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
-    with pytest.raises(ValueError, match="none from quiet"):
+    with pytest.raises(ValueError, match="missing from quiet"):
         aggregator.finish({"quiet": lambda: incomplete})
 
 

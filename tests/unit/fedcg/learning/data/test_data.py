@@ -99,7 +99,7 @@ def test_tensors_of_an_npz_are_read_as_they_are_and_normalised_along_their_first
     assert normalised[1].tolist() == [[2.5, 3.0, 3.5], [9.0, 10.0, 11.0]]  # (6 - 1) / 2, ...; (9 - 0) / 1, ...
     counts = TensorForm(kind="tensor", shape=(3,), dtype="uint8")
     assert normalise(torch.tensor([[0, 255, 51]]).byte(), counts)[0].tolist() == pytest.approx([0, 1, 0.2])
-    with pytest.raises(DataError, match=r"tensors are read from an \.npz"):
+    with pytest.raises(DataError, match=r"tensors must be in an \.npz"):
         read_images(tmp_path, ("a", "b"), SIGNALS)
 
 
@@ -187,7 +187,7 @@ def test_a_snapshot_is_loaded_in_its_own_order_and_misses_a_removed_file_by_name
     root = folder(tmp_path, {"dog/b.png": 1, "cat/a.png": 2})
     images = read_images(root, CLASSES, GREY, subset=["dog/b.png", "cat/a.png"]).images
     assert images.labels.tolist() == [1, 0]
-    with pytest.raises(DataError, match=r"cat/gone\.png.*not there"):
+    with pytest.raises(DataError, match=r"cat/gone\.png.*is gone"):
         read_images(root, CLASSES, GREY, subset=["cat/gone.png"])
 
 

@@ -108,15 +108,15 @@ def test_sound_of_every_kind_is_read_alike_and_channels_are_mixed(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"x,y,who\n1,2,p\n", "d.csv: column label is missing; there are x, y, who"),
-        (b"x,y,label\n1,2,walk\n1,zwei,walk\n", "d.csv: row 2: column y: no number of float32"),
-        (b"x,y,label\n1,,walk\n", "d.csv: row 1: column y: no number"),
-        (b"x,y,label\n1,1e39,walk\n", "d.csv: row 1: column y: no number of float32"),
-        (b"x,y,label\n1,2,jump\n", "d.csv: row 1: column label: no class; the classes are walk, rest"),
+        (b"x,y,who\n1,2,p\n", "d.csv: column label is missing; columns are x, y, who"),
+        (b"x,y,label\n1,2,walk\n1,zwei,walk\n", "d.csv: row 2: column y: not a float32 number"),
+        (b"x,y,label\n1,,walk\n", "d.csv: row 1: column y: not a float32 number"),
+        (b"x,y,label\n1,1e39,walk\n", "d.csv: row 1: column y: not a float32 number"),
+        (b"x,y,label\n1,2,jump\n", "d.csv: row 1: column label: unknown class; the classes are walk, rest"),
         (b"x,y,label\n1,2,walk\n1,2,walk,3\n", "d.csv: can't be read as a table"),
         (b"x,y,label\n1,2,walk,3\n", "d.csv: can't be read as a table"),
         (b"x,y,label\n" + b"1,2,walk\n" * 3, "no recording has 4 samples of one class"),
-        (b"x,y,x,label\n1,2,1,walk\n", "d.csv: column x is there twice"),
+        (b"x,y,x,label\n1,2,1,walk\n", "d.csv: column x is duplicated"),
         (b"x,y,label\n", "d.csv: has no row"),
         (b"", "d.csv: can't be read as a table"),
         (b"x,y,label\n\xff\xfe\0", "d.csv: can't be read as a table"),
@@ -135,7 +135,7 @@ SAMPLES = struct.pack("<4f", *WAVE)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rate": 44100}, "has 44100 Hz, and rate is 8000: convert the file, none is resampled"),
+        ({"rate": 44100}, "has 44100 Hz, but rate is 8000: convert the file; files are not resampled"),
         ({"bits": 64, "data": SAMPLES[:8] + b"\xff" * 8}, "sample 1 is not finite"),
         ({"data": SAMPLES[:-4] + struct.pack("<f", np.nan)}, "sample 3 is not finite"),
         ({"kind": 2}, "can't be read as WAV"),
@@ -158,7 +158,7 @@ def test_sound_that_is_of_another_kind_or_damaged_is_refused(
     with pytest.raises(DataError, match=r"s\.wav: can't be read as WAV"):
         fedcg.signals(tmp_path, CLASSES, samples=2, rate=8000)
     (tmp_path / "jump").mkdir()
-    with pytest.raises(DataError, match="jump: is no class; the classes are walk, rest"):
+    with pytest.raises(DataError, match="jump: unknown class; the classes are walk, rest"):
         fedcg.signals(tmp_path, CLASSES, samples=2, rate=8000)
 
 
@@ -206,7 +206,7 @@ def test_a_log_mel_spectrogram_is_that_of_its_definition_and_the_exported_model_
     logits = session.run(["logits"], {"input": found.inputs})[0]
     np.testing.assert_allclose(logits, one.model(torch.from_numpy(found.inputs)).detach().numpy(), atol=1e-3)
     assert (logits.argmax(1) == found.labels).all()
-    with pytest.raises(DataError, match="n_fft of 16 to 4000"):
+    with pytest.raises(DataError, match="n_fft from 16 to the window's 4000"):
         found.log_mel(n_fft=4001)
 
 
@@ -232,17 +232,17 @@ def test_csv_parquet_and_frames_are_read_alike_and_without_pandas_it_says_what_i
         assert (levels.inputs.tolist(), levels.labels.tolist()) == ([[0], [-1], [1]], [0, 1, 0])
     with pytest.raises(DataError, match="without the label"):
         fedcg.table(whole, {"label": None})
-    with pytest.raises(DataError, match=r"column at is datetime64.* make numbers of it"):
+    with pytest.raises(DataError, match=r"column at is datetime64.* convert it to numbers"):
         fedcg.table(whole, {"at": None}, classes=["True", "False"])
     with pytest.warns(UserWarning, match="column level: no row has one of the values"):
         fedcg.table(whole, {"level": ["one"]}, classes=["True", "False"])
     halves = fedcg.Split(nn.Linear(3, 2), nn.Linear(2, 2))
-    with pytest.raises(DataError, match="its labels were read as walk, rest: name the client's classes alike"):
+    with pytest.raises(DataError, match="its classes are walk, rest: set the client's classes to the same names"):
         fedcg.Client(halves, found, CLASSES[::-1]).arrays("a")
-    with pytest.raises(NetworkError, match="test has other columns than train"):
+    with pytest.raises(NetworkError, match="test and train must have the same columns"):
         fedcg.Client(halves, found, CLASSES, test=fedcg.table(frame, dict(reversed(PATIENTS.items())), classes=CLASSES))
     assert fedcg.table(frame, {"bp": None}, label="age").labels.tolist() == [70, 50.5]
-    with pytest.raises(DataError, match=r"the table: column ward: \['a', 'a'\] is no list of different values"):
+    with pytest.raises(DataError, match=r"the table: column ward: \['a', 'a'\] must be a list of distinct values"):
         fedcg.table(frame, {"ward": ["a", "a"]}, classes=CLASSES)
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         fedcg.table(tmp_path / "none.csv", PATIENTS, classes=CLASSES)

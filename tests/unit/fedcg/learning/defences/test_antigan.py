@@ -165,7 +165,7 @@ def test_other_images_train_anew_unless_they_are_added_to_a_growing_set(tmp_path
     assert len(again) == 12
 
 
-@pytest.mark.parametrize(("count", "named"), [(3, "3 training images, no class with 2"), (0, "0 training images")])
+@pytest.mark.parametrize(("count", "named"), [(3, "3 training images, but no class with 2"), (0, "0 training images")])
 def test_images_that_it_can_do_nothing_with_are_named(count: int, named: str) -> None:
     with pytest.raises(DataError, match=named):
         defended(images(count))
@@ -177,7 +177,7 @@ def test_classes_of_one_image_are_counted_and_a_warning_before_the_first_step() 
     watched = replace(place(progress=lambda *_: seen.append("step")), warn=seen.append)
     assert gan_mixing.mixed_images(data, SHORT, watched).facts["classes_of_one_image"] == "2"
     assert seen[0].startswith(
-        "antigan: 2 of 3 classes here have a single training image: of such a class the GAN knows"
+        "antigan: 2 of 3 classes here have a single training image. For such a class the GAN learns"
     )
     assert set(seen[1:]) == {"step"}
 
@@ -263,11 +263,11 @@ def test_files_that_hold_no_such_weights_are_refused_and_objects_are_not_loaded(
     listed = tmp_path / "list.pth"
     torch.save([torch.zeros(1)], listed)
     for path, named in {
-        harmful: "no weights that can be read",
-        empty: "no weights that can be read",
+        harmful: "can't read weights",
+        empty: "can't read weights",
         tmp_path / "gone.pth": "No such file",
         other: "_bn0.bias of shape 3 instead of 32",
-        listed: "a list in place of tensors",
+        listed: "a list instead of named tensors",
         large: "more than 400 MB",
     }.items():
         with pytest.raises(NetworkError, match=named) as caught:

@@ -128,8 +128,8 @@ def test_a_block_that_does_not_divide_the_image_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "named"),
     [
-        ("etc", {"scrambling": "IF,IF"}, "scrambling: .*IF is there twice, and each step can run once"),
-        ("etc", {"scrambling": "IR,IX"}, "scrambling: .*no step 'IX'; there are IR, IA, IF, IC, IS"),
+        ("etc", {"scrambling": "IF,IF"}, "scrambling: .*IF is listed twice, but each step can run only once"),
+        ("etc", {"scrambling": "IR,IX"}, "scrambling: .*unknown step 'IX'; choose from IR, IA, IF, IC, IS"),
         ("etc", {"block": 0}, "block: .*greater than or equal to 1"),
         ("etc", {"key": "mine"}, "key: .*'device' or 'cohort'"),
         ("ats", {"policy": "1-2-3"}, r"defence_params of ats: policy: .*'3-1-7'"),
@@ -176,7 +176,7 @@ def test_devices_of_a_cohort_scramble_alike_and_one_without_its_secret_is_told_w
         for root in (b"a", b"b")
     )
     assert one.digest() == two.digest()
-    with pytest.raises(DefenceError, match="key = cohort needs the cohort secret: `fedcg cohort join`, or set key"):
+    with pytest.raises(DefenceError, match="key = cohort needs the cohort secret: run `fedcg cohort join`, or set key"):
         etc.apply(bright_images(6, 0), params, DefencePlace(DEVICE, silent))
 
 

@@ -83,7 +83,7 @@ def test_features_above_the_clip_are_cut_and_the_owner_is_warned() -> None:
     ctx = replace(cases.context(clipped), callbacks=Callbacks(warn=warnings.append))
     assert torch.allclose(feature_moments(TwoHalves(), white, ctx)[MOMENT], torch.full((3,), 1.5**2))
     (warning,) = warnings
-    assert "100.0% of the features lie above 1.5" in warning
+    assert "100.0% of the features exceed 1.5" in warning
     assert "--set clip=N" in warning
 
 
@@ -102,7 +102,7 @@ def test_moments_of_no_images_are_none_and_broken_ones_an_error() -> None:
     moments = moments_of(features, labels, 3)
     assert class_gaussians({name: torch.zeros_like(one) for name, one in moments.items()}) is None
     for broken in ({COUNTS: moments[COUNTS] * 2}, {MOMENT: moments[MOMENT] * torch.nan}):
-        with pytest.raises(DivergedError, match="moments of no images"):
+        with pytest.raises(DivergedError, match="moments are of no images"):
             class_gaussians({**moments, **broken})
 
 

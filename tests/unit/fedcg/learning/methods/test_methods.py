@@ -111,7 +111,7 @@ def test_order_of_arrival_and_restarts_never_change_the_aggregate(name: str, par
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "analytic"])  # it has no loss
 def test_a_loss_that_is_not_finite_ends_the_round(name: str) -> None:
-    with pytest.raises(DivergedError, match="still stands"):
+    with pytest.raises(DivergedError, match="is kept"):
         one_round(name, optimiser="sgd", lr=1e12)
 
 
@@ -225,7 +225,7 @@ def test_an_installed_method_is_listed_and_runs_as_the_built_in_one(folder: Path
 
 def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> None:
     install(folder, "our_prototypes", "theirs")
-    with pytest.raises(ExtensionError, match="our_package:METHOD holds is named 'theirs'"):
+    with pytest.raises(ExtensionError, match="METHOD in our_package:METHOD is named 'theirs'"):
         get_method("our_prototypes")
 
 
@@ -238,27 +238,27 @@ def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_t
     method, spec, right = get_method("smoothed"), cases.quick_spec("smoothed"), one_round("smoothed")
     state, shared = method.init_client(spec, initial_parts(spec, b"cohort")), right.shared
     for wrong, problem in (
-        (replace(right, shared=replace(shared, parts=right.private.parts)), "has extractor, which payload.up lacks"),
+        (
+            replace(right, shared=replace(shared, parts=right.private.parts)),
+            "has extractor, which is not in payload.up",
+        ),
         (replace(right, shared=replace(shared, parts={})), "lacks classifier"),
         (replace(right, private=replace(right.private, parts=shared.parts)), "lacks extractor in its private half"),
-        (
-            replace(right, shared=replace(shared, parts={Part.CLASSIFIER: {}})),
-            r"nothing in the place of 1\.bias \[120\]",
-        ),
+        (replace(right, shared=replace(shared, parts={Part.CLASSIFIER: {}})), r"nothing instead of 1\.bias \[120\]"),
     ):
         told = replace(method, local_round=lambda *_, wrong=wrong: wrong)
         with pytest.raises(ExtensionError, match=problem):
             protected_round(told, state, cases.bright_images(9, 0), None, cases.context(spec))
     for line, mistake, problem in (
-        ('Descent("both"', 'Descent("all"', "stage smoothed: a Descent of 'all'; its optimisers are both"),
+        ('Descent("both"', 'Descent("all"', "stage smoothed: a Descent of 'all', but the optimisers are both"),
         (
             "return None if found is None else (found,)",
             "return found",
-            "returns no sequence of 1 losses (smoothed cross",
+            "must return a sequence of 1 losses (smoothed cross",
         ),
         ("label_smoothing=", 'reduction="none", label_smoothing=', "the loss of both has the shape [8]; a Descent"),
-        ("found = yield", "found = None and", "stage smoothed: its step yields no Descent"),
-        ("AverageAggregator(UP", "AverageAggregator(KEPT", "the aggregator averages extractor, which no update"),
+        ("found = yield", "found = None and", "stage smoothed: its step must yield a Descent"),
+        ("AverageAggregator(UP", "AverageAggregator(KEPT", "the aggregator averages extractor, but updates"),
         ("F.cross_entropy", "G.cross_entropy", "NameError: name 'G' is not defined (our_package.py, line 42, in loss)"),
     ):
         (folder / "our_package.py").write_text(documented().replace(line, mistake))
@@ -272,9 +272,9 @@ def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_t
 
 def test_a_method_that_seals_what_it_does_not_average_or_alternates_without_statistics_is_refused() -> None:
     payload = get_method("fedper").payload
-    with pytest.raises(ValueError, match="sealed parts are averaged: they have to go up and come down"):
+    with pytest.raises(ValueError, match="sealed parts are averaged: list them in both"):
         replace(payload, sealed=frozenset({Part.CLASSIFIER}))
-    with pytest.raises(ValueError, match="every second round exchanges the part statistics"):
+    with pytest.raises(ValueError, match="alternates needs the part statistics"):
         replace(payload, alternates=True)
 
 

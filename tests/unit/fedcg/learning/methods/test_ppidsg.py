@@ -278,9 +278,9 @@ def test_the_model_is_generator_extractor_and_classifier_in_this_order() -> None
     ("plan_", "problem"),
     [
         (cases.plan("ppidsg"), "network.split must be image_small or image_paper"),
-        (cases.usual_plan("ppidsg").model_copy(update={"input": cases.GREY}), "set every one to 0.5"),
+        (cases.usual_plan("ppidsg").model_copy(update={"input": cases.GREY}), "set each to 0.5"),
         (cases.usual_plan("ppidsg", block=5), "block = 5 does not divide images of 16x16"),
-        (cases.usual_plan("ppidsg", scrambling="IR,IC"), "IC permutes the channels of colour images"),
+        (cases.usual_plan("ppidsg", scrambling="IR,IC"), "IC permutes colour channels"),
     ],
 )
 def test_a_federation_it_can_not_work_in_is_refused_with_the_setting(plan_: FederationPlan, problem: str) -> None:

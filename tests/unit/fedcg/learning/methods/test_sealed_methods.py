@@ -118,7 +118,7 @@ def test_the_calibrated_classifier_is_taken_where_most_votes_are_for_it_and_comp
     warnings: list[str] = []
     ctx = replace(asked(party.spec, 3, {"a": CALIBRATED}, data.val), callbacks=Callbacks(warn=warnings.append))
     assert fedseal.align(own, Aggregate(spoilt), data.train, ctx) == {}
-    assert "moments of no images: the averaged classifier is used as it came" in warnings[0]
+    assert "moments are of no images: the averaged classifier is used without calibration" in warnings[0]
 
 
 def test_with_balanced_logits_the_calibrated_classifier_gets_the_clients_own_label_shares(sealed: Simulation) -> None:
@@ -281,5 +281,5 @@ def test_analytic_refuses_classifiers_of_several_layers_and_backbones_that_diffe
 @pytest.mark.parametrize("wrong", [{"update_clip": 1.0}, {"update_noise": 0.01}, {"prune": 0.5}, {"balance": "bias"}])
 def test_mechanisms_that_would_spoil_moments_or_their_head_are_refused(name: str, wrong: dict[str, Any]) -> None:
     spec = federation().spec
-    with pytest.raises(PrivacyError, match="would spoil the statistics"):
+    with pytest.raises(PrivacyError, match="would distort the statistics"):
         check_mechanisms(spec, get_method(name), PrivacySettings(**wrong))

@@ -80,10 +80,10 @@ def test_what_no_layer_of_a_spec_says_is_not_described(module: nn.Module) -> Non
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (Layer(kind="exec"), "layer 1, exec: no such layer"),
+        (Layer(kind="exec"), "layer 1, exec: unknown layer"),
         (Layer(kind="linear", args={"in_features": 3, "device": 1}), "no argument device"),
         (Layer(kind="linear", args={"in_features": 3}), "out_features"),
-        (Layer(kind="linear", args={"in_features": 1 << 20, "out_features": 1 << 20}), "at most 67,108,864"),
+        (Layer(kind="linear", args={"in_features": 1 << 20, "out_features": 1 << 20}), "the limit is 67,108,864"),
     ],
 )
 def test_a_spec_can_ask_for_no_other_layer_and_for_no_more_memory(layer: Layer, words: str) -> None:
@@ -110,10 +110,10 @@ class _Drops(Net):
 @pytest.mark.parametrize(
     ("net", "after", "words"),
     [
-        (_Drops().eval(), "features", "looks at self.training .*nn.Dropout"),
+        (_Drops().eval(), "features", "reads self.training .*nn.Dropout"),
         (Net(), "neck", "no submodule 'neck'; it has features, fc1, fc2"),
-        (_Skips(), "features", "also uses x, which comes from before it"),
-        (_Decides(), "features", r"can't be followed .*fedcg.Split\(extractor, classifier\)"),
+        (_Skips(), "features", "also uses x from before it"),
+        (_Decides(), "features", r"can't be traced .*fedcg.Split\(extractor, classifier\)"),
         (nn.Bilinear(2, 2, 2), "", "no submodule ''"),
     ],
 )

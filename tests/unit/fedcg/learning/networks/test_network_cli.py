@@ -44,7 +44,7 @@ def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() ->
 
 def test_the_text_says_features_parts_and_methods() -> None:
     text = output_of("show", "lenet5_relu", "--image-size", "28", "--channels", "1", "--classes", "47")
-    assert "lenet5_relu: features 16 x 4 x 4, >= 0; images from 16 pixels a side" in text
+    assert "lenet5_relu: features 16 x 4 x 4, >= 0; images of at least 16 pixels a side" in text
     # 256 x 120 + 120 x 84 + 84 x 47, and the biases 120 + 84 + 47: 44,999
     assert any(line.split()[:2] == ["classifier", "44,999"] for line in text.splitlines())
 
@@ -53,7 +53,7 @@ def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
     reason = "halve input.height = 30 twice: choose a multiple of 4"
     assert reason in data_of(output_of("show", "image_small", "--image-size", "30", "--json"))["refusals"]["ppidsg"]
     (line,) = (line for line in output_of("show", "lenet5").splitlines() if line.split()[0] == "ppidsg")
-    assert "not with these networks" in line
+    assert "incompatible: " in line
     assert "network.split must be image_small or image_paper" in line
 
 
@@ -61,7 +61,7 @@ def test_a_method_that_refuses_the_networks_is_there_with_its_reason() -> None:
     ("arguments", "said"),
     [
         (("lenet5", "--channels", "2"), "1 (grey) or 3"),
-        (("lenet5", "--generator", "gru"), "no generator named 'gru'"),
+        (("lenet5", "--generator", "gru"), "no generator 'gru'"),
         (("lenet 5",), "network.split: must be 1 to 200 letters, digits and signs of _.:@+-"),
     ],
 )

@@ -186,9 +186,9 @@ def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() 
 @pytest.mark.parametrize(
     ("method", "params", "sealed", "problem"),
     [
-        ("fedper", {}, {Part.CLASSIFIER}, "fedper: sealed = classifier can't be had; what it only averages: extractor"),
-        ("fedgh", {}, {Part.CLASSIFIER}, "fedgh: sealed = classifier can't be had; what it only averages: none"),
-        ("fedavg", {"average": "median"}, {Part.EXTRACTOR}, "a sealed part has a mean and no median"),
+        ("fedper", {}, {Part.CLASSIFIER}, "fedper: sealed = classifier is not supported; it only averages: extractor"),
+        ("fedgh", {}, {Part.CLASSIFIER}, "fedgh: sealed = classifier is not supported; it only averages: none"),
+        ("fedavg", {"average": "median"}, {Part.EXTRACTOR}, "sealed parts support only the mean"),
     ],
 )
 def test_a_plan_seals_only_what_its_method_does_nothing_with_but_average(

@@ -64,10 +64,10 @@ def test_a_split_neither_registered_nor_allowed_is_not_imported(folder: Path, mo
     target = documented(folder)
     for allowed in ("", "our_networks:other", "our_networks"):
         monkeypatch.setenv(ALLOW_VARIABLE, allowed)
-        with pytest.raises(NetworkError, match=r"may not be imported on this machine: .*FEDCG_ALLOW_SPLITS"):
+        with pytest.raises(NetworkError, match=r"is not allowed on this machine: .*FEDCG_ALLOW_SPLITS"):
             complete_spec(plan("fedcg", choice(target)))
     assert "our_networks" not in sys.modules
-    with pytest.raises(NetworkError, match="no split named 'small_residual'; there are lenet5"):
+    with pytest.raises(NetworkError, match="no split 'small_residual'; choose from lenet5"):
         complete_spec(plan("fedcg", choice("small_residual")))
 
 
@@ -123,21 +123,21 @@ def own(method: str, extractor: str = "extractor") -> str:
         ("import not_there\ndef make(): ...", "ModuleNotFoundError: No module named 'not_there'"),
         (
             split("lambda c: nn.Flatten()", kind="UNIT"),
-            r"gives features from -\d.* to .*, but its feature_range is unit",
+            r"returns features from -\d.* to .*, but its feature_range is unit",
         ),
-        (split(half="lambda s, c: nn.Linear(6, c + 1)"), r"the classifier makes \[3, 4\] of \[3, 6\], not \[3, 3\]"),
+        (split(half="lambda s, c: nn.Linear(6, c + 1)"), r"the classifier returns \[3, 4\] for \[3, 6\], not \[3, 3\]"),
         (split("lambda c: extractor(c).double()"), r"the extractor has 1\.weight of type torch\.float64"),
         (
             own("def __init__(self, *_): super().__init__(6, 3); nn.init.constant_(self.weight, random.random())"),
-            "the classifier starts with other values in weight at every build",
+            "the classifier has different initial values in weight at every build",
         ),
         (
             own("def forward(self, x): return super().forward(x - x.mean(0))"),
-            "the classifier gives a row other values alone than in a batch",
+            "the classifier returns different values for a row alone and in a batch",
         ),
         (
             own("def __init__(self, *_): super().__init__(6, 3); nn.init.constant_(self.bias, float('nan'))"),
-            "the classifier starts with values in bias that are not finite",
+            "the classifier has initial values in bias that are not finite",
         ),
     ],
 )
@@ -190,15 +190,15 @@ def test_the_documented_generator_is_listed_trained_and_sent(folder: Path, tmp_p
         ("def another(*asked): ...", "our_generators:one_layer: AttributeError"),
         (
             f"{LINEAR}def one_layer(s, c, n, r): return Linear((4, 4), n, nn.ReLU())",
-            r"our_generators:one_layer makes features \[3, 4, 4\], not \[3, 16, 1, 1\]",
+            r"our_generators:one_layer returns features \[3, 4, 4\], not \[3, 16, 1, 1\]",
         ),
         (
             f"{LINEAR}def one_layer(s, c, n, r): return Linear(s, n, nn.Tanh())",
-            r"makes features from -0\.\d+ to .*, and the split's are non_negative: end it in a sigmoid",
+            r"returns features from -0\.\d+ to .*, but the split's range is non_negative: end it in a sigmoid",
         ),
         (
             f"{LINEAR}def one_layer(s, c, n, r): return nn.GRU(n, 16)",
-            "no initial values are known for weight_ih_l0, .* give it a method reset",
+            "no known initial values for weight_ih_l0, .* add a method reset",
         ),
     ],
 )

@@ -274,7 +274,7 @@ def test_methods_are_listed_with_when_to_take_which() -> None:
 
 def test_a_method_shows_its_parameters_and_what_leaves_the_box() -> None:
     text = run_fedcg("method", "show", "fedmd_cg").stdout
-    assert "stays on the box: extractor" in text
+    assert "stays on the device: extractor" in text
     assert "label counts" in text
     shown = data_of(run_fedcg("method", "show", "fedcg", "--json").stdout)
     assert shown["private"] == ["discriminator", "extractor"]
@@ -311,7 +311,7 @@ def test_a_client_whose_budget_ends_takes_no_part_any_more() -> None:
     now, after_two = stood[-1], stood[1]
     for name in ("a", "c"):
         assert [failure.round for failure in now.failures[name]] == [3, 4]
-        assert "privacy budget is used up: a round more would bring epsilon to" in now.failures[name][0].reason
+        assert "privacy budget is used up: another round would bring epsilon to" in now.failures[name][0].reason
         assert now.spent[name].epsilon(1e-5) == pytest.approx(epsilon(12, 8 / 24), rel=1e-9)
     assert "b" not in now.failures
     assert cases.same_parts(now.states["a"].parts, after_two.states["a"].parts)

@@ -371,7 +371,7 @@ def test_a_toy_whose_loss_is_lost_ends_and_names_the_loss(at: int, value: float)
         losses = yield from toy_step(nets, batch)
         return tuple(loss * value if at == number else loss for number, loss in enumerate(losses or ()))
 
-    with pytest.raises(DivergedError, match=f"{TOY_LOSSES[at]}: mean loss .* still stands"):
+    with pytest.raises(DivergedError, match=f"{TOY_LOSSES[at]}: mean loss .* is kept"):
         run_stage(toy(step=lost), CTX)
 
 
