@@ -69,7 +69,7 @@ def test_a_client_with_pixels_is_audited_as_one_with_images() -> None:
     found = results(audited)
     assert (found["class_inference"][0], found["labels"][0]) == (None, None)
     assert min(found[name][1] for name in ("labels", "class_inference")) > 0
-    assert found["epsilon"] == ("it takes a whole local round: run it with default or thorough effort", 0)
+    assert found["epsilon"] == ("it needs a whole local round: run it with default or thorough effort", 0)
     assert audited.report["subject"]["auxiliary"] == 80
 
 

@@ -102,7 +102,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "clients: a federation has two or more": lambda: {"a": client(1)},
     "clients: b is a Sequential": lambda: {"a": client(1), "b": net()},
     "'a/b': give each a name": lambda: {"a/b": client(1), "c": client(2)},
-    "client b: classes are not those of a": lambda: {
+    "client b: classes differ from those of a": lambda: {
         "a": client(1), "b": fedcg.Client(client(2).model, windows(2), CLASSES[::-1])
     },
     r"client b: inputs are float32 \[4\], and those of a float32 \[2, 32\]": lambda: {
@@ -111,7 +111,7 @@ WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "makes \\[3\\] of an input, not one number for each of 4 classes": lambda: {
         name: fedcg.Client(client(1).model, windows(seed), [*CLASSES, "more"]) for seed, name in enumerate("ab")
     },
-    "client b: its network is not that of a": lambda: {
+    "client b: its network differs from that of a": lambda: {
         "a": client(1), "b": fedcg.Client(fedcg.Split(nn.Flatten(), nn.Linear(64, 3)), windows(2), CLASSES)
     },
     "weight of the classifier is also a parameter of the extractor": lambda: {
@@ -132,7 +132,7 @@ def test_what_cannot_be_federated_is_one_sentence(words: str) -> None:
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(BadInputError, match="did you mean `local_epochs`"):
         fedcg.simulate(clients(), rounds=1, local_epoch=3)
-    with pytest.raises(BadInputError, match="flip: of no use here"):
+    with pytest.raises(BadInputError, match="flip: not allowed here"):
         fedcg.simulate(clients(), rounds=1, flip=True)
     with pytest.raises(AttributeError, match="no attribute 'simulat'; there are Audit, Client"):
         getattr(fedcg, "simulat")  # noqa: B009 - mypy knows that it is not there

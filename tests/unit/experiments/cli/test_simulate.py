@@ -181,7 +181,7 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
     late = fedcg_simulate(out, "--rounds 2 --method fedavg --keep-updates all")
     assert late.exit_code == 0
     assert "recorded updates" not in late.stderr
-    assert "done before, without a recording of its updates; --force runs it again" in late.stderr
+    assert "already done, without a recording of its updates; --force repeats it" in late.stderr
 
 
 # Mechanisms

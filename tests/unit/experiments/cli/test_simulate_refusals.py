@@ -18,7 +18,7 @@ REFUSED = [
     ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
     ("--codec i4", "--codec"),
     ("--precision bf16", "needs --device cuda"),
-    ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
+    ("--seed 1 --seeds 0-2", "--seed is for a single run, --seeds for several"),
     ("--ray auto --workers 2", "--workers are processes of this machine"),
     ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
     # Recorded updates
@@ -63,4 +63,4 @@ def test_a_folder_that_nothing_can_be_written_into_ends_the_call_with_what_to_do
     (tmp_path / "taken").write_text("a letter")
     done = fedcg_simulate(tmp_path / "taken", "--method local")
     assert done.exit_code == 2
-    assert "nothing can be written there (Not a directory); choose another folder" in done.stderr
+    assert "not writable (Not a directory); choose another folder" in done.stderr

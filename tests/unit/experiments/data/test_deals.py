@@ -154,7 +154,7 @@ def rows(*sets: ImageSet | torch.Tensor) -> list[bytes]:
 def test_a_cohort_in_memory_is_what_an_agent_reads_from_the_demos_folders(
     digits: Source, tmp_path: Path, validation: Validation
 ) -> None:
-    with pytest.raises(SourceError, match=r"partition\.json is no partition record"):
+    with pytest.raises(SourceError, match=r"partition\.json is not a partition record"):
         image_counts(tmp_path)
     options = DealOptions(4, Partition.parse("dirichlet:0.5"), 0, 100, validation, public_images=12)
     cohort = build_cohort(digits, digits.input_form(8), options)

@@ -106,7 +106,7 @@ def test_folders_that_cannot_be_understood_are_named(tmp_path: Path) -> None:
     image_tree(tmp_path / "nothing" / "dslr", 3)
     messages = {
         "mixed": "domains or classes",
-        "other": "do not hold the same class folders",
+        "other": "must hold the same class folders",
         "one": "at least 2 are needed",
         "empty": "dog holds no image",
         "nothing": "amazon holds no image",

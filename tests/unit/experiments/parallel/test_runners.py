@@ -107,7 +107,7 @@ def test_a_task_that_kills_every_worker_is_given_up_an_error_is_raised_here_and_
 ) -> None:
     one = party_of("fedavg")
     pool.start(one)
-    with pytest.raises(RunError, match="worker processes died over one task"):
+    with pytest.raises(RunError, match="worker processes died at one task"):
         list(pool.answers(deadly, [ANY], None))
     with pytest.raises(FedcgError, match=r"KeyError: 'what is not there' \(test_runners\.py, line \d+, in faulty\)"):
         list(pool.answers(faulty, [ANY, ANY], None))
