@@ -208,7 +208,7 @@ def test_a_public_set_that_is_neither_there_nor_to_be_had_says_where_its_files_b
     monkeypatch.setattr("torchvision.datasets.usps.download_url", raising(OSError("no network")))
     with pytest.raises(SourceError, match=r"can't be downloaded \(no network\): put usps\.bz2 and usps\.t\.bz2 there"):
         open_source(f"torchvision:USPS:{tmp_path}")
-    with pytest.raises(SourceError, match="known are MNIST"):
+    with pytest.raises(SourceError, match="choose MNIST"):
         open_source("torchvision:ImageNet")
 
 
