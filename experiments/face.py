@@ -196,9 +196,7 @@ def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) ->
         if str(_private(named[name])) != str(_private(named[first])):
             raise DataError(f"client {name}: its network differs from that of {first}: use the same one for all")
         if list(named[name].classes) != list(named[first].classes):
-            raise DataError(
-                f"client {name}: classes differ from those of {first}: list the same classes in the same order"
-            )
+            raise DataError(f"client {name}: classes differ from those of {first}: use the same ones in the same order")
     return form
 
 

@@ -41,9 +41,7 @@ def own_build() -> Build:
     digest, root = hashlib.sha256(), Path(fedcg.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    shared = {
-        name: version for name, version in versions().items() if name != "onnxruntime"
-    }  # a node may lack the package
+    shared = {name: version for name, version in versions().items() if name != "onnxruntime"}  # a node may lack it
     return {**shared, "code": digest.hexdigest()[:16]}
 
 

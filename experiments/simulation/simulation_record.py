@@ -180,7 +180,7 @@ def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Return the model that a client's agent would deploy at the end: the one with the lowest calibrated validation loss."""
+    """A candidate for the deployed model at the end; a client's agent would choose by the lowest calibrated validation loss."""
 
     name: str
     loss: float | None

@@ -101,11 +101,11 @@ def test_frozen_weights_stay_and_a_model_that_knows_its_batch_is_not_exported(tm
 WRONG: dict[str, Callable[[], dict[str, Any]]] = {
     "clients: a federation has two or more": lambda: {"a": client(1)},
     "clients: b is a Sequential": lambda: {"a": client(1), "b": net()},
-    "'a/b': give each a name": lambda: {"a/b": client(1), "c": client(2)},
+    "'a/b': give each a unique name": lambda: {"a/b": client(1), "c": client(2)},
     "client b: classes differ from those of a": lambda: {
         "a": client(1), "b": fedcg.Client(client(2).model, windows(2), CLASSES[::-1])
     },
-    r"client b: inputs are float32 \[4\], and those of a float32 \[2, 32\]": lambda: {
+    r"client b: inputs are float32 \[4\], but those of a are float32 \[2, 32\]": lambda: {
         "a": client(1), "b": fedcg.Client(client(2).model, (torch.randn(40, 4), torch.arange(40) % 3), CLASSES)
     },
     "makes \\[3\\] of an input, not one number for each of 4 classes": lambda: {

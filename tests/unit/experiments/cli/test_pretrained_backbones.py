@@ -59,7 +59,7 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
         ("--freeze all", "no weights of timm:test_efficientnet are at hand"),
         ("--freeze all --weights random", "freeze = all keeps a backbone as its weights are"),
         ("--weights nowhere", "no file, and no folder with"),
-        ("--weights FILE --network lenet5", "--weights are of a backbone with a projection"),
+        ("--weights FILE --network lenet5", "--weights are for a backbone with a projection"),
     ],
 )
 def test_what_cannot_be_simulated_is_explained_before_anything_starts(

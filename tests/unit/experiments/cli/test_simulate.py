@@ -252,5 +252,5 @@ def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_why(method
     assert record["server_failures"] == []
     tested = record["clients"][:3]  # the last has nothing to test on
     assert all(client["accuracy_personal"] is not None for client in tested)
-    assert "local rounds undone: 2" in done.stderr
+    assert "local rounds reverted: 2" in done.stderr
     assert "images skipped: 1" in done.stderr

@@ -8,25 +8,25 @@ from fedcg import tracking
 from tests.support.simulations import fedcg_simulate
 
 REFUSED = [
-    ("--method nosuch", "no method 'nosuch'"),
+    ("--method nosuch", "unknown method 'nosuch'"),
     ("--method local --set mu=1", "local has no parameter mu; `fedcg method show local`"),
     ("--device nosuch", "--device nosuch"),
     ("--method local --set lr=fast", "local: lr"),
     ("--crop 16", "crop: crops of 16 pixels can miss the whole image; the shorter side has 16"),
-    ("--generator nope", "no generator 'nope'; there are conv"),
+    ("--generator nope", "unknown generator 'nope'; choose conv"),
     ("--method ppidsg --method local --network lenet5", "network.split must be image_small or image_paper"),
     ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
     ("--codec i4", "--codec"),
     ("--precision bf16", "needs --device cuda"),
     ("--seed 1 --seeds 0-2", "--seed is for a single run, --seeds for several"),
-    ("--ray auto --workers 2", "--workers are processes of this machine"),
+    ("--ray auto --workers 2", "--workers uses processes of this machine"),
     ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
     # Recorded updates
-    ("--keep-updates some", "write all, or rounds with commas between them"),
+    ("--keep-updates some", "write all, or comma-separated rounds"),
     ("--rounds 2 --keep-updates 0", "digits-fedcg-seed0 has rounds 1 to 2, not 0"),
     # Published tables
     ("--paper fedcg:table1:digit5", "needs --data with the domain folders"),
-    ("--paper fedcg:table1:digits-domains --variant mine", "names the variants itself"),
+    ("--paper fedcg:table1:digits-domains --variant mine", "defines the variants"),
     ("--paper fedcg:table1:digits-domains --rounds 0", "rounds"),
     # Mechanisms and defences
     ("--mechanism dp_sgd.noise_multiplier=1", "network.discriminator = mlp"),

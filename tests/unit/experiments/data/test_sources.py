@@ -152,7 +152,7 @@ def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> No
 def test_a_source_of_which_no_client_has_two_training_images_is_refused(tmp_path: Path) -> None:
     image_tree(tmp_path / "red", 2, ("cat",))
     image_tree(tmp_path / "blue", 2, ("dog",))
-    with pytest.raises(SourceError, match="no client has the 2 training images"):
+    with pytest.raises(SourceError, match="no client has 2 training images"):
         cohort_of(open_source(str(tmp_path)), "domains", 2)
 
 
