@@ -19,7 +19,7 @@ from experiments.record import bench_record, write_record
 from fedcg.terminal import Result, prints
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Measure this machine, as ratios of two measurements in one run."
+    no_args_is_help=True, add_completion=False, help="Measure performance on this machine."
 )
 
 

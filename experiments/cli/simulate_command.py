@@ -101,7 +101,7 @@ class SimulateOptions(BaseModel):
 
 @options_of(RunSetting, SimulateOptions, defaults={"quick": True, "rounds": 4})
 def simulate_command(values: Values, typed: frozenset[str]) -> None:
-    """Simulate federations in one process tree, with the same functions that agents and coordinator call.
+    """Simulate federations without a network, with the same functions that agents and coordinator call.
 
     Every method runs with every seed. The folder gets one JSON per run, runs.csv, curves.csv, curves.png and event
     files for TensorBoard. Finished runs are not repeated. An interrupted run resumes after its last finished round. A

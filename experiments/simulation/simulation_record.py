@@ -180,7 +180,7 @@ def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for the deployed model at the end; a client's agent would choose by the lowest calibrated validation loss."""
+    """A model that a client could deploy at the end, with its calibrated validation loss."""
 
     name: str
     loss: float | None
@@ -189,7 +189,7 @@ class Candidate:
 
 
 def _deployed_of(result: Simulation, name: str) -> Candidate:
-    """The candidates: the client's own of the best round, the last moving average and download, and the local-only one."""
+    """Return the model with the lowest calibrated validation loss: own of the best round, last average or download, or local-only."""
     best, last = result.best(name), result.curves[name][-1]
     local = _local(result, name, best)
     candidates = (

@@ -89,7 +89,7 @@ def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path) -> None:
     run = fedcg.simulate(clients(), "local", 1, **QUICK)
     with pytest.raises(BadInputError, match=r'no updates were recorded: run fedcg.simulate\(..., keep_updates="all"'):
         fedcg.audit(run, "a")
-    with pytest.raises(BadInputError, match="client 'd': there are a, b, c"):
+    with pytest.raises(BadInputError, match="client 'd': choose a, b, c"):
         fedcg.audit(run, "d")
     with pytest.raises(BadInputError, match="effort 'much': choose quick, default, thorough"):
         fedcg.audit(run, "a", effort="much")

@@ -178,7 +178,7 @@ def test_an_address_where_nobody_listens_that_is_none_or_is_a_ray_clients_is_ref
             (f"127.0.0.1:{held.getsockname()[1]}", "ray start --head"),
             ("head", "HOST:PORT"),
             ("127.0.0.1:99999", "no Ray"),
-            ("ray://head:10001", "on a machine of the cluster"),
+            ("ray://head:10001", "on a node of the cluster"),
         ):
             with pytest.raises(OptionError, match=why), open_cluster(address, print):
                 pass
