@@ -18,9 +18,7 @@ import typer
 from experiments.record import bench_record, write_record
 from fedcg.terminal import Result, prints
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Measure performance on this machine."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
 @app.callback()
