@@ -1,20 +1,20 @@
-# Everything a newcomer needs: `make demo` and `make test`. Both set up .venv on their own.
+# Start with `make demo` and `make test`. Both set up .venv automatically.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo-installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# uv installs faster where it is there; torch's build for this machine only pip finds.
+# uv installs faster if available; only pip finds torch's build for this machine.
 FAST    := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python --constraint constraints.txt,$(INSTALL))
 SOURCES := fedcg edge_client coordinator export devices audit experiments tests
 
-.PHONY: help setup setup-broker demo test test-all check check-deploy docs reference format clean
+.PHONY: help setup setup-broker demo test test-all check check-deploy format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
 
-setup: $(STAMP)  ## create .venv and install pinned dependencies, those of the tests too
+setup: $(STAMP)  ## create .venv and install pinned dependencies, including those of the tests
 
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,24 +28,24 @@ $(DEMO): pyproject.toml constraints.txt
 	@touch $(DEMO)
 
 $(STAMP): $(DEMO)
-	@echo "Installing what the tests need beside (Ray, a browser's driver, tools) ..."
+	@echo "Installing the additional packages for tests (Ray, a browser driver, tools) ..."
 	@$(FAST) --editable '.[dev]' || $(INSTALL) --editable '.[dev]'
-	@$(INSTALL) --no-deps aeon  # for its files: what it depends on is an older numpy
+	@$(INSTALL) --no-deps aeon  # only for its files: its dependencies include an older numpy
 	@touch $(STAMP)
 
-setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker
+setup-broker:  ## install Mosquitto: with apt as root, else extracted into .broker
 	@deploy/mosquitto/install.sh
 
-demo: $(DEMO)  ## run a whole federation on this machine and print what happened
+demo: $(DEMO)  ## run a whole federation on this machine and print its results
 	@$(BIN)/fedcg demo $(DEMO_ARGS)
 
-test: setup  ## the tests, under 8 minutes on 2 cores
+test: setup  ## run the fast tests, under 8 minutes on 2 cores
 	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-test-all: setup  ## every test, also the slow ones, under 40 minutes
+test-all: setup  ## run all tests, including slow ones, under 40 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-check: setup  ## format, lint, types, import contracts
+check: setup  ## check format, lint, types and import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -55,16 +55,9 @@ check: setup  ## format, lint, types, import contracts
 check-deploy: setup  ## lint the units, the compose file, the Dockerfiles and the YAML
 	@$(BIN)/python -m pytest -q tests/unit -k deploy
 
-docs: setup  ## build the site below build/site, strictly: no dead link, no page outside the menu
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	@echo "Open build/site/index.html"
-
-reference: setup  ## write docs/reference anew from the code
-	@$(BIN)/python -m docs.build_reference
-
-format: setup  ## rewrite the sources in house style
+format: setup  ## reformat the sources
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-clean:  ## remove what the targets created
+clean:  ## remove everything that the targets created
 	rm -rf $(VENV) .broker .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -1,1 +1,1 @@
-"""The audit: what left a device, and what an attacker makes of it."""
+"""The audit: what left a device, and what an attacker can learn from it."""

@@ -1,4 +1,4 @@
-"""What an owner may ask of an audit, read and checked without torch: attacks by name, the conditions of a gate, the packages it takes."""
+"""The choices of an audit, read and checked without torch: attacks by name, the conditions of a gate, the required packages."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ATTACKS = {
     "image_generator": "image_generator",
     "epsilon": "canaries",
 }
-"""The attacks by name, in the order of a report; each is the module of `audit.attacks` that its name stands for."""
+"""The attacks by name, in the order of a report; each value is a module of `audit.attacks`."""
 PACKAGES = {
     "jinja2": "jinja2",
     "scipy": "scipy",
@@ -40,15 +40,15 @@ class Condition:
     bound: float
 
     def __str__(self) -> str:
-        """As it is written."""
+        """Return the condition as it is written."""
         return f"{self.figure}{'_gain' if self.of_gain else ''}<{self.bound:g}"
 
 
 def parse_gate(text: str) -> tuple[Condition, ...]:
-    """Read conditions, separated by commas: `reid_gain<0.02,mia_auc<0.60`.
+    """Parse conditions, separated by commas: `reid_gain<0.02,mia_auc<0.60`.
 
     Raises:
-        GateFormError: not of this form, or a figure that there is not; names it.
+        GateFormError: names the condition that is malformed or has an unknown figure.
     """
     found = []
     for piece in filter(str.strip, text.split(",")):
@@ -56,11 +56,11 @@ def parse_gate(text: str) -> tuple[Condition, ...]:
         if matched is None:
             raise GateFormError(f"gate {piece.strip()!r}: write NAME<NUMBER or NAME_gain<NUMBER, separated by commas")
         if matched[1] not in FIGURES:
-            raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; there are {', '.join(FIGURES)}")
+            raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; choose {', '.join(FIGURES)}")
         found.append(Condition(matched[1], matched[2] is not None, float(matched[3])))
     return tuple(found)
 
 
 def missing_packages() -> tuple[str, ...]:
-    """The packages that an audit needs and that are not installed, by the names that pip takes."""
+    """Return the packages that an audit needs and that are not installed, by their names for pip."""
     return tuple(package for module, package in PACKAGES.items() if find_spec(module) is None)

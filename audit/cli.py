@@ -12,8 +12,8 @@ from fedcg.errors import FAILED
 from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import table
 
-app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and attack it.")
-GATE_EXIT = 3  # a gate did not pass
+app = typer.Typer(no_args_is_help=True, help="Independently record what leaves the devices, and attack it.")
+GATE_EXIT = 3  # a gate failed
 
 
 @app.command()
@@ -25,13 +25,13 @@ def observe(
     host: Annotated[str, typer.Option(help="the broker's host")] = "127.0.0.1",
     identity: Annotated[str, typer.Option(help="name in the certificate")] = "observer",
     protocol: Annotated[Literal["auto", "5", "3.1.1"], typer.Option(help="MQTT version")] = "auto",
-    until_finished: Annotated[bool, typer.Option("--until-finished", help="end when the federation has ended")] = False,
-    frames: Annotated[bool, typer.Option("--frames", help="also keep every frame as it came, in frames.bin")] = False,
+    until_finished: Annotated[bool, typer.Option("--until-finished", help="stop when the federation ends")] = False,
+    frames: Annotated[bool, typer.Option("--frames", help="also keep every raw frame, in frames.bin")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Record and decode everything that crosses a federation's topics, with a read-only certificate.
 
-    Prints `ready` once it listens. Ends on SIGTERM or Ctrl-C with the record complete.
+    Prints `ready` once it is subscribed. SIGTERM or Ctrl-C stops it and completes the record.
 
     Example: fedcg audit observe --federation casting --out record --port 8883 --tls /var/lib/fedcg/pki
     """
@@ -59,10 +59,10 @@ def compare(
     observed: Annotated[Path, typer.Option(help="an observer's folder")],
     private: Annotated[list[Path], typer.Option(help="safetensors file with private weights; repeat for more")],
 ) -> Result:
-    """Compare every recorded tensor with every private tensor, as value, as delta, and as raw bytes.
+    """Compare every recorded tensor with every private tensor: as values, as a delta and as raw bytes.
 
-    Private are the parts extractor and discriminator in the files. Of sealed numbers every bit has to be a fair coin, also in what a coordinator
-    adds up. Exit code 1 when something leaked.
+    The parts extractor and discriminator of the files count as private. Sealed numbers, also as a coordinator sums
+    them, must look like random bits. Exit code 1 if something leaked.
 
     Example: fedcg audit compare --observed record --private state.safetensors
     """
@@ -78,41 +78,42 @@ def compare(
 def run(
     updates: Annotated[Path, typer.Option(help="an observer's folder, or a coordinator's home or artifacts")],
     data: Annotated[
-        Path, typer.Option(help="the device's images, as its agent has them; they are the truth and stay here")
+        Path, typer.Option(help="the device's images, as its agent has them; the ground truth, never sent")
     ],
     out: Annotated[
-        Path, typer.Option(help="folder for report.html and report.json; an interrupted audit goes on in it")
+        Path, typer.Option(help="folder for report.html and report.json; an interrupted audit resumes there")
     ],
     private: Annotated[
-        Path | None, typer.Option(help="the agent's store (or a simulation's file): for ceilings and single batches")
+        Path | None, typer.Option(help="the agent's store (or a simulation's file), for ceilings and single batches")
     ] = None,
-    held_out: Annotated[Path | None, typer.Option(help="more images of the device that were never trained on")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="more images of the device that it never trained on")] = None,
     auxiliary: Annotated[
-        Path | None, typer.Option(help="labelled images of the same kind that an attacker could have")
+        Path | None, typer.Option(help="labelled images of the same kind, as an attacker could have")
     ] = None,
     cohort: Annotated[
         Path | None,
-        typer.Option(help="the cohort's secret (secrets/cohort.key of a store): attack with the help of one other box"),
+        typer.Option(help="the cohort's secret (secrets/cohort.key of a store): assume that one other device colludes"),
     ] = None,
-    federation: Annotated[str | None, typer.Option(help="which one, where there are several")] = None,
-    client: Annotated[str | None, typer.Option(help="whose update, where there are several")] = None,
+    federation: Annotated[str | None, typer.Option(help="federation to audit, if there are several")] = None,
+    client: Annotated[str | None, typer.Option(help="client whose update to audit, if there are several")] = None,
     round_number: Annotated[
-        int | None, typer.Option("--round", min=1, help="default: the last one that the client trained in")
+        int | None, typer.Option("--round", min=1, help="round to audit; default: the last in which the client trained")
     ] = None,
     attacks: Annotated[
         list[str] | None,
-        typer.Option(help="a name, or several with commas; repeat for more; default: all (`fedcg audit attacks`)"),
+        typer.Option(help="names, separated by commas, or repeat the option; default: all (`fedcg audit attacks`)"),
     ] = None,
-    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="a minute, ten, hours")] = "default",
-    seed: Annotated[int, typer.Option(help="of all random numbers")] = 0,
-    processes: Annotated[int | None, typer.Option(min=1, help="attacks at once; default: one per CPU")] = None,
-    gate: Annotated[str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60; exit code 3 beyond one")] = "",
-    force: Annotated[bool, typer.Option("--force", help="drop what is in the folder")] = False,
+    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="1 min, 10 min, hours")] = "default",
+    seed: Annotated[int, typer.Option(help="seed of all random numbers")] = 0,
+    processes: Annotated[int | None, typer.Option(min=1, help="parallel attacks; default: one per CPU")] = None,
+    gate: Annotated[str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60; exit code 3 if one fails")] = "",
+    force: Annotated[bool, typer.Option("--force", help="discard the audit in the folder")] = False,
 ) -> Result:
-    """Attack what a device sent in a round, and report what came back.
+    """Attack the update of a device in a round, and report what leaked.
 
-    The report says what was tried, what came back beyond the best guess, and what was not tried. Exit code 3 when a gate did not
-    pass, 1 when an attack failed to run. The report shows images of the device: it is for the device's owner.
+    The report lists the attacks that were tried, their gain over the best guess, and the attacks that were not tried.
+    Exit code 3 if a gate failed, 1 if an attack failed to run. The report contains images of the device and is for the
+    device's owner.
 
     Example: fedcg audit run --updates record --data /data/images --out report --effort quick
     """
@@ -142,7 +143,7 @@ def run(
 @app.command(name="attacks")
 @prints
 def list_attacks() -> Result:
-    """List the attacks: their names, the question that each answers, and the papers.
+    """List the attacks: name, the question that each answers, and papers.
 
     Example: fedcg audit attacks
     """

@@ -1,11 +1,11 @@
 """Errors of the audit.
 
 AuditError
-├── CaptureError        a recording that can't be read or written, or lacks what was asked for
-├── DecodeError         bytes that are not what they should be: an artifact, private weights
-├── TruthError          images or private weights that are not those of the update
-├── UnknownAttackError  an attack that there is not
-└── GateFormError       a gate that can't be read
+├── CaptureError        a recording that can't be read or written, or lacks the requested update
+├── DecodeError         an artifact or private weights that can't be decoded
+├── TruthError          images or private weights that do not belong to the update
+├── UnknownAttackError  an unknown attack
+└── GateFormError       a malformed gate
 """
 
 from fedcg.errors import BAD_INPUT, NOT_FOUND, FedcgError
@@ -22,18 +22,18 @@ class CaptureError(AuditError):
 
 
 class DecodeError(AuditError):
-    """Recorded bytes that are no artifact."""
+    """Recorded bytes or private weights that can't be decoded."""
 
 
 class TruthError(AuditError):
-    """Images or private weights that are not those of the update."""
+    """Images or private weights that do not belong to the update."""
 
 
 class UnknownAttackError(AuditError):
-    """An attack that there is not."""
+    """An unknown attack."""
 
     exit_code = NOT_FOUND
 
 
 class GateFormError(AuditError):
-    """A gate that can't be read."""
+    """A malformed gate."""

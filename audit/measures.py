@@ -1,4 +1,4 @@
-"""The measures of an audit: a figure with its confidence interval beside the best trivial guess and the ceiling, and how alike images are (PSNR, SSIM).
+"""The measures of an audit: figures with confidence interval, best trivial guess and ceiling; similarity of images (PSNR, SSIM).
 
 Images are [N, C, H, W] float32 in [0, 1].
 """
@@ -35,23 +35,23 @@ class Interval:
     high: float
 
     def over(self, floor: float) -> Interval:
-        """How far it is above a number that has no error of its own."""
+        """Return the distance above an exact number."""
         return Interval(self.value - floor, self.low - floor, self.high - floor)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What one attack came to, in one setting.
+    """The result of one attack in one setting.
 
     Attributes:
-        name: as gates use it: `label_l1`, `psnr`, `reid`, `mia_auc` ...
+        name: as in gates: `label_l1`, `psnr`, `reid`, `mia_auc` ...
         setting: the attacker's situation in words, unique within a name.
         value: in the figure's unit.
-        floor: the same figure of the best trivial guess, which has not seen the update; `floor_is` says which guess that is.
-        gain: how much better than the floor the attack is, above 0 where it is better, whichever way the figure points.
-        ceiling: the same figure by the device's own extractor, given where it is not sent; None where there is none.
-        samples: images, batches or canaries that the interval is over.
-        unit: "share", "dB", "nats" or nothing.
+        floor: the same figure for the best trivial guess, which does not use the update; `floor_is` names that guess.
+        gain: improvement over the floor; positive if the attack is better, also for figures where smaller is better.
+        ceiling: the same figure with the device's own extractor, where that is not sent; None if there is none.
+        samples: number of images, batches or canaries behind the interval.
+        unit: "share", "dB", "nats" or empty.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Figure:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the attacker has only what a real one can have; else it is a ceiling."""
+        """Whether a real attacker can have this knowledge; else the figure is a ceiling."""
         return Knowledge.PRIVATE not in self.knowledge
 
     @property
     def is_of_update(self) -> bool:
-        """Whether the attack was on the update itself, and not on the gradient of a batch, which no device sends."""
+        """Whether the attack used the update itself, and not the gradient of a batch, which no device sends."""
         return Knowledge.BATCH not in self.knowledge
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What the figures of one name measure: its title, and its unit."""
+    """The title and unit of the figures of one name."""
 
     name: str
     title: str
@@ -96,16 +96,16 @@ class Measure:
         gain: Interval | None = None,
         ceiling: float | None = None,
     ) -> Figure:
-        """A figure.
+        """Return a figure.
 
         Args:
             setting: the attacker's situation in words.
-            used: what the attacker knows, in any order.
-            value: what the attack came to.
-            floor: the best trivial guess, and what it comes to.
-            samples: that the interval is over.
-            gain: over the floor; None where the floor has no error: then it is the value's interval less the floor.
-            ceiling: what the device's own extractor comes to.
+            used: the attacker's knowledge, in any order.
+            value: the attack's result.
+            floor: the best trivial guess and its result.
+            samples: number of samples behind the interval.
+            gain: over the floor; None if the floor is exact: then it is the value's interval minus the floor.
+            ceiling: the result with the device's own extractor.
         """
         knowledge, (floor_is, least) = tuple(one for one in Knowledge if one in used), floor
         over = value.over(least) if gain is None else gain
@@ -123,7 +123,7 @@ class Measure:
         *,
         ceiling: float | None = None,
     ) -> Figure:
-        """The mean of values [N] beside that of the best of several trivial guesses, which are compared sample by sample."""
+        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample."""
         floor_is, floor = best_of(floors)
         gain = bootstrap(values - floor, seed)
         least = (floor_is, float(floor.mean()))
@@ -131,16 +131,16 @@ class Measure:
 
 
 def best_of(guesses: Iterable[tuple[str, Values]]) -> tuple[str, Values]:
-    """The guess with the highest mean."""
+    """Return the guess with the highest mean."""
     return max(guesses, key=lambda guess: float(guess[1].mean()))
 
 
 @dataclass(frozen=True)
 class Control:
-    """A positive control: the attack on something that is known to leak. Where it fails, low figures of the attack prove nothing.
+    """A positive control: the attack on a case that is known to leak. If it fails, low figures of the attack prove nothing.
 
     Attributes:
-        figure: the name of the figures that it is a control of; empty: of all the attack's.
+        figure: the name of the figures that it checks; empty: all figures of the attack.
     """
 
     title: str
@@ -152,10 +152,10 @@ class Control:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Rows of images to look at, each row with a caption; every image a PNG of its own, base64.
+    """Rows of images for a person, each row with a caption; every image is a separate PNG, base64.
 
     Attributes:
-        captions: under the images, row by row; empty or as many as images.
+        captions: under the images, row by row; empty or one for each image.
     """
 
     title: str
@@ -165,7 +165,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Curve:
-    """Lines over one axis, to be drawn.
+    """Lines over one axis, for a plot.
 
     Attributes:
         lines: by name, points (x, y).
@@ -181,11 +181,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an attack came to.
+    """The outcome of an attack.
 
     Attributes:
-        skipped: why it was not tried; None where it was.
-        notes: what a reader has to know to judge the figures, in sentences.
+        skipped: why it was not tried; None if it was.
+        notes: sentences that a reader needs to judge the figures.
     """
 
     attack: str
@@ -199,21 +199,21 @@ class Outcome:
 
     @classmethod
     def failure(cls, attack: str, error: BaseException) -> Outcome:
-        """Of an attack that ended with an error: it has shown nothing, so a gate on its figures does not pass."""
+        """Return the outcome of an attack that ended with an error; a gate on its figures does not pass."""
         return cls(attack, skipped=f"{_FAILED}{type(error).__name__}: {error}")
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended with an error."""
+        """Whether the attack ended with an error."""
         return (self.skipped or "").startswith(_FAILED)
 
     def is_proven(self, figure: str) -> bool:
-        """Whether the controls of the figures of this name passed, so that low ones mean that nothing came back."""
+        """Whether the controls for figures of this name passed, so that low figures are evidence."""
         return all(one.passed for one in self.controls if one.figure in ("", figure))
 
 
 def proportion(successes: int, trials: int) -> Interval:
-    """A share with its Clopper-Pearson interval; trials >= 1."""
+    """Return a share with its Clopper-Pearson interval; trials >= 1."""
     bounds = binomtest(successes, trials).proportion_ci(CONFIDENCE, method="exact")
     return Interval(successes / trials, float(bounds.low), float(bounds.high))
 
@@ -221,7 +221,7 @@ def proportion(successes: int, trials: int) -> Interval:
 def bootstrap(
     values: Values, seed: int, statistic: Callable[[Values], float] = lambda some: float(some.mean())
 ) -> Interval:
-    """A statistic of independent values [N, ...], resampled over the first axis (percentiles of 1,000 resamples)."""
+    """Return a statistic of independent values [N, ...], resampled over the first axis (percentiles of 1,000 resamples)."""
     drawn = np.random.default_rng(seed)
     rows = len(values)
     found = [statistic(values[drawn.integers(rows, size=rows)]) for _ in range(_RESAMPLES)]
@@ -229,7 +229,7 @@ def bootstrap(
 
 
 def percentile_interval(value: float, resampled: Sequence[float]) -> Interval:
-    """A value between the percentiles of what resampled values gave."""
+    """Return a value with the percentiles of its resampled values as bounds."""
     low, high = np.percentile(resampled, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     return Interval(value, float(low), float(high))
 
@@ -239,12 +239,12 @@ _SHOWN_SIDE = 64
 
 
 def psnr(guesses: torch.Tensor, truth: torch.Tensor) -> Values:
-    """PSNR in dB of every image, [N] (FedCG §4.2); guesses are clamped to [0, 1]."""
+    """Return the PSNR in dB of every image, [N] (FedCG §4.2); guesses are clamped to [0, 1]."""
     return np.array([peak_signal_noise_ratio(right, guess, data_range=1.0) for guess, right in _pairs(guesses, truth)])
 
 
 def ssim(guesses: torch.Tensor, truth: torch.Tensor) -> Values:
-    """SSIM of every image, [N], uniform windows (Anti-GAN §5.1); guesses are clamped to [0, 1]."""
+    """Return the SSIM of every image, [N], uniform windows (Anti-GAN §5.1); guesses are clamped to [0, 1]."""
     found = [
         structural_similarity(right, guess, win_size=_SSIM_WINDOW, channel_axis=0, data_range=1.0)
         for guess, right in _pairs(guesses, truth)
@@ -257,12 +257,12 @@ def _pairs(guesses: torch.Tensor, truth: torch.Tensor) -> Iterator[tuple[Values,
 
 
 def unit_pixels(images: torch.Tensor) -> torch.Tensor:
-    """uint8 -> float32 in [0, 1]; tensors of float32 as they are."""
+    """Convert uint8 to float32 in [0, 1]; return float32 tensors unchanged."""
     return images.float() / 255.0 if images.dtype == torch.uint8 else images
 
 
 def png(image: torch.Tensor) -> str:
-    """One image [C, H, W] in [0, 1] as a base64 PNG, enlarged without smoothing so that a person sees its pixels."""
+    """Return one image [C, H, W] in [0, 1] as a base64 PNG, enlarged without smoothing so that its pixels are visible."""
     pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     picture = Image.fromarray(np.ascontiguousarray(pixels.squeeze()))
     scale = max(1, _SHOWN_SIDE // max(picture.size))
@@ -275,7 +275,7 @@ def png(image: torch.Tensor) -> str:
 
 Likeness = Callable[[torch.Tensor, torch.Tensor], Values]
 NEAREST = "the nearest auxiliary image of its class"
-"""Not a guess: only somebody who has the right image can choose it. What an image that looks a little alike scores."""
+"""Not a guess, since choosing it takes the right image. It shows the score of an image that looks somewhat alike."""
 MEASURES: Mapping[str, tuple[Likeness, Measure]] = {
     "psnr": (psnr, Measure("psnr", "Reconstruction, PSNR", "dB")),
     "ssim": (ssim, Measure("ssim", "Reconstruction, SSIM")),
@@ -284,7 +284,7 @@ MEASURES: Mapping[str, tuple[Likeness, Measure]] = {
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """Guesses and the images that they are compared with, in one order, both [N, C, H, W] in [0, 1].
+    """Guesses and the images that they are compared with, in the same order, both [N, C, H, W] in [0, 1].
 
     Attributes:
         floors: trivial guesses by name, each with the images that it is compared with.
@@ -295,27 +295,27 @@ class Reconstructions:
     floors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     def mean(self, name: str) -> float:
-        """Mean PSNR or SSIM of the guesses."""
+        """Return the mean PSNR or SSIM of the guesses."""
         return float(MEASURES[name][0](self.guesses, self.truth).mean())
 
     def best_floor(self, name: str) -> tuple[str, Values]:
-        """The trivial guess of the highest mean, and its values, image by image; `NEAREST` is none."""
+        """Return the trivial guess with the highest mean and its values, image by image; `NEAREST` does not count."""
         likeness, _ = MEASURES[name]
         return best_of((floor, likeness(*pair)) for floor, pair in self.floors.items() if floor != NEAREST)
 
     def figure(self, name: str, setting: str, used: Collection[Knowledge], ceiling: float | None, seed: int) -> Figure:
-        """PSNR or SSIM with its gain over the best floor, paired image by image."""
+        """Return PSNR or SSIM with its gain over the best floor, paired by image."""
         likeness, measure = MEASURES[name]
         values = likeness(self.guesses, self.truth)
         return measure.paired(setting, used, values, [self.best_floor(name)], seed, ceiling=ceiling)
 
 
 def trivial_images(view: View, truth: ImageSet, stream: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    """Guesses of one who has seen no update, [N, C, H, W] in [0, 1], and `NEAREST` beside them: the first three take no label.
+    """Yield guesses without an update, [N, C, H, W] in [0, 1], then `NEAREST`; the first three need no label.
 
     Args:
-        view: for the form of images, and the auxiliary ones; without them there are the first two guesses alone.
-        truth: the images that are guessed.
+        view: for the form of images and the auxiliary images; without those only the first two guesses are yielded.
+        truth: the images to guess.
         stream: for the noise.
     """
     form = view.spec.image.tensor_shape
@@ -335,5 +335,5 @@ def trivial_images(view: View, truth: ImageSet, stream: torch.Generator) -> Iter
 
 
 def nearest_row(image: torch.Tensor, others: torch.Tensor) -> int:
-    """The row of [N, C, H, W] with the smallest squared distance to an image [C, H, W]."""
+    """Return the row of [N, C, H, W] with the smallest squared distance to an image [C, H, W]."""
     return int((others - image).square().flatten(1).sum(1).argmin())

@@ -1,6 +1,7 @@
-"""The report of an audit: per attack a result and the figure that stands for it, gates, and ONE self-contained HTML page that loads nothing.
+"""The report of an audit: a result and a headline figure for each attack, the gates, and one self-contained HTML page without external files.
 
-A gate is compared with the end of the confidence interval that speaks against the device. Curves are inline SVG, drawn in the page's template: no script, no fonts of their own; colours come from the page's style, so they follow light and dark.
+A gate is compared with the unfavourable end of the confidence interval. Curves are inline SVG, drawn in the page's
+template, without scripts or fonts. Their colours come from the page's style, for light and dark mode.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 
 
 class Result(str, Enum):
-    """The result of an attack; the values are words for a report."""
+    """The result of an attack. The values are the words of the report."""
 
-    LEAKED = "something came back"
-    HYPOTHETICAL = "something would come back from the gradient of one batch, which is not sent"
-    NOTHING = "nothing beyond guessing"
-    UNPROVEN = "not proven: its positive control failed"
+    LEAKED = "information leaked"
+    HYPOTHETICAL = "would leak only from the gradient of one batch, which is not sent"
+    NOTHING = "no better than guessing"
+    UNPROVEN = "inconclusive: the positive control failed"
     NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What was audited, in facts.
+    """Facts about the audited update.
 
     Attributes:
-        sent: numbers sent per part; `size`: bytes of the update's artifact, None where only its content is known.
-        gaps: what the recording lacks.
+        sent: count of numbers sent, by part.
+        gaps: missing data in the recording.
         images: (trained on, held out) of the device, `auxiliary` of the attacker.
-        settings: seed, effort, attacks asked for.
-        command: to repeat it.
-        start: where the private networks' first weights come from.
+        settings: seed, effort, requested attacks.
+        command: repeats the audit.
+        start: origin of the private networks' initial weights.
     """
 
     federation: str
@@ -73,7 +74,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """An attack with its outcome and what it comes to."""
+    """An attack, its outcome, and the result with its headline figure."""
 
     attack: Attack
     outcome: Outcome
@@ -81,7 +82,7 @@ class Finding:
     headline: Figure | None
 
     def summary(self) -> str:
-        """One line for a terminal."""
+        """Return one line for a terminal."""
         if self.headline is None:
             return f"{self.result.value} ({self.outcome.skipped})"
         found = self.headline
@@ -92,7 +93,7 @@ class Finding:
 
 
 def as_number(value: float | None, unit: str = "") -> str:
-    """A figure's number as a person reads it: shares in percent."""
+    """Format a figure's number; shares are in percent."""
     if value is None:
         return "-"
     return f"{100 * value:.1f} %" if unit == "share" else f"{value:.3g}{f' {unit}' if unit else ''}"
@@ -101,7 +102,7 @@ def as_number(value: float | None, unit: str = "") -> str:
 def subject_of(
     case: Case, gaps: Sequence[str], settings: Mapping[str, Any], command: str, private: Path | None
 ) -> Subject:
-    """The facts of an audited update; `private` is the device's store, where it is at hand."""
+    """Return the facts of an audited update; `private` is the device's store, if given."""
     view, truth = case.view, case.truth
     return Subject(
         view.spec.federation,
@@ -128,11 +129,12 @@ def subject_of(
 
 
 def finding_of(attack: Attack, outcome: Outcome) -> Finding:
-    """What an outcome comes to.
+    """Return the finding of an outcome.
 
-    The possible setting whose gain is most surely above 0 stands for it: of the update itself if one is; else of a batch's gradient.
-    Of many settings one comes out above 0 by chance, so the error of 5 % is divided among them (Bonferroni, intervals read as a normal's).
-    Without a gain, a figure whose positive control failed stands for it only where no figure's control passed.
+    The headline is the realistic setting whose gain is most surely above 0: on the update itself if there is one, else
+    on a batch's gradient. With many settings some exceed 0 by chance, so the error of 5 % is divided among them
+    (Bonferroni, with intervals read as normal). Without a gain, a figure with a failed positive control is the headline
+    only if no figure's control passed.
     """
     possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
@@ -149,20 +151,20 @@ def finding_of(attack: Attack, outcome: Outcome) -> Finding:
 
 
 def _widened_low(figure: Figure, settings: int) -> float:
-    """The lower end of the gain's interval, were it to hold for so many settings together."""
+    """Return the lower end of the gain's interval, widened to hold for this number of settings together."""
     error = (1 - CONFIDENCE) / 2
     widening = norm.isf(error / settings) / norm.isf(error)
     return float(figure.gain.value - widening * (figure.gain.value - figure.gain.low))
 
 
 def _share_of_range(figure: Figure) -> float:
-    """The gain's lower bound as a share of what could be gained at all, so that dB and shares compare."""
+    """Return the gain's lower bound as a share of the largest possible gain, so that dB and shares are comparable."""
     whole = abs((figure.ceiling if figure.ceiling is not None else 1.0) - figure.floor)
     return figure.gain.low / max(whole, 1e-9)
 
 
 def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult]) -> dict[str, Any]:
-    """The whole report as JSON values (`report.json`); pictures stay in the folder of outcomes and in the page."""
+    """Return the whole report as JSON values (`report.json`); pictures are only in the outcomes' folder and the page."""
     return {
         "format": REPORT_FORMAT,
         "subject": asdict(subject),
@@ -196,7 +198,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
 
 @dataclass(frozen=True)
 class GateResult:
-    """A condition's outcome: the largest bound of a confidence interval over all settings, and where it was found."""
+    """The outcome of a gate condition, and the reason: the largest upper bound over all settings, or why none was measured."""
 
     condition: str
     passed: bool
@@ -204,10 +206,10 @@ class GateResult:
 
 
 def judge(conditions: Sequence[Condition], outcomes: Sequence[Outcome]) -> tuple[GateResult, ...]:
-    """Whether each condition holds: for every setting that a real attacker can have, by the upper end of the interval.
+    """Check each condition against the upper end of the interval, in every setting that a real attacker can have.
 
-    Attacks on the update itself decide; where a figure has none, those on the gradient of one batch do. A figure that was not
-    measured, or whose own positive control failed, does not pass: nothing was shown.
+    Attacks on the update itself decide. Without any for a figure, attacks on the gradient of one batch decide. A figure
+    that was not measured, or whose positive control failed, does not pass.
     """
     return tuple(_judged(condition, outcomes) for condition in conditions)
 
@@ -217,9 +219,9 @@ def _judged(condition: Condition, outcomes: Sequence[Outcome]) -> GateResult:
     broken = next((one for one, _ in possible if not one.is_proven(condition.figure)), None)
     if not possible:
         reasons = [f"{one.attack}: {one.skipped}" for one in outcomes if one.skipped]
-        why = f"not measured ({'; '.join(reasons) or 'no attack was asked for it'})"
+        why = f"not measured ({'; '.join(reasons) or 'no attack that measures it was requested'})"
     elif broken is not None:
-        why = f"the positive control of {broken.attack} failed: nothing was shown"
+        why = f"inconclusive, the positive control of {broken.attack} failed"
     else:
         worst = max((figure for _, figure in possible), key=lambda figure: _upper(condition, figure))
         upper = _upper(condition, worst)
@@ -238,9 +240,9 @@ def _deciding(name: str, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Fig
 
 
 def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
-    """By figure, the upper end of the gain's interval over the settings that decide about a gate, within `MAX_GAIN`.
+    """Return, by figure, the largest upper end of the gain's interval over the settings that decide a gate, within `MAX_GAIN`.
 
-    Figures whose positive control failed are left out: they show nothing.
+    Figures with a failed positive control are left out.
     """
     found = {
         name: [figure.gain.high for _, figure in _deciding(name, [one for one in outcomes if one.is_proven(name)])]
@@ -254,15 +256,15 @@ def largest_gains(outcomes: Sequence[Outcome]) -> dict[AuditFigure, float]:
 
 
 _CORNER, _AXES = np.array([54, 220]), np.array([392, -208])
-"""Where a drawing's axes meet, and how far they reach, in a picture of 460 x 260."""
-_LEAST_LOG = 1e-3  # the least value of a logarithmic axis
+"""Origin and extent of a drawing's axes, in a picture of 460 x 260."""
+_LEAST_LOG = 1e-3  # smallest value of a logarithmic axis
 _TICKS = np.linspace(0, 1, 6)[:, None]
 
 
 def drawn(curve: Curve) -> dict[str, Any]:
-    """The places of a curve's lines, [N, 2] each, and of the ticks on both axes, with their numbers, [6, 2]; nothing where it has no points.
+    """Return the coordinates of a curve's lines, [N, 2] each, and of the ticks on both axes with their numbers, [6, 2]; empty without points.
 
-    The y axis begins at 0 at the latest; an axis without extent gets one.
+    The y axis starts at 0 or below. An axis without extent gets an extent of 1.
     """
     lines = [np.array(points).reshape(-1, 2) for points in curve.lines.values()]
     for line in lines if curve.log_x else ():
@@ -285,7 +287,7 @@ _TEMPLATE = "report.html"
 def write_report(
     folder: Path, subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult]
 ) -> dict[str, Any]:
-    """Write `report.json` and the page, which show images of the device, for the owner of the folder alone; what stands in the former."""
+    """Write `report.json` and the page, readable by the folder's owner only, and return the JSON values."""
     report = report_of(subject, findings, gates)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     replace_durably(folder / REPORT_FILE, json.dumps(report, indent=1))
@@ -294,13 +296,13 @@ def write_report(
 
 
 def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateResult], made: str) -> str:
-    """The page.
+    """Render the page.
 
     Args:
         subject: what was audited.
         findings: per attack, in the order of the report.
-        gates: verdicts; empty without gates.
-        made: when, for its foot.
+        gates: verdicts; may be empty.
+        made: date and time, for the head of the page.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -317,14 +319,14 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
 
 
 def interval(value: Interval, unit: str = "") -> str:
-    """A number and its bounds."""
+    """Format a number and its bounds."""
     if unit == "share":
         return f"{100 * value.value:.1f} % ({100 * value.low:.1f} to {100 * value.high:.1f})"
     return f"{value.value:.3g}{f' {unit}' if unit else ''} ({value.low:.3g} to {value.high:.3g})"
 
 
 def gain(figure: Figure) -> str:
-    """A figure's gain with its sign and bounds."""
+    """Format a figure's gain with its sign and bounds."""
     scale, unit = (100, " points") if figure.unit == "share" else (1, f" {figure.unit}" if figure.unit else "")
     found = figure.gain
     return f"{scale * found.value:+.3g}{unit} ({scale * found.low:+.3g} to {scale * found.high:+.3g})"

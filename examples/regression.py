@@ -1,8 +1,8 @@
-"""Four clinics federate a regression, the course of diabetes from ten measurements, with a training loop of their own.
+"""Four clinics train a regression of diabetes progression on ten measurements, with their own training loop.
 
-The data is scikit-learn's: 80 patients to a clinic, 60 to train on and 20 to choose a model by. The other 122 measure
-all models. It shows a `fedcg.Trainer` with FedProx, whose term is `context.penalty`. The table has 100 times R², and 0
-for less. 10 seconds on two CPUs.
+The data comes from scikit-learn: 80 patients per clinic, 60 for training and 20 for choosing a model. All models are
+tested on the other 122. It shows a `fedcg.Trainer` with FedProx, whose term is `context.penalty`. The table has 100
+times R², and 0 for negative values. It takes 10 seconds on two CPUs.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""Four hospitals federate a network that tells benign from malignant tumours by 30 measurements of their cells.
+"""Four hospitals train a network that classifies tumours as benign or malignant from 30 measurements of their cells.
 
-The data is scikit-learn's, 569 patients dealt out: a hospital learns from 50 and is measured on the others.
-It shows FedAvg, in which the whole network leaves its site. The columns are scaled by numbers that are public here and
-stand in the plan, so that the exported model takes measurements as they are. 10 seconds on two CPUs.
+The data comes from scikit-learn: 569 patients, divided between the hospitals. Each trains on 50 and tests on the rest.
+It shows FedAvg, which sends the whole network. The columns are scaled with public numbers from the plan, so the
+exported model takes raw measurements. It takes 10 seconds on two CPUs.
 """
 
 import torch

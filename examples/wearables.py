@@ -1,9 +1,9 @@
-"""Four wearers of a watch share what standing, running, walking and badminton look like on its six sensors.
+"""Four wearers of a watch train a network that recognises standing, running, walking and badminton from six sensors.
 
-The data is BasicMotions, 80 recordings of 6 x 100 numbers, in files of the package aeon. What aeon depends on would
-bring an older numpy, and is not needed to read them: pip install --no-deps aeon==1.6.0
-It shows FedCG on signals: the convolutions stay at their wearer. Each has one recording of two activities and three
-of the others to learn from, and two of each to measure by. 15 seconds on two CPUs.
+The data is BasicMotions, 80 recordings of 6 x 100 numbers, in files of the package aeon. Its dependencies would install
+an older numpy and are not needed here: pip install --no-deps aeon==1.6.0
+It shows FedCG on signals: the convolutions stay with their wearer. For training, each wearer has one recording of two
+activities and three of the others; for testing, two of each. It takes 15 seconds on two CPUs.
 """
 
 import importlib.util
@@ -35,12 +35,12 @@ def client(site: str) -> fedcg.Client:
 
 
 def windows(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Five seconds of each recording, from every second on."""
+    """Return windows of five seconds of each recording, one starting at each second."""
     return np.concatenate([x[:, :, start : start + 50] for start in range(0, 51, 10)]) / 5, np.tile(y, 6)
 
 
 def recordings() -> tuple[np.ndarray, np.ndarray]:
-    """All of them, float32 [80, 6, 100], and their activities [80]."""
+    """Return all recordings, float32 [80, 6, 100], and their activities [80]."""
     found = importlib.util.find_spec("aeon")  # imports nothing
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError("the data is in the package aeon: pip install --no-deps aeon==1.6.0")

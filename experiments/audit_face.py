@@ -1,4 +1,4 @@
-"""`fedcg.audit`: attacks on what one client of a `fedcg.simulate` run sent, in this process, as `fedcg audit run` carries them out."""
+"""`fedcg.audit`: runs the attacks of `fedcg audit run` in this process, on an update from a `fedcg.simulate` run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fedcg.learning.seeds import Streams
 
 @dataclass(frozen=True)
 class Audit:
-    """The outcome of an audit. It shows samples of the client: it is for the owner of the data.
+    """The outcome of an audit. It contains samples of the client and is for the owner of the data.
 
     Attributes:
-        client: whose update was attacked.
-        report: as `report.json` of `fedcg audit run` has it.
+        client: the client whose update was attacked.
+        report: the content of `report.json`, as from `fedcg audit run`.
     """
 
     client: str
@@ -45,7 +45,7 @@ class Audit:
     _page: str = field(repr=False)
 
     def show(self) -> None:
-        """Print a line for each attack: its result, or why it was not tried."""
+        """Print one line for each attack: its result, or why it was not tried."""
         table = Table("attack", "result", title=self._title, box=box.SIMPLE_HEAD)
         for title, summary in self._lines:
             table.add_row(title, summary)
@@ -55,7 +55,7 @@ class Audit:
         """Write the report as `.json`, or as `.html`, one page with figures, curves and pictures.
 
         Raises:
-            BadInputError: the name ends otherwise.
+            BadInputError: the name has another ending.
         """
         contents = {".json": lambda: json.dumps(self.report, indent=1), ".html": lambda: self._page}
         if (make := contents.get(Path(path).suffix)) is None:
@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def _title(self) -> str:
-        return f"what {self.client} gave away in round {self.report['subject']['round']}"
+        return f"audit of {self.client}, round {self.report['subject']['round']}"
 
     @property
     def _lines(self) -> list[tuple[str, str]]:
@@ -87,45 +87,44 @@ def audit(
     auxiliary: Any = None,
     seed: int = 0,
 ) -> Audit:
-    """Attack what a client sent in a round, and report what came back beyond the best guess.
+    """Attack a client's update of a round, and report the gain over the best guess.
 
     Args:
-        run: of `fedcg.simulate(..., keep_updates="all")`, which recorded what was sent.
-        client: its name.
-        attacks: names of `fedcg audit attacks`; none: all. Those that work on images alone are reported as not tried on other inputs.
-        effort: quick, default or thorough: about a minute, ten, hours.
-        round_number: None: the last one in which the client trained.
-        auxiliary: labelled samples of the same kind that an attacker could have, in a form of `fedcg.Client.train`; None: the
-            other clients' test samples.
-        seed: of all random numbers.
+        run: a run of `fedcg.simulate(..., keep_updates="all")`, which records the updates.
+        client: the client's name.
+        attacks: names from `fedcg audit attacks`; empty: all. Attacks that need images are reported as not tried on
+            other inputs.
+        effort: quick, default or thorough: about a minute, ten minutes, or hours.
+        round_number: None selects the last round in which the client trained.
+        auxiliary: labelled samples of the same kind, as an attacker could have, in a form of `fedcg.Client.train`;
+            None: the other clients' test samples.
+        seed: seed of all random numbers.
 
     Raises:
         BadInputError: no such client or effort, or the run has no recording.
-        AuditError: no such attack, or no update of that round was recorded.
+        AuditError: no such attack, or that round's update was not recorded.
         DataError: the auxiliary samples can't be used.
     """
     party, recording = run.party, run.recording
     if client not in party.datasets:
-        raise BadInputError(f"client {client!r}: there are {', '.join(party.datasets)}")
+        raise BadInputError(f"client {client!r}: choose {', '.join(party.datasets)}")
     if effort not in {one.value for one in Effort}:
         raise BadInputError(f"effort {effort!r}: choose {', '.join(one.value for one in Effort)}")
     if not party.spec.classes:
-        raise BadInputError("fedcg.audit attacks classification: the data of a fedcg.Trainer is its own")
+        raise BadInputError("fedcg.audit attacks classification only, not a fedcg.Trainer")
     if not recording.exists():
         raise BadInputError(
-            f'{run.folder}: what the clients sent was not recorded: run fedcg.simulate(..., keep_updates="all") first'
+            f'{run.folder}: no updates were recorded: run fedcg.simulate(..., keep_updates="all") first'
         )
     chosen, spec = chosen_attacks(attacks), with_images(party.spec)
-    recorded = replace(
-        read_updates(recording), spec=spec
-    )  # this process has the network's code, and a recording has none
+    recorded = replace(read_updates(recording), spec=spec)  # this process has the network's code; a recording does not
     if auxiliary is None:
         known = reduce(joined, (data.test for name, data in party.datasets.items() if name != client))
     else:
         known = read_dataset(auxiliary, spec.classes, "auxiliary")
     data = party.datasets[client]
     if known.images.shape[1:] != data.train.images.shape[1:] or known.images.dtype != data.train.images.dtype:
-        raise DataError("auxiliary: its samples have another shape or type than those of the clients")
+        raise DataError("auxiliary: its samples differ in shape or type from those of the clients")
     view = recorded.view(client, round_number, known)
     private = read_private(view, truth_file(recording, client, view.round))
     truth = Truth(data.train, joined(data.val, data.test), *private)
@@ -147,7 +146,7 @@ def _outcome(
 ) -> Outcome:
     try:
         outcome = attack.run(case, effort, partial(advance, attack.name))
-    except Exception as error:  # noqa: BLE001 - one attack's failure does not end the others; the report has it
+    except Exception as error:  # noqa: BLE001 - one failed attack does not stop the others; the report lists it
         outcome = Outcome.failure(attack.name, error)
     finish(outcome)
     return outcome

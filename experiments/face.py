@@ -1,6 +1,6 @@
-"""`fedcg.simulate`: a federation of clients that the user's own code states, and what came of it.
+"""`fedcg.simulate`: runs a federation of clients from the user's own code, and returns its results.
 
-The same runs, records, checkpoints and workers as the command `fedcg simulate` has.
+Uses the same runs, records, checkpoints and workers as the command `fedcg simulate`.
 """
 
 from __future__ import annotations
@@ -70,26 +70,28 @@ def simulate(
     keep_updates: str | None = None,
     **settings: Any,
 ) -> Run:
-    """Run a federation of these clients in this process, with a local-only shadow of each beside it.
+    """Run a federation of these clients in this process, with a local-only model for each client.
 
-    All start from the first client's extractor; a classifier of standard layers starts from the seed. With `out`, a run that was
-    interrupted goes on after its last round, and a finished one is not run again, as long as network, data and settings are the same.
+    All clients start from the first client's extractor; a classifier of standard layers starts from the seed. With
+    `out`, an interrupted run resumes after its last round, and a finished run is not repeated, if network, data and
+    settings are unchanged.
 
     Args:
-        clients: two or more, by name or in a list; all with inputs of one shape, the same classes and the same network.
-        method: a name of `fedcg method list`.
-        rounds: of the federation.
+        clients: two or more, by name or in a list; with the same input shape, classes and network.
+        method: a name from `fedcg method list`.
+        rounds: number of rounds.
         seed: root of all randomness.
-        out: folder for records and checkpoints, which hold the private networks of all clients; None: one that goes when this process ends.
-        workers: processes; for more than 1 the network has to be importable, not typed into a notebook.
-        ray: a running Ray cluster that this machine is a node of, "auto" or HOST:PORT, in the place of workers.
-        track: where figures are sent while the run goes on: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
+        out: folder for records and checkpoints, which contain the private networks of all clients; None: a temporary
+            folder, removed when this process exits.
+        workers: number of processes; with more than 1 the network must be importable, not defined in a notebook.
+        ray: a running Ray cluster with this machine as a node, "auto" or HOST:PORT, instead of workers.
+        track: tracker that receives figures during the run: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT.
         keep_updates: rounds whose updates are recorded for `fedcg.audit`, with the clients' samples: "all", or "1,5,10".
-        settings: options of `fedcg simulate` under their names with `_` for `-`: local_epochs, batch_size, lr, device,
-            evaluate_every, params={"server_lr": 1e-3}, and so on.
+        settings: options of `fedcg simulate`, with `_` for `-`: local_epochs, batch_size, lr, device, evaluate_every,
+            params={"server_lr": 1e-3}, and so on.
 
     Raises:
-        BadInputError: names the option, or the client and the sample or parameter, and what is wrong.
+        BadInputError: names the option, or the client and the sample or parameter, and the problem.
         RunError: no client could train.
     """
     named, tracks = _named(clients), () if track is None else (track,)
@@ -99,7 +101,7 @@ def simulate(
         data = {name: client.data(name) for name, client in named.items()}
         form = _common_form(named, data)
         own = {
-            "test": "all",  # each client's own, as it was given
+            "test": "all",  # each client's own data, unchanged
             "data": f"{PROGRAM}:{_digest(named, data, (rounds, sorted(settings.items())))}",
             "network": PROGRAM if named[next(iter(named))].trainer is None else TRAINER,
             "clients": len(named),
@@ -108,7 +110,7 @@ def simulate(
             "seed": seed,
         }
         if unused := settings.keys() & (_OF_SOURCES | own.keys()):
-            raise OptionError(f"{', '.join(sorted(unused))}: of no use here, where clients bring network and data")
+            raise OptionError(f"{', '.join(sorted(unused))}: not allowed here, since clients bring network and data")
         try:
             setting = RunSetting.model_validate({**settings, **own})
         except ValidationError as error:
@@ -117,7 +119,7 @@ def simulate(
         check_params(setting)
         if get_method(method).needs.public:
             raise OptionError(
-                f"{method}: its server learns from public samples, and clients bring none: choose another"
+                f"{method}: its server needs public samples, which clients do not provide: choose another"
             )
         first = next(iter(named))
         plan = plan_from_mapping(setting.plan_for(tuple(map(str, named[first].classes)), form))
@@ -142,23 +144,23 @@ def simulate(
         stood = runner.stands(planned)
     if failed or stood is None:
         cause = failed[0].error if failed else None
-        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is gone") from cause
+        raise RunError(failed[0].reason if failed else f"{folder}: the run's checkpoint is missing") from cause
     record = json.loads(record_path(folder, planned).read_text())
     return Run(folder, record, party_of(setting, spec, given.cohort, trained), recording, stood)
 
 
 def _passing_folder() -> Path:
-    """A folder for a run that nobody keeps: it goes when this process ends."""
+    """Return a temporary folder, which is removed when this process exits."""
     folder = Path(tempfile.mkdtemp(prefix="fedcg-simulate-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client]:
-    """Clients by name.
+    """Return clients by name.
 
     Raises:
-        OptionError: names the one that is none, or whose name is taken.
+        OptionError: names the entry that is not a client, or has an invalid name.
     """
     if not isinstance(clients, Mapping | Sequence):
         raise OptionError(f"clients: give a list, or a mapping from names to clients, not a {type(clients).__name__}")
@@ -171,7 +173,7 @@ def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client
         if not isinstance(client, Client):
             raise OptionError(f"clients: {name} is a {type(client).__name__}, not a fedcg.Client")
         if name in named or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", str(name)):
-            raise OptionError(f"clients: {name!r}: give each a name of its own, of letters, digits and dashes")
+            raise OptionError(f"clients: {name!r}: give each a unique name of letters, digits and dashes")
         named[name] = client
     if len(named) < 2:
         raise OptionError("clients: a federation has two or more")
@@ -179,22 +181,22 @@ def _named(clients: Sequence[Client] | Mapping[str, Client]) -> dict[str, Client
 
 
 def _common_form(named: Mapping[str, Client], data: Mapping[str, ClientData]) -> TensorForm:
-    """The form that all clients' inputs have.
+    """Return the common form of all clients' inputs.
 
     Raises:
-        DataError: names two clients that differ, and in what.
+        DataError: names two clients that differ, and the difference.
     """
     first, *others = named
     form = named[first].form(data[first].train.images)
     for name in others:
         if (found := named[name].form(data[name].train.images)) != form:
             raise DataError(
-                f"client {name}: inputs are {found.in_words}, and those of {first} {form.in_words}: make them alike"
+                f"client {name}: inputs are {found.in_words}, but those of {first} are {form.in_words}: use one form"
             )
         if str(_private(named[name])) != str(_private(named[first])):
-            raise DataError(f"client {name}: its network is not that of {first}: cut the same one for all")
+            raise DataError(f"client {name}: its network differs from that of {first}: use the same one for all")
         if list(named[name].classes) != list(named[first].classes):
-            raise DataError(f"client {name}: classes are not those of {first}: name the same ones in the same order")
+            raise DataError(f"client {name}: classes differ from those of {first}: use the same ones in the same order")
     return form
 
 
@@ -207,7 +209,7 @@ _COLUMNS = {
 
 
 def _pandas() -> Any:
-    """The package.
+    """Import and return the package.
 
     Raises:
         OptionError: it is not installed.
@@ -216,12 +218,12 @@ def _pandas() -> Any:
         return import_module("pandas")
     except ModuleNotFoundError as error:
         raise OptionError(
-            "tables need the Python package pandas: pip install pandas; Run.record has the figures"
+            "tables need the Python package pandas: pip install pandas; Run.record also has the figures"
         ) from error
 
 
 def _chosen(network: NetworkChoice) -> dict[str, Any]:
-    """What settings choose of the networks beside the split."""
+    """Return the settings' choices for networks, apart from the split."""
     return network.model_dump(include={"generator", "discriminator", "noise_dim"})
 
 
@@ -231,7 +233,7 @@ _OF_SOURCES = {"partition", "images_per_client", "validation", "public_images", 
 
 
 def _some_inputs(spec: FederationSpec, data: ImageSet) -> torch.Tensor:
-    """Some inputs to compare an exported model on: samples, or random ones where a trainer holds the data."""
+    """Return inputs for comparing an exported model: samples, or random inputs if a trainer holds the data."""
     if not isinstance(data, Held):
         return data.images[:33]
     drawn = torch.rand(33, *spec.input.tensor_shape, generator=torch.Generator().manual_seed(0))
@@ -241,17 +243,17 @@ def _some_inputs(spec: FederationSpec, data: ImageSet) -> torch.Tensor:
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into a shell
+    except (OSError, TypeError):  # defined in a shell
         return kind.__qualname__
 
 
 def _private(client: Client) -> nn.Module:
-    """What of a client is not to be drawn anew: its extractor, or the whole network of a trainer."""
+    """Return the part of a client that keeps its weights: its extractor, or the whole network of a trainer."""
     return client.model.extractor if isinstance(client.model, Split) else client.model
 
 
 def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData], asked: object) -> str:
-    """What decides a run's numbers: samples, code as far as its text shows, initial weights, and what is asked for."""
+    """Hash everything that determines a run's numbers: samples, source code, initial weights, and settings."""
     digest = hashlib.sha256(repr(asked).encode())
     for name in named:
         found = data[name]
@@ -267,13 +269,13 @@ def _digest(named: Mapping[str, Client], data: Mapping[str, ClientData], asked: 
 
 @dataclass(frozen=True)
 class ClientRun:
-    """What came of one client: its figures, and the model that it would use.
+    """The result of one client: its figures, and the model that it would use.
 
     Attributes:
-        name: of the client.
+        name: the client's name.
         figures: its part of the run's record: accuracies in [0, 1], the curve, failures.
-        choice: which model that is, by the loss on its validation samples: own, ema (its moving average), downloaded or local (trained
-            without the others).
+        choice: the model with the lowest loss on its validation samples: own, ema (its moving average), downloaded or
+            local (local-only).
     """
 
     name: str
@@ -285,14 +287,14 @@ class ClientRun:
 
     @cached_property
     def model(self) -> nn.Module:
-        """From inputs [B, *shape] as the data has them to logits [B, C]; in eval mode, on the CPU."""
+        """The network from inputs [B, *shape], as in the data, to logits [B, C]; in eval mode, on the CPU."""
         return as_used(self._spec, self._parts).eval()
 
     def export(self, path: str | Path) -> Path:
         """Write the model as ONNX: from `input`, [B, *shape] of the data's type, to `logits` and `probabilities` [B, C].
 
         Raises:
-            ConversionError: it can't be written, or does not do what the model does for any number of inputs.
+            ConversionError: the file can't be written, or differs from the model for some number of inputs.
         """
         import onnxruntime
 
@@ -301,9 +303,9 @@ class ClientRun:
             session = onnxruntime.InferenceSession(content)
             found = session.run(None, {"input": self._some.numpy()})[0]
         except Exception as error:
-            raise ConversionError(f"{path}: it can't run on {len(self._some)} inputs: {error}") from error
+            raise ConversionError(f"{path}: the exported model fails on {len(self._some)} inputs: {error}") from error
         if not torch.allclose(torch.from_numpy(found), self.model(self._some), rtol=1e-3, atol=1e-4):
-            raise ConversionError(f"{path}: it gives other logits than the model")
+            raise ConversionError(f"{path}: the exported model's logits differ from the model's")
         return Path(path)
 
 
@@ -312,10 +314,10 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: of its files.
-        record: as `fedcg simulate` writes it (docs/how-to/simulate.md).
-        party: who took part.
-        recording: the folder of what the clients sent; not there without `keep_updates`.
+        folder: the folder of its files.
+        record: as written by `fedcg simulate` (docs/simulation.md).
+        party: the participants.
+        recording: the folder of the clients' updates; missing without `keep_updates`.
     """
 
     folder: Path
@@ -326,11 +328,11 @@ class Run:
 
     @cached_property
     def clients(self) -> Mapping[str, ClientRun]:
-        """Every client by its name."""
+        """All clients by name."""
         return {figures["id"]: self._client(figures) for figures in self.record["clients"]}
 
     def table(self) -> pd.DataFrame:
-        """One row per client: samples, and accuracies in % of its own model, of the local-only one beside it, of the downloaded and the deployed one."""
+        """Return one row per client: samples, and accuracies in % of its own, local-only, downloaded and deployed models."""
         rows = [
             {
                 "client": one["id"],
@@ -342,7 +344,7 @@ class Run:
         return _pandas().DataFrame(rows).set_index("client")
 
     def curves(self) -> pd.DataFrame:
-        """One row per client and measured round, with the columns of the record's curves."""
+        """Return one row per client and measured round, with the columns of the record's curves."""
         rows = [
             {"client": one["id"], **dict(zip(one["curve"], values, strict=True))}
             for one in self.record["clients"]
@@ -351,7 +353,7 @@ class Run:
         return _pandas().DataFrame(rows)
 
     def plot(self) -> Figure:
-        """Accuracy over rounds, the mean over clients, beside local-only training (dashed)."""
+        """Plot mean accuracy of clients over rounds, and of local-only training (dashed)."""
         return drawn([self.record])
 
     def _client(self, figures: Mapping[str, Any]) -> ClientRun:

@@ -1,4 +1,4 @@
-"""Records of runs and measurements that may be published: what was asked, on which machine and day, what came out; no path of it."""
+"""Publishable records of runs and measurements: settings, machine, date and results, without paths of the machine."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ RECORD_FORMAT = 1
 
 
 def machine() -> dict[str, object]:
-    """Processor, CPUs, memory and GPU of this machine; None where it is unknown."""
+    """Return processor, CPUs, memory and GPU of this machine; None for unknown values."""
     profile = detect()
     return {
         "kind": profile.kind.value,
@@ -28,7 +28,7 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
+    """Return the versions of the packages that determine the numbers."""
     return {name: _version(name) for name in ("fedcg-edge", "torch", "numpy", "onnxruntime")}
 
 
@@ -40,7 +40,7 @@ def _version(name: str) -> str:
 
 
 def bench_record(kind: str) -> dict[str, Any]:
-    """What every record of a measurement begins with: its kind, the date, this machine, the versions."""
+    """Return the head of every record: its kind, the date, this machine, the versions."""
     return {
         "format": RECORD_FORMAT,
         "kind": kind,
@@ -51,7 +51,7 @@ def bench_record(kind: str) -> dict[str, Any]:
 
 
 def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """A demo's summary as a record: paths become relative to the run's folder, the data set is named by its folder.
+    """Turn a demo's summary into a record: paths become relative to the run's folder, the data set is named by its folder.
 
     Args:
         summary: the content of `summary.json`.
@@ -81,6 +81,6 @@ def _relative(path: str, root: Path) -> str:
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record to a file, whose folder is made if it is not there."""
+    """Write a record to a file; its folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(path, json.dumps(record, indent=1) + "\n", READABLE)

@@ -1,4 +1,4 @@
-"""What a person can ask of a demo or a simulation: the settings, the plan that follows from them, the roots of randomness, and the command-line options made of their fields.
+"""The settings of a demo or a simulation, the plan derived from them, the roots of randomness, and command-line options for their fields.
 
 Imports no torch.
 """
@@ -28,8 +28,8 @@ from fedcg.learning.registry import get_method, method_names
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
 
-# What the methods' own defaults, made for hours of training, become when a person waits for the result.
-# Everything else keeps its default; `--set` overrides both.
+# Quick replacements for the methods' defaults, which suit hours of training. Other parameters keep their defaults.
+# `--set` overrides both.
 QUICK_PARAMS: Mapping[str, Mapping[str, spec.ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
     "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
@@ -37,10 +37,10 @@ QUICK_PARAMS: Mapping[str, Mapping[str, spec.ParameterValue]] = {
     "fedgen": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
 }
 
-# How many public images a demo holds out by default: for methods whose server needs them.
+# Public images that a demo holds out by default, for methods whose server needs them.
 DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
-# Networks of a demo whose method can't do with the usual one.
+# Networks of a demo for methods that can't use the usual one.
 DEMO_NETWORKS: Mapping[str, Mapping[str, str | int]] = {
     "ppidsg": {"network": "image_small"},
     "analytic": {
@@ -62,14 +62,14 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 class Setting(BaseModel):
-    """The choices that a demo and a simulation share; each is an option of both commands, described by its field.
+    """The settings that a demo and a simulation share. Each field is an option of both commands, with its description as help.
 
     Attributes:
         validation: `test-half` is FedCG's protocol.
-        public_images: held out of the training images.
-        flip: as FedCG does; wrong for digits.
-        quick: put `QUICK_PARAMS` over the method's own defaults.
-        params: parameters of the method, over both.
+        public_images: number of images held out of the training images.
+        flip: as in FedCG; wrong for digits.
+        quick: use `QUICK_PARAMS` instead of the method's defaults.
+        params: parameters of the method; they override both.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,35 +81,36 @@ class Setting(BaseModel):
     partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, classes:GROUPS, or domains[:NAME,...]")] = (
         "dirichlet:0.5"
     )
-    images_per_client: Annotated[int | None, Field(ge=10, description="at most so many training images per client")] = (
-        None
-    )
+    images_per_client: Annotated[
+        int | None, Field(ge=10, description="maximum number of training images per client")
+    ] = None
     validation: Annotated[
         Literal["share", "test-half"],
-        Field(description="share: of the training images; test-half: half of a client's test images"),
+        Field(description="share: part of the training images; test-half: half of a client's test images"),
     ] = "share"
     test: Annotated[
         Literal["proportional", "even", "all"],
         Field(
-            description="proportional: as a client's training images; even: dealt out evenly; all: all of them, for every client"
+            description="proportional: like a client's training images; even: divided evenly; all: every client gets all of them"
         ),
     ] = "proportional"
-    public_images: Annotated[int, Field(ge=0, description="images without labels for the server (feddf)")] = 0
-    rounds: Annotated[int, Field(ge=1, description="rounds of the federation")] = 5
+    public_images: Annotated[int, Field(ge=0, description="unlabelled images for the server (feddf)")] = 0
+    rounds: Annotated[int, Field(ge=1, description="number of rounds")] = 5
     local_epochs: Annotated[int, Field(ge=1, description="local epochs per round")] = 4
-    local_steps: Annotated[int, Field(ge=0, description="local steps per round instead of epochs; 0: epochs")] = 0
+    local_steps: Annotated[int, Field(ge=0, description="local steps per round instead of epochs; 0: use epochs")] = 0
     batch_size: Annotated[int | None, Field(ge=2, description="local batch size; default: the method's")] = None
     lr: Annotated[float | None, Field(gt=0, description="local learning rate; default: the method's")] = None
     method: Annotated[str, Field(description="fedcg, fedmd_cg, local, ...: see `fedcg method list`")] = "fedcg"
     network: Annotated[
-        str, Field(description="split of extractor and classifier: a name of `fedcg network list`, or module:function")
+        str,
+        Field(description="split of extractor and classifier: a name from `fedcg network list`, or module:function"),
     ] = "lenet5_relu"
-    # Records from before these two, and those that leave them at their defaults, are alike.
+    # Older records without these two match records with their defaults.
     weights: Annotated[
         str | None,
         Field(
             exclude_if=lambda weights: weights is None,
-            description="of BACKBONE+project: a file or folder with its weights, or random; default: the installed package's",
+            description="for BACKBONE+project: a file or folder with its weights, or random; default: from the installed package",
         ),
     ] = None
     freeze: Annotated[spec.Freeze, Field(exclude_if=lambda freeze: freeze == "none")] = "none"
@@ -117,26 +118,26 @@ class Setting(BaseModel):
         str,
         Field(
             exclude_if=lambda backbones: not backbones,
-            description="of BACKBONE+project: others with commas between them, which clients take in turn after the network's own",
+            description="for BACKBONE+project: more backbones, comma-separated; clients take turns, starting with the network's own",
         ),
     ] = ""
     generator: Annotated[str, Field(description="conv, mlp, ...")] = "mlp"
-    discriminator: Annotated[str | None, Field(description="default: the one that goes with the generator")] = None
-    noise_dim: Annotated[int | None, Field(ge=1, description="default: the one that goes with the generator")] = None
+    discriminator: Annotated[str | None, Field(description="default: the one that matches the generator")] = None
+    noise_dim: Annotated[int | None, Field(ge=1, description="default: the one that matches the generator")] = None
     normalise: Annotated[
-        Literal["half", "imagenet"], Field(description="half: to [-1, 1]; imagenet: by ImageNet's mean and deviation")
+        Literal["half", "imagenet"], Field(description="half: to [-1, 1]; imagenet: with ImageNet's mean and deviation")
     ] = "half"
-    image_size: Annotated[int, Field(ge=4, le=1024, description="images become SIZE x SIZE pixels")] = 32
-    flip: Annotated[bool, Field(description="augment by horizontal flips: for photographs, not for digits")] = False
+    image_size: Annotated[int, Field(ge=4, le=1024, description="resize images to SIZE x SIZE pixels")] = 32
+    flip: Annotated[bool, Field(description="augment with horizontal flips: for photographs, not for digits")] = False
     crop: Annotated[
-        spec.CropPixels, Field(description="augment by random crops of images padded by PIXELS at every side; 0: off")
+        spec.CropPixels, Field(description="augment with random crops of images padded by PIXELS on every side; 0: off")
     ] = 0
     seed: Annotated[
-        int, Field(ge=0, lt=1 << 63, description="root of all randomness: split, weights, order, noise")
+        int, Field(ge=0, lt=1 << 63, description="seed of all randomness: split, weights, order, noise")
     ] = 0
-    quick: Annotated[
-        bool, Field(description="larger steps and a shorter server loop than the method's own defaults")
-    ] = True
+    quick: Annotated[bool, Field(description="larger steps and a shorter server loop than the method's defaults")] = (
+        True
+    )
     params: dict[str, spec.ParameterValue] = {}
 
     @field_validator("crop")
@@ -151,10 +152,10 @@ class Setting(BaseModel):
         return str(Path(weights).resolve()) if weights not in {None, split_names.RANDOM} else weights
 
     def deal(self) -> DealOptions:
-        """What decides who gets which images.
+        """The partition of images between clients.
 
         Raises:
-            SourceError: not a partition.
+            SourceError: invalid partition.
         """
         return DealOptions(
             self.clients,
@@ -167,7 +168,7 @@ class Setting(BaseModel):
         )
 
     def source(self) -> Source:
-        """The images.
+        """Open the images.
 
         Raises:
             SourceError: they can't be used.
@@ -175,21 +176,21 @@ class Setting(BaseModel):
         return open_source(self.data)
 
     def plan(self, source: Source) -> dict[str, object]:
-        """The federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
+        """Return the federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
 
         Args:
             source: the images.
 
         Raises:
-            NetworkError: a backbone's name that has no meaning, or no weights for it at hand.
+            NetworkError: a backbone's name is unknown, or its weights are missing.
         """
         return self.plan_for(source.classes, self.input_form(source))
 
     def plan_for(self, classes: Sequence[str], form: spec.InputForm) -> dict[str, object]:
-        """As `plan`, for inputs of a form that is known.
+        """Return the plan for inputs of a known form.
 
         Raises:
-            NetworkError: as `plan`.
+            NetworkError: as for `plan`.
         """
         own = split_names.parse_projected(self.network).backbone if split_names.is_projected(self.network) else None
         others = [self._backbone(name) for name in self.backbones.split(",") if name]
@@ -222,7 +223,7 @@ class Setting(BaseModel):
         return None if path is None else split_names.weights_digest(path)
 
     def _backbone(self, name: str) -> dict[str, object]:
-        """Another backbone of the plan; a single file of weights is the first one's."""
+        """Return another backbone of the plan; a single file of weights belongs to the first."""
         where = (
             self.weights
             if self.weights == split_names.RANDOM or (self.weights and Path(self.weights).is_dir())
@@ -231,7 +232,7 @@ class Setting(BaseModel):
         return {"name": name, "weights": self._weights(name.partition("@")[0], where), "freeze": self.freeze}
 
     def input_form(self, source: Source) -> spec.InputForm:
-        """Size and normalisation for grey or colour images; tensors are not normalised."""
+        """Return size and normalisation for grey or colour images; tensors are not normalised."""
         form, (mean, std) = source.input_form(self.image_size), NORMALISATIONS[self.normalise]
         if isinstance(form, spec.TensorForm):
             return form
@@ -240,7 +241,7 @@ class Setting(BaseModel):
         return form.model_copy(update={"mean": mean, "std": std})
 
     def all_params(self) -> dict[str, spec.ParameterValue]:
-        """The method's parameters that differ from its defaults; `params` has the last word."""
+        """Return the method's parameters that differ from its defaults; `params` takes precedence."""
         quick = QUICK_PARAMS.get(self.method, QUICK_LR) if self.quick else {}
         chosen = {"batch_size": self.batch_size, "lr": self.lr, "steps": self.local_steps or None}
         given = {name: value for name, value in chosen.items() if value is not None}
@@ -248,17 +249,17 @@ class Setting(BaseModel):
 
 
 def discriminator_for(generator: str) -> str:
-    """The discriminator that goes with a generator: convolutional for a convolutional one."""
+    """Return the discriminator that matches a generator: convolutional for a convolutional one."""
     return "conv" if generator.startswith("conv") else "mlp"
 
 
 def root_secret(seed: int, purpose: str) -> bytes:
-    """32 bytes for one root of randomness; a demo's secrets follow from its seed so that a run can be repeated."""
+    """Return 32 bytes for one root of randomness; a demo's secrets follow from its seed so that a run can be repeated."""
     return hashlib.sha256(f"fedcg experiment {seed} {purpose}".encode()).digest()
 
 
 def parse_params(pairs: Sequence[str], option: str = "--set") -> dict[str, spec.ParameterValue]:
-    """Read `key=value` pairs; values are JSON where they can be (numbers, true, null), else text.
+    """Parse `key=value` pairs; values are JSON if possible (numbers, true, null), else text.
 
     Raises:
         OptionError: a pair without `=`.
@@ -280,7 +281,7 @@ def load_setting(folder: Path) -> Setting:
     """The choices of the demo that was started in `folder`.
 
     Raises:
-        OptionError: there was none.
+        OptionError: the folder holds none.
     """
     try:
         return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
@@ -294,7 +295,7 @@ _Value = TypeVar("_Value")
 
 
 def of_method(values: Mapping[str, Mapping[str, _Value]], method: str) -> dict[str, _Value]:
-    """The values under a method's name, over those under "", which are every method's."""
+    """Return the values under "", which apply to every method, overridden by those under the method's name."""
     return {**values.get("", {}), **values.get(method, {})}
 
 
@@ -329,9 +330,9 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 Values = dict[str, Any]
-"""Every option of a command by the name of its field, typed or by default."""
+"""All options of a command by field name, typed or default."""
 
-# Options that are not called `--FIELD`, or have no `--no-FIELD` beside them; and what stands for a value in the help.
+# Options that are not named `--FIELD`, or have no `--no-FIELD`; and placeholders for values in the help.
 _NAMES = {
     "params": "--set",
     "privacy": "--mechanism",
@@ -346,11 +347,11 @@ _ARGUMENTS = frozenset({"project"})
 def options_of(
     *models: type[BaseModel], defaults: Mapping[str, object] | None = None
 ) -> Callable[[Callable[[Values, frozenset[str]], None]], Callable[..., None]]:
-    """Decorator: a command with one option for each field of some models, which is called with (values, typed names).
+    """Decorate a command: it gets one option for each field of some models, and is called with (values, typed names).
 
     Args:
-        models: of a field in two of them the later one counts; a field's description is the option's help.
-        defaults: of the command, where they differ from the fields'.
+        models: if two have the same field, the later one counts; a field's description is the option's help.
+        defaults: the command's defaults that differ from the fields'.
     """
     fields = {name: field for model in models for name, field in model.model_fields.items()}
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -387,13 +388,13 @@ def check_params(setting: Setting) -> None:
     """Check the parameters of a setting's method.
 
     Raises:
-        OptionError: names the parameter, and the one that was probably meant.
+        OptionError: names the parameter, and the most similar one.
     """
     method, params = get_method(setting.method), setting.all_params()
     known = tuple(method.params_type.model_fields)
     if unknown := sorted(params.keys() - set(known)):
         raise OptionError(
-            f"{method.name} has no parameter {unknown[0]}; `fedcg method show {method.name}` prints those it has "
+            f"{method.name} has no parameter {unknown[0]}; `fedcg method show {method.name}` lists its parameters "
             f"({nearest(unknown[0], known)})"
         )
     try:
@@ -404,10 +405,10 @@ def check_params(setting: Setting) -> None:
 
 @contextmanager
 def bad_input_ends() -> Iterator[None]:
-    """Within the block, bad values and data that can't be used are bad input, whatever raised the error.
+    """Turn errors about bad values and unusable data within the block into bad input.
 
     Raises:
-        BadInputError: in the place of another error, with its reason.
+        BadInputError: instead of another error, with its reason.
     """
     try:
         yield
@@ -418,44 +419,42 @@ def bad_input_ends() -> Iterator[None]:
 
 
 def check(setting: Setting) -> None:
-    """Look whether method, network's name and partition can be used.
+    """Check whether method, network name and partition can be used.
 
-    A `module:function` as network was typed by the person who runs the command: this process and its children may import it.
+    A `module:function` network was typed by the user of the command: this process and its children may import it.
 
     Raises:
         OptionError: no such method.
-        NetworkError: no such network here.
-        SourceError: not a partition.
+        NetworkError: no such network.
+        SourceError: invalid partition.
     """
     if setting.method not in method_names():
-        raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}", exit_code=NOT_FOUND)
+        raise OptionError(f"unknown method {setting.method!r}; choose {', '.join(method_names())}", exit_code=NOT_FOUND)
     let_in(setting)
     split_names.check_name(setting.network)
     setting.deal()
 
 
 def let_in(setting: Setting) -> None:
-    """Let this process and its children import the network, and read the weights, that a person named as options.
+    """Allow this process and its children to import the network and read the weights that were named as options.
 
     Raises:
-        NetworkError: weights of a network that has none.
+        NetworkError: weights for a network without a backbone.
     """
     split_names.allow_here(setting.network)
     if setting.weights is not None:
         if not split_names.is_projected(setting.network):
-            raise NetworkError(
-                f"--weights are of a backbone with a projection; {setting.network} takes none: leave them out"
-            )
+            raise NetworkError(f"--weights are for a backbone with a projection; {setting.network} has none: omit them")
         if setting.weights != split_names.RANDOM:
             split_names.use_weights(Path(setting.weights))
 
 
 def data_text(data: str) -> str:
-    """A folder's path made absolute, so that a run can be resumed from anywhere; names of data sets stay."""
+    """Make a folder's path absolute, so that a run can be resumed from anywhere; keep names of data sets."""
     return str(Path(data).resolve()) if data != DIGITS and Path(data).exists() else data
 
 
 def free_folder(stem: str) -> Path:
-    """`./STEM`, or the next `./STEM-N` that does not exist."""
+    """Return `./STEM`, or the next `./STEM-N` that does not exist."""
     names = [stem, *(f"{stem}-{number}" for number in range(2, 10_000))]
     return next(path for path in map(Path, names) if not path.exists())

@@ -1,1 +1,1 @@
-"""The attacks, one per module: each from what an attacker has to a guess, and from guess and truth to figures."""
+"""The attacks, one per module: each computes a guess from the attacker's view, and figures from guess and truth."""

@@ -1,7 +1,8 @@
-"""What an attack is, and the one way in which every attack is carried out.
+"""Defines an attack, and how every attack is carried out.
 
-An attack states what it needs to know, and is a function that yields what it finds: figures, controls, pictures, curves and notes.
-The runner here checks what is lacking, hands out the random streams and the effort, counts steps, and puts the findings together.
+An attack declares the knowledge that it needs. Its function yields findings: figures, controls, pictures, curves and
+notes. The runner here checks what is missing, passes random streams and effort, counts steps, and collects the
+findings.
 """
 
 import itertools
@@ -23,8 +24,8 @@ from fedcg.wire.parts import Part
 class Effort(str, Enum):
     """How much time an attack may take.
 
-    `QUICK` is what a device runs before it publishes: all attacks together 60 s for LeNet5 on 2 CPUs; `DEFAULT`: 10 minutes;
-    `THOROUGH`: for publications.
+    A device runs `QUICK` before it publishes: all attacks together take 60 s for LeNet5 on 2 CPUs. `DEFAULT` takes 10
+    minutes. `THOROUGH` is for publications.
     """
 
     QUICK = "quick"
@@ -32,21 +33,21 @@ class Effort(str, Enum):
     THOROUGH = "thorough"
 
     def of(self, quick: int, default: int, thorough: int) -> int:
-        """The number that goes with this effort; 0 leaves something out."""
+        """Return the number for this effort; 0 skips something."""
         return {Effort.QUICK: quick, Effort.DEFAULT: default, Effort.THOROUGH: thorough}[self]
 
 
 Progress = Callable[[int, int], None]
-"""(steps done, steps in all); an attack calls it at least every few seconds."""
+"""(steps done, total steps); an attack calls it at least every few seconds."""
 Tick = Callable[[], None]
 """Called after each step."""
 Found = Figure | Control | Pictures | Curve | str
-"""What an attack yields; a text is a note: a sentence that a reader has to know to judge the figures."""
+"""What an attack yields; a text is a note that a reader needs to judge the figures."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One attack on one case: all that a function that carries it out is given.
+    """One attack on one case: everything that the attack's function receives.
 
     Attributes:
         streams: the only source of its random numbers.
@@ -59,16 +60,16 @@ class Trial:
 
     @property
     def view(self) -> View:
-        """What the attacker has."""
+        """The attacker's view."""
         return self.case.view
 
     @property
     def truth(self) -> Truth:
-        """What only scores, ceilings and controls may read."""
+        """The truth, which only scores, ceilings and controls may read."""
         return self.case.truth
 
     def steps(self, total: int) -> Tick:
-        """A function to call after each of `total` steps."""
+        """Return a function to call after each of `total` steps."""
         done = itertools.count(1)
         return lambda: self.progress(min(next(done), total), total)
 
@@ -78,14 +79,16 @@ class Attack:
     """An attack.
 
     Attributes:
-        name: on the command line and in gates.
-        title: for a report; `question` is what a privacy officer asks, in one sentence; `source` paper and equations.
-        carry_out: guesses from the trial's view, scores the guesses against its truth, and yields what it finds; raises nothing for
-            a failed guess.
-        parts: that have to be in the update. Whether it takes `auxiliary` images, the device's `private` networks, or `held_out` images.
-        least_side: of images, in pixels, where it works on images alone; 0: it works on tensors of any shape.
-        lacking: what else keeps it from being tried on a case, as a sentence with the remedy; None where nothing does.
-        not_quick: why a quick audit leaves it out; empty where it does not.
+        name: used on the command line.
+        title: for a report; `question`: a privacy officer's question, in one sentence; `source`: paper and equations.
+        carry_out: guesses from the trial's view, scores the guesses against its truth, and yields the findings. A
+            failed guess raises nothing.
+        parts: required in the update; `auxiliary`, `private`, `held_out`: whether the attack needs auxiliary images,
+            the device's private networks, or held-out images.
+        least_side: smallest side of an image in pixels, if the attack only works on images; 0: it works on tensors of
+            any shape.
+        lacking: any other reason why a case can't be attacked, as a sentence with the remedy; None if there is none.
+        not_quick: why a quick audit skips it; empty if it does not.
     """
 
     name: str
@@ -102,7 +105,7 @@ class Attack:
     not_quick: str = ""
 
     def lacks(self, case: Case) -> str | None:
-        """Why it can't be tried on a case, as a sentence with the remedy; None where it can."""
+        """Return why a case can't be attacked, as a sentence with the remedy; None if it can."""
         form, least = case.view.spec.input, self.least_side
         if least and isinstance(form, TensorForm):
             return f"{self.name} works on images, and the inputs are tensors of shape {list(form.shape)}"
@@ -112,7 +115,7 @@ class Attack:
         return given or self.lacking(case)
 
     def run(self, case: Case, effort: Effort, progress: Progress) -> Outcome:
-        """What it comes to on a case and how long that took, or the reason why it was not tried."""
+        """Carry out the attack on a case; return its findings and duration, or the reason why it was not tried."""
         started = time.perf_counter()
         skipped = self.lacks(case) or (self.not_quick if effort is Effort.QUICK else "")
         if skipped:
@@ -130,18 +133,18 @@ class Attack:
 
 
 def get_attack(name: str) -> Attack:
-    """The attack of that name; its module is imported now.
+    """Return the attack of that name; imports its module.
 
     Raises:
-        UnknownAttackError: there is none; the message lists those there are.
+        UnknownAttackError: no such attack; the message lists the attacks.
     """
     if name not in ATTACKS:
-        raise UnknownAttackError(f"no attack {name!r}; there are {', '.join(ATTACKS)}")
+        raise UnknownAttackError(f"unknown attack {name!r}; choose from {', '.join(ATTACKS)}")
     attack: Attack = import_module(f"audit.attacks.{ATTACKS[name]}").ATTACK
     return attack
 
 
 def chosen_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
-    """The attacks of these names in the order of a report, each once; all where none is named."""
+    """Return the attacks of these names in the order of a report, each once; all if no name is given."""
     wanted = {get_attack(name).name for name in names} if names else set(ATTACKS)
     return tuple(get_attack(name) for name in ATTACKS if name in wanted)

@@ -1,7 +1,7 @@
-"""A lower bound on ε from one training run (Steinke, Nasr and Jagielski 2023), by canaries that the audit itself trains on.
+"""A lower bound on ε from one training run (Steinke, Nasr and Jagielski 2023), with canaries that the audit itself trains on.
 
-The real update is not touched: the audit runs the method's own local round once more, on the client's images and the canaries that a
-coin chose, and an attacker guesses from what that run would send which ones they were.
+The real update is not changed. The audit repeats the method's local round on the client's images and on randomly chosen
+canaries. An attacker then guesses from that run's update which canaries were chosen.
 """
 
 import math
@@ -24,8 +24,8 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
 DELTA = 1e-5
-_SHARES = (1.0, 0.5, 0.25, 0.1)  # of the canaries that are guessed, the surest first; the error is divided among them
-_BLOCKS = 4  # a canary is so many blocks of random colours a side
+_SHARES = (1.0, 0.5, 0.25, 0.1)  # shares of the canaries to guess, the surest first; the error is divided among them
+_BLOCKS = 4  # blocks of random colours along each side of a canary
 _BISECTIONS = 40
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_BOUND = 64, 100, 0.5
 _QUARTERS = {"classify": 0, "generate": 1}  # of the progress, by phase of a local round; the last is the control's
@@ -36,14 +36,14 @@ _EPSILON = Measure("epsilon", "Lower bound on ε of one round (95 %)")
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """The most likely at least so many right guesses are where training is (ε, δ)-DP (the main theorem for approximate DP).
+    """Bound the probability of at least `right` correct guesses under (ε, δ)-DP training (main theorem for approximate DP).
 
     With q = e^ε / (e^ε + 1) and B ~ Binomial(guesses, q): Pr(B >= right) + 2 m δ · max over i of Pr(right - i <= B < right) / i.
 
     Args:
         canaries: m.
-        guesses: r, the others were abstained from.
-        right: v.
+        guesses: r; the attacker abstains from the rest.
+        right: v, the correct guesses.
         epsilon: at least 0.
         delta: in [0, 1].
     """
@@ -56,7 +56,7 @@ def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: floa
 def epsilon_bound(
     canaries: int, guesses: int, right: int, delta: float = DELTA, error: float = 1 - CONFIDENCE
 ) -> float:
-    """The largest ε that so many right guesses rule out, at a probability `error` of being wrong; 0 where they rule out none."""
+    """Return the largest ε that these correct guesses rule out, with error probability `error`; 0 if they rule out none."""
     low, high = 0.0, 1.0
     if p_value(canaries, guesses, right, low, delta) >= error:
         return 0.0
@@ -72,9 +72,9 @@ def epsilon_bound(
 
 
 def best_bound(scores: Values, included: Flags) -> float:
-    """The best bound over several numbers of guesses: half "trained on" from the top of the scores, half "not" from the bottom.
+    """Return the best bound over several numbers of guesses: half "trained on" from the top scores, half "not" from the bottom.
 
-    The error is shared out among them (Bonferroni), so that the best of them holds at 95 %.
+    The error is divided among them (Bonferroni), so the best one holds at 95 %.
     """
     order, error, found = np.argsort(scores, kind="stable"), (1 - CONFIDENCE) / len(_SHARES), 0.0
     for share in _SHARES:
@@ -85,7 +85,7 @@ def best_bound(scores: Values, included: Flags) -> float:
 
 
 def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSet:
-    """Images of blocks in random colours with random labels: nobody's, alike in nothing, so that a label has to be learnt by heart."""
+    """Make images of random colour blocks with random labels: they share no pattern, so a label can only be memorised."""
     stream, image = streams.generator("canaries"), spec.image
     colours = torch.randint(0, 256, (count, image.channels, _BLOCKS, _BLOCKS), generator=stream).float()
     images = torch.nn.functional.interpolate(colours, (image.height, image.width)).byte()
@@ -93,7 +93,7 @@ def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSe
 
 
 def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) -> tuple[Values, Values]:
-    """Log posterior of each canary's label [N] before the round, and how much the round added to it."""
+    """Return the log posterior of each canary's label [N] before the round, and its increase in the round."""
     before, after = (
         np.log(confidence(networks.whole_model(view.spec, extractor, parts[Part.CLASSIFIER]), canaries) + _TINY)
         for extractor, parts in zip(extractors, (view.before.parts, view.update), strict=True)
@@ -102,7 +102,7 @@ def label_likelihoods(view: View, extractors: Extractors, canaries: ImageSet) ->
 
 
 def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extractors]]:
-    """The extractors, before the round and after it, that the attacker has or makes."""
+    """Yield the extractors, before and after the round, that the attacker has or estimates."""
     for source in view.extractors(Extractor.START, Extractor.SURROGATE):
         if source is Extractor.SENT:
             yield source, (view.before.parts[Part.EXTRACTOR], view.update[Part.EXTRACTOR])
@@ -115,7 +115,7 @@ def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extrac
 
 
 def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Progress) -> tuple[View, Extractors]:
-    """The method's own local round from where the real one started, on the canaries too: what is sent, and the true extractors."""
+    """Run the method's local round from the real one's start, with the canaries; return the view of its update and the true extractors."""
     view, before = case.view, case.model()
     assert before is not None
 
@@ -138,20 +138,20 @@ def _figures(view: View, canaries: ImageSet, included: Flags, true: Extractors, 
             f"extractor: {source.value}",
             {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge,
             Interval(bound, bound, bound),
-            ("the same number of guesses from the aggregate before the round", floor),
+            ("the same number of guesses, from the aggregate before the round", floor),
             len(included),
             ceiling=ceiling,
         )
 
 
 def _control(case: Case, canaries: ImageSet, included: Flags, streams: Streams) -> Control:
-    """Training without any defence that learns the canaries by heart, sent whole."""
+    """Train without defences until the canaries are memorised, and send the whole model."""
     some = case.truth.train.rows(range(min(_CONTROL_ROWS, len(case.truth.train))))
     data = joined(some, canaries.rows(np.flatnonzero(included).tolist()))
     whole = learnt_by_heart(case.view, data, _CONTROL_EPOCHS, streams.at("control"))
     (_, extractors), *_ = _estimates(whole, streams)
     bound = best_bound(label_likelihoods(whole, extractors, canaries)[1], included)
-    title = f"{_CONTROL_EPOCHS} epochs on {len(some)} images and the canaries, sent whole without a defence"
+    title = f"{_CONTROL_EPOCHS} epochs on {len(some)} images and the canaries, whole model sent without defences"
     return Control(title, bound, f"a bound above {_CONTROL_BOUND}", bound > _CONTROL_BOUND)
 
 
@@ -166,22 +166,22 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield _control(case, canaries, included, streams)
     trial.progress(4, 4)
     yield (
-        f"{count} canaries, {int(included.sum())} of them in one more local round beside {len(case.truth.train)} images of the client."
+        f"{count} canaries, {int(included.sum())} of them used in an extra local round with {len(case.truth.train)} images of the client."
     )
-    yield "The canaries' run starts where the real one did; its update is not coded for the wire."
+    yield "The extra round starts from the same weights as the real one. Its update is not encoded for the wire."
     yield (
-        f"At δ = {DELTA:g}, a training with a smaller ε gives so many right guesses in less than 5 % of runs. 0 is no proof of privacy."
+        f"At δ = {DELTA:g}, training with a smaller ε would give this many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
     )
 
 
 ATTACK = Attack(
     name="epsilon",
     title="Lower bound on ε from one run",
-    question="How much do the sent weights depend, at least, on whether a single image was trained on?",
+    question="How strongly do the sent weights depend, at least, on a single training image?",
     source="Steinke, Nasr and Jagielski 2023: algorithm 1, main theorem for approximate DP, appendix D",
     carry_out=_carry_out,
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
-    not_quick="it takes a whole local round: run it with default or thorough effort",
+    not_quick="it needs a whole local round: run it with default or thorough effort",
     least_side=1,
 )

@@ -1,11 +1,12 @@
-"""GAN-based class inference: what the images of a class look like that only the device has (Hitaj et al. 2017; Anti-GAN §3 and §5.1).
+"""GAN-based class inference: the look of a class that only the device has (Hitaj et al. 2017; Anti-GAN §3 and §5.1).
 
-The received model, its last layer widened by a class "fake", is the discriminator of the attacker's GAN; the attacker has images of the
-other classes alone. Published for models that are sent whole; without the extractor an estimated one stands under the classifier.
+The received model, with a class "fake" added to its last layer, is the discriminator of the attacker's GAN. The
+attacker only has images of the other classes. Published for whole models; if the extractor is not sent, the attacker
+uses an estimated one.
 
-Two figures: the mean SSIM with the device's images (Anti-GAN eq. 5), which on photographs ranks a grey image above real images of the
-class, and the probability of the class by judges: networks that share no weights and no start with the attacked model. Judges belong to
-the truth's side of an audit: they are trained on images that no attacker has.
+Two figures: the mean SSIM with the device's images (Anti-GAN eq. 5), and the probability of the class by judges. On
+photographs, SSIM ranks a grey image above real images of the class. Judges are networks that share no weights and no
+initial weights with the attacked model. They are part of the truth: they are trained on images that no attacker has.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,18 +30,18 @@ from fedcg.learning.training.optimisers import adam
 from fedcg.wire.parts import Part
 
 DRAWN = 200
-"""Images that a GAN is asked for."""
+"""Number of images to generate."""
 _NOISE = 100  # Anti-GAN table 4
 _BATCH = 16
 _GENERATOR_LR = 1e-3
-# At Anti-GAN's 1e-4 the discriminator forgets the class, which it sees no image of, within 200 steps.
+# At Anti-GAN's 1e-4 the discriminator forgets the class within 200 steps, since it sees no images of it.
 _DISCRIMINATOR_LR = 1e-5
 _LIKELY = 0.3  # weight of the coefficients' mean square: likely images
 _BETAS = (0.5, 0.999)
 
 
 def widened(classifier: nn.Module, classes: int) -> nn.Module:
-    """The classifier with one output more in its last linear layer, in place: the class "fake", whose logit is 0 at first."""
+    """Add an output to the classifier's last linear layer, in place: the class "fake", whose logit starts at 0."""
     name = str(last_layer(classifier, classes))
     parent, _, child = name.rpartition(".")
     state = classifier.get_submodule(name).state_dict()
@@ -54,15 +55,16 @@ def widened(classifier: nn.Module, classes: int) -> nn.Module:
 def generated_images(
     model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Tick
 ) -> torch.Tensor:
-    """Images of the target class by a GAN whose discriminator starts as the received model.
+    """Generate images of the target class with a GAN whose discriminator starts as the received model.
 
-    Each step trains the discriminator to tell the auxiliary images' classes and "fake" apart, then the generator towards the class.
+    Each step trains the discriminator to separate the auxiliary images' classes and "fake", then the generator towards
+    the class.
 
     Args:
-        model: the received one; changed in place.
-        view: its auxiliary images are all that the attacker knows of images.
+        model: the received model; changed in place.
+        view: its auxiliary images are the only images of the attacker.
         target: the class.
-        steps: of both networks.
+        steps: training steps of both networks.
         streams: for first weights, noise and order.
         tick: called after each step.
 
@@ -93,13 +95,13 @@ def generated_images(
 def trained_judges(
     view: View, images: ImageSet, count: int, epochs: int, streams: Streams, tick: Tick
 ) -> list[WholeModel]:
-    """Networks of the federation's kind that were trained on these images alone, each from a random start of its own.
+    """Train networks of the federation's kind on these images only, each from its own random start.
 
     Args:
-        view: for the network and its training parameters; nothing of the update is used.
-        images: of all classes, none of which the attacker has: what fits the attacked model alone does not fit these.
-        count: of networks.
-        epochs: of each.
+        view: for the network and its training parameters; the update is not used.
+        images: of all classes, none known to the attacker, so that images that only fit the attacked model score low.
+        count: number of networks.
+        epochs: for each network.
         streams: for starts and the order of images.
         tick: called after each network.
     """
@@ -116,7 +118,7 @@ def trained_judges(
 
 @torch.no_grad()
 def recognised(judges: Sequence[WholeModel], images: torch.Tensor, target: int) -> Values:
-    """The probability of the class by the judges, their mean, for each image [N, C, H, W] in [0, 1]: [N]."""
+    """Return the judges' mean probability of the class for each image [N, C, H, W] in [0, 1]: [N]."""
     found: Values = (
         torch.stack([judge.logits(images).softmax(1)[:, target] for judge in judges]).mean(0).double().numpy()
     )
@@ -128,12 +130,13 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class _Plan:
-    """How much is done.
+    """The amount of work.
 
     Attributes:
-        restarts: of a GAN of so many `steps`.
-        images: compared by SSIM, each of the device's with each generated one.
-        known: images that the attacker has; `kept`: auxiliary images that so many `judges` are trained on, for `judge_epochs`.
+        restarts: number of GANs, each with `steps` steps.
+        images: number of images to compare by SSIM, each of the device's with each generated one.
+        known: number of images that the attacker has; `kept`: auxiliary images for training the `judges`, for
+            `judge_epochs`.
     """
 
     restarts: int
@@ -155,23 +158,23 @@ _PLANS = {
 
 
 _RECOGNISED = Measure(
-    "class_recognised", "probability of the class that independent judges give to generated images", "share"
+    "class_recognised", "probability of the class for generated images, by independent judges", "share"
 )
 _SSIM = Measure("class_ssim", "likeness of generated images to the device's images of one class")
 _BEFORE = "the same attack on the aggregate before the round"
 _NOISY = f"{_BEFORE}, with noise as large as the update's change"
 _NOISED = 3  # aggregates with noise
 _CONTROL, _UNTRAINED = "positive control", "the same attack on the untrained start"
-_UNSEEN = "images of the class that nobody trained on"
+_UNSEEN = "images of the class that were not trained on"
 
 
 def target_class(truth: Truth) -> int:
-    """The class that the device trained on most: the one the attacker is made to look for."""
+    """Return the class with the most training images of the device, which is the attacker's target."""
     return max(range(len(truth.train.classes)), key=truth.train.label_counts().__getitem__)
 
 
 def without_class(view: View, target: int, most: int, stream: torch.Generator) -> tuple[View, ImageSet]:
-    """The view of an attacker who has no image of the class, and of the others at most so many and half; and the images kept from it."""
+    """Return the view of an attacker without images of the class and with at most `most` others (at most half); and the images kept back."""
     assert view.auxiliary is not None
     order = torch.randperm(len(view.auxiliary), generator=stream)
     others = order[view.auxiliary.labels[order] != target]
@@ -182,7 +185,7 @@ def without_class(view: View, target: int, most: int, stream: torch.Generator) -
 
 @dataclass(frozen=True)
 class _Gans:
-    """The attack with everything but the model: `view` holds the attacker's images, `tick` is called after each step."""
+    """The attack without the model: `view` holds the attacker's images, `tick` is called after each step."""
 
     view: View
     target: int
@@ -191,30 +194,30 @@ class _Gans:
     tick: Tick
 
     def guess(self, view: View, source: Extractor) -> torch.Tensor:
-        """Images from the classifier that was sent, over an extractor from `source`: [DRAWN, C, H, W] in [0, 1]."""
+        """Generate images from the sent classifier and an extractor from `source`: [DRAWN, C, H, W] in [0, 1]."""
         classifier = view.update[Part.CLASSIFIER]
         extractor = networks.estimated_extractor(view, source, classifier, self.streams, self.plan.surrogate_epochs)
         return self.images({Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier})
 
     def images(self, parts: Mapping[Part, Weights]) -> torch.Tensor:
-        """Images of several GANs, equally many of each: what the first weights do to one of them shall not decide."""
+        """Generate equally many images with each of several GANs, so that no single initialisation decides the result."""
         drawn = []
         for number in range(self.plan.restarts):
             model = networks.whole_model(self.view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
             streams = self.streams.at("restart", number)
             images = generated_images(model, self.view, self.target, self.plan.steps, streams, self.tick)
             drawn.append(images[: -(-DRAWN // self.plan.restarts)])
-        return torch.stack(drawn, 1).flatten(0, 1)[:DRAWN]  # in turn, so that the first ones show every restart
+        return torch.stack(drawn, 1).flatten(0, 1)[:DRAWN]  # interleaved, so that the first images show every restart
 
 
 def with_noise(view: View, stream: torch.Generator) -> View:
-    """The view as if the aggregate before the round had been sent, with noise as large as the update's change in each of its tensors.
+    """Return the view as if the aggregate before the round had been sent, with noise as large as the update's change in each tensor.
 
-    A GAN follows one model's weights closely: noise alone moves its images, with a judge on CIFAR-10 by up to 0.36. What counts as
-    a gain has to exceed that.
+    A GAN follows one model's weights closely: noise alone changes its images, by up to 0.36 for a judge on CIFAR-10. A
+    gain must exceed that.
     """
     parts = {**view.start(), **view.before.parts}
-    for part in sorted(view.update.keys() & parts.keys()):  # a set has another order in every process
+    for part in sorted(view.update.keys() & parts.keys()):  # the order of a set differs between processes
         changes = {name: (view.update[part][name] - value).float() for name, value in parts[part].items()}
         parts[part] = {
             name: value + (change.square().mean().sqrt() * torch.randn(change.shape, generator=stream)).to(value.dtype)
@@ -224,7 +227,7 @@ def with_noise(view: View, stream: torch.Generator) -> View:
 
 
 def trivial_guesses(view: View, stream: torch.Generator) -> dict[str, torch.Tensor]:
-    """What an attacker would show who has not seen the device's model: [N, C, H, W] each, by what it is."""
+    """Return the guesses of an attacker without the device's model, by name: [N, C, H, W] each."""
     assert view.auxiliary is not None
     known = unit_pixels(view.auxiliary.images)
     mean = known.mean(0, keepdim=True)
@@ -236,7 +239,7 @@ def trivial_guesses(view: View, stream: torch.Generator) -> dict[str, torch.Tens
 
 
 def class_ssim(guesses: torch.Tensor, images: torch.Tensor) -> Values:
-    """Anti-GAN eq. 5, [M]: for each of the device's images its mean SSIM with the guesses; eq. 5 is the mean of these. Windows 7x7, not 8x8."""
+    """Return the mean SSIM of each of the device's images with the guesses, [M]; Anti-GAN eq. 5 is the mean of these. Windows 7x7, not 8x8."""
     pairs = ssim(guesses.repeat(len(images), 1, 1, 1), images.repeat_interleave(len(guesses), 0))
     means: Values = pairs.reshape(len(images), len(guesses)).mean(axis=1)
     return means
@@ -245,11 +248,11 @@ def class_ssim(guesses: torch.Tensor, images: torch.Tensor) -> Values:
 def _scored(
     measure: Measure, scores: Mapping[str, Values], sources: Sequence[Extractor], trivial: Sequence[str], seed: int
 ) -> Iterator[Figure | Control]:
-    """A figure of each extractor, and their control: scores are compared with the floors' one by one."""
+    """Yield a figure for each extractor, and their control: scores are paired with those of the floors."""
     real = float(scores[_UNSEEN].mean()) if _UNSEEN in scores else 0.0
 
     def beside(name: str, setting: str, used: frozenset[Knowledge], floors: Mapping[str, str]) -> Figure:
-        """Guesses of a name beside those of the floors, which are given by their names, with what each of them is."""
+        """Return a figure of the guesses of one name; the floors are given as names with descriptions."""
         found = measure.paired(setting, used, scores[name], [(one, scores[one]) for one in floors], seed)
         return replace(found, floor_is=floors[found.floor_is], ceiling=real if real > found.floor else None)
 
@@ -258,13 +261,13 @@ def _scored(
         used = frozenset({Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY}) | source.knowledge
         yield beside(source.value, f"extractor: {source.value}", used, {**floors, **_earlier(source)})
     control = beside(_CONTROL, "", frozenset(), {**floors, _UNTRAINED: _UNTRAINED})
-    must = f"more than {control.floor_is} ({control.floor:.2f}), confidence bound included"
-    title = f"{measure.title}: a model that was trained long on the device's images and sent whole"
+    must = f"above {control.floor_is} ({control.floor:.2f}), including the confidence bound"
+    title = f"{measure.title}: a model trained for long on the device's images and sent whole"
     yield Control(title, control.value.value, must, control.gain.low > 0, measure.name)
 
 
 def _earlier(source: Extractor) -> dict[str, str]:
-    """The attacks on the aggregate before the round, on itself and with noise: what each is as a floor, by its name."""
+    """Return the attacks on the aggregate before the round, without and with noise: their descriptions as floors, by name."""
     noised = {f"before the round, noise {number + 1} ({source.value})": _NOISY for number in range(_NOISED)}
     return {f"before the round ({source.value})": _BEFORE, **noised}
 
@@ -277,7 +280,7 @@ def _of_class(images: ImageSet, target: int, stream: torch.Generator) -> torch.T
 def _drawn(
     trial: Trial, gans: _Gans, sources: Sequence[Extractor], trivial: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What the attack generates from the update and, for the floors, from the aggregate before the round; controls and trivial guesses."""
+    """Generate images from the update and, as floors, from the aggregate before the round; also for controls and trivial guesses."""
     view, streams, truth, drawn = gans.view, trial.streams, trial.truth, dict[str, torch.Tensor]()
     earlier = replace(view, update={**view.start(), **view.before.parts})
     noised = [with_noise(view, streams.generator("noise", number)) for number in range(_NOISED)]
@@ -308,8 +311,8 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     seen = joined(kept.rows(torch.arange(min(plan.kept, len(kept)))), train)
     judges = trained_judges(view, seen, plan.judges, plan.judge_epochs, streams, tick)
     label = view.spec.classes[target]
-    yield f"the attacker looks for class {label} and has no image of it"
-    yield f"judges: {len(judges)}, trained on {len(seen)} images that the attacker has not, the device's own among them"
+    yield f"the attacker targets class {label} and has no image of it"
+    yield f"judges: {len(judges)}, trained on {len(seen)} images that the attacker does not have, including the device's own"
     measures: Mapping[Measure, Callable[[torch.Tensor], Values]] = {
         _RECOGNISED: lambda some: np.resize(recognised(judges, some, target), DRAWN),
         _SSIM: lambda some: class_ssim(some[: plan.images], images[: plan.images]),
@@ -319,21 +322,21 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
         yield from _scored(measure, scores, sources, list(trivial), streams.seed("bootstrap"))
         if _UNSEEN in scores:
             yield f"{measure.name} of {_UNSEEN}: {scores[_UNSEEN].mean():.3f}"
-    yield "the intervals are over generated images (SSIM: over the device's), not over repeated attacks"
+    yield "the intervals cover generated images (for SSIM: the device's images), not repeated attacks"
     shown = {"the device's images": images, **drawn}
     rows = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in shown.items())
-    yield Pictures(f"class {label}: what the device has, and what was generated", rows)
+    yield Pictures(f"class {label}: the device's images, and generated images", rows)
 
 
 def _lacks(case: Case) -> str | None:
     assert case.view.auxiliary is not None
     if (case.view.auxiliary.labels != target_class(case.truth)).sum() < 4:
         return (
-            "the attacker needs images of other classes than the device's most frequent one: give more as --auxiliary"
+            "the attacker needs images of other classes than the device's most frequent one: give more with --auxiliary"
         )
     spec = case.view.spec
     if last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count) is None:
-        return f"the classifier of {spec.network.split} has no last linear layer that a class could be added to"
+        return f"the classifier of {spec.network.split} has no final linear layer to which a class can be added"
     return None
 
 

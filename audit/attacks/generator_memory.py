@@ -1,7 +1,8 @@
-"""Whether the generator that was sent has memorised training images: its samples' distance to them, and images decoded from its samples.
+"""Tests whether the sent generator has memorised training images, by its samples' distance to them and by images decoded from its samples.
 
-Both compare images that were trained on with equally many of the same classes that were not: whatever holds for all images of a
-class cancels out. FedCG §3.4 holds that a generator shows a distribution and no image; nobody has measured it.
+Both compare training images with equally many other images of the same classes, so that effects common to a class
+cancel out. FedCG §3.4 claims that a generator shows a distribution and no single image. No measurement of this claim is
+published.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.training.batches import extract_features, generate
 from fedcg.wire.parts import Part
 
-_MOST_NUMBERS = 1 << 24  # of the samples of one class: 64 MB
+_MOST_NUMBERS = 1 << 24  # numbers in the samples of one class: 64 MB
 _PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
-_DECODED = "likeness of decoded samples to the nearest image trained on"
+_DECODED = "similarity of decoded samples to the nearest training image"
 _MEMORY = measures.Measure(
-    "memory_auc", "images trained on told from others by their distance to the generator's samples"
+    "memory_auc", "training images distinguished from others by their distance to the generator's samples"
 )
 _INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
     (measures.psnr, measures.Measure("inverter_psnr", _DECODED, "dB")),
@@ -36,11 +37,11 @@ _INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
 )
 
 Samples = Callable[[int, int], torch.Tensor]
-"""(class, how many) -> features of a generator, [n, F]."""
+"""(class, count) -> features from a generator, [n, F]."""
 
 
 def samples_of(view: View, generator: Weights, streams: Streams) -> Samples:
-    """G(z, y) of a generator; the noise of a class is the same for every generator."""
+    """Return G(z, y) of a generator; the noise of a class is the same for every generator."""
     network = load_part(view.spec, Part.GENERATOR, generator)
 
     def draw(label: int, count: int) -> torch.Tensor:
@@ -51,7 +52,7 @@ def samples_of(view: View, generator: Weights, streams: Streams) -> Samples:
 
 
 def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> Samples:
-    """A generator that has memorised: the features of training images in turn, with noise of 1 % of their deviation."""
+    """Return a generator that has memorised: it repeats the features of training images, with noise of 1 % of their deviation."""
 
     def draw(label: int, count: int) -> torch.Tensor:
         mine = features[labels == label]
@@ -63,11 +64,12 @@ def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> S
 
 @dataclass(frozen=True)
 class Nearness:
-    """How near images are to the samples.
+    """The distances of images to the samples.
 
     Attributes:
-        train: [N] minus the distance of each image that was trained on to the nearest sample of its class; `held_out` likewise.
-        nearer: share of the samples that are nearer to an image trained on than to any held out (SDMetrics' overfitting protection).
+        train: [N] negative distance of each training image to the nearest sample of its class; `held_out` likewise.
+        nearer: share of the samples that are nearer to a training image than to any held-out one (SDMetrics'
+            overfitting protection).
     """
 
     train: measures.Values
@@ -78,7 +80,7 @@ class Nearness:
 def nearness(
     train: torch.Tensor, held_out: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int
 ) -> Nearness:
-    """Distances of features [N, F], both of the same labels [N], to the nearest of `count` samples of their class (fewer of long features)."""
+    """Compute distances of features [N, F], both with the same labels [N], to the nearest of `count` samples of their class (fewer for long features)."""
     count = max(2, min(count, _MOST_NUMBERS // train.shape[1]))
     found, shares = torch.empty(2, len(labels)), []
     for label in labels.unique().tolist():
@@ -93,23 +95,24 @@ def nearness(
 
 
 def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.Tensor) -> measures.Values:
-    """A measure of every pair, [pictures, images]."""
+    """Return a measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
     return pairs.reshape(len(pictures), len(images))
 
 
 def nearest_gain(tables: Sequence[measures.Values], seed: int) -> tuple[measures.Interval, float, measures.Interval]:
-    """How much nearer each picture's nearest image that was trained on is than its nearest held-out one.
+    """Compare each picture's nearest training image with its nearest held-out image.
 
-    Pictures of a class share their nearest image, so they are no independent samples: the gain's interval comes from 1,000 draws of which
-    images count as trained on, which is what the figure would be where nothing was memorised.
+    Pictures of a class share their nearest image, so they are not independent samples. The gain's interval therefore
+    comes from 1,000 random assignments of images to "trained on": the distribution of the figure if nothing was
+    memorised.
 
     Args:
-        tables: by class, likeness [pictures, 2 n]: n images that were trained on, then n held out.
-        seed: of the draws.
+        tables: by class, similarity [pictures, 2 n]: n training images, then n held out.
+        seed: for the random assignments.
 
     Returns:
-        Likeness to the nearest image trained on, to the nearest held-out one, and the gain.
+        Similarity to the nearest training image, to the nearest held-out one, and the gain.
     """
     drawn = np.random.default_rng(seed)
 
@@ -132,7 +135,7 @@ def nearest_gain(tables: Sequence[measures.Values], seed: int) -> tuple[measures
 
 @dataclass(frozen=True)
 class _Plan:
-    """How much is done: `samples` of the generator a class, steps of the `decoder`, `pictures` decoded a class, `images` matched a class."""
+    """The amount of work: `samples` of the generator per class, steps of the `decoder`, decoded `pictures` and matched `images` per class."""
 
     samples: int
     decoder: int
@@ -153,7 +156,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One extractor's view of `images`, trained on and held out: all features are [N, F]."""
+    """One extractor's view of `images`, training and held-out: all features are [N, F]."""
 
     source: Extractor
     images: tuple[ImageSet, ImageSet]
@@ -165,47 +168,47 @@ class _Setting:
 
     @property
     def labels(self) -> torch.Tensor:
-        """Of the images trained on, and of those held out."""
+        """The features of the training images and of the held-out images."""
         return self.images[0].labels
 
     @property
     def classes(self) -> list[int]:
-        """The classes there are."""
+        """The classes with images."""
         found: list[int] = self.labels.unique().tolist()
         return found
 
     @property
     def words(self) -> str:
-        """For a report."""
+        """The setting, as words for a report."""
         return f"extractor: {self.source.value}"
 
     def nearness(self, samples: Samples) -> Nearness:
-        """Of all images."""
+        """The distances of all images."""
         return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
 
     def tables(self, samples: Samples, measure: measures.Likeness) -> list[measures.Values]:
-        """By class, likeness of decoded samples to the images trained on and to those held out."""
+        """By class, the similarity of decoded samples to training images and to held-out images."""
         return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
 
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
-        """Pictures of a class's samples."""
+        """Return pictures of a class's samples."""
         assert self.decoder is not None
         return self.decoder(samples(label, self.plan.pictures))
 
     def pixels(self, label: int) -> torch.Tensor:
-        """A class's images that were trained on, then those held out."""
+        """Return a class's training images, then its held-out images."""
         return measures.unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
 
 
 def wins(scores: Nearness) -> measures.Values:
-    """[N, N]: 1 where an image trained on is nearer than a held-out one, 1/2 where both are as near; its mean is the AUC (Mann-Whitney)."""
+    """Return [N, N]: 1 where a training image is nearer than a held-out one, 1/2 for ties; its mean is the AUC (Mann-Whitney)."""
     train, held_out = scores.train[:, None], scores.held_out[None, :]
     table: measures.Values = (train > held_out) + 0.5 * (train == held_out)
     return table
 
 
 def _mean_of_pairs(table: measures.Values, seed: int) -> measures.Interval:
-    """The mean of a table [N, N] with its interval: row i and column i, of the same class, are drawn together."""
+    """Return the mean of a table [N, N] with its interval: row i and column i, of the same class, are resampled together."""
 
     def mean(drawn: measures.Values) -> float:
         rows = drawn.astype(int)
@@ -215,9 +218,9 @@ def _mean_of_pairs(table: measures.Values, seed: int) -> measures.Interval:
 
 
 def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[measures.Figure]:
-    """Of the distances and, where there is a decoder, of decoded samples."""
+    """Yield the figures of the distances and, with a decoder, of decoded samples."""
     used = {Knowledge.UPDATE} | setting.source.knowledge
-    value, floor, floor_is = wins(found), np.array(0.5), "a coin's toss"
+    value, floor, floor_is = wins(found), np.array(0.5), "a coin toss"
     if before is not None and wins(before).mean() > 0.5:
         floor, floor_is = wins(before), "the same distances to the generator before the round"
     yield _MEMORY.figure(
@@ -241,7 +244,7 @@ def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness
 
 
 def _controls(setting: _Setting, streams: Streams) -> Iterator[measures.Control]:
-    """The same on a planted generator that has memorised."""
+    """Run the attacks on a planted generator that has memorised."""
     memory = planted(setting.train, setting.labels, streams)
     value = float(wins(setting.nearness(memory)).mean())
     yield measures.Control(
@@ -250,7 +253,7 @@ def _controls(setting: _Setting, streams: Streams) -> Iterator[measures.Control]
     if setting.decoder is not None:
         gain = nearest_gain(setting.tables(memory, measures.psnr), setting.seed)[2]
         title = "planted generator that returns training features: gain of inverter_psnr in dB"
-        yield measures.Control(title, gain.value, "above 0, confidence bound included", gain.low > 0)
+        yield measures.Control(title, gain.value, "above 0, including the confidence bound", gain.low > 0)
 
 
 def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
@@ -259,13 +262,13 @@ def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
         decoded, images = setting.decoded(mine, label)[:1], setting.pixels(label)
         order = measures.psnr(decoded.repeat(len(images), 1, 1, 1), images).reshape(2, -1).argmax(axis=1)
         columns.append((decoded[0], images[order[0]], images[len(images) // 2 + order[1]]))
-    names = ("decoded sample", "nearest image trained on", "nearest image not trained on")
+    names = ("decoded sample", "nearest training image", "nearest other image")
     rows = tuple((name, tuple(measures.png(column[at]) for column in columns)) for at, name in enumerate(names))
-    return measures.Pictures(f"what the generator's samples look like ({setting.words})", rows)
+    return measures.Pictures(f"decoded samples of the generator ({setting.words})", rows)
 
 
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
-    """The attacker's setting first, then with the true extractor."""
+    """Yield the attacker's setting first, then the one with the true extractor."""
     view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
     given = view.with_private(case.truth.after or {})
     for source in _sources(case):
@@ -287,19 +290,19 @@ def _sources(case: Case) -> tuple[Extractor, ...]:
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
-    """Distances and decoded pictures by the attacker's extractor, and by the true one where it was given."""
+    """Yield distances and decoded pictures for the attacker's extractor, and for the true one if given."""
     case, plan, streams = trial.case, _Plan.of(trial.effort), trial.streams
     tick = trial.steps(len(_sources(case)) * plan.decoder)
     mine = samples_of(case.view, case.view.update[Part.GENERATOR], streams)
     earlier = case.view.before.parts.get(Part.GENERATOR)
     before = None if earlier is None else samples_of(case.view, earlier, streams)
-    yield "images trained on are compared with equally many of the same classes that were not"
+    yield "training images are compared with equally many other images of the same classes"
     figures: list[measures.Figure] = []
     settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
         found = setting.nearness(mine)
         figures += _figures(setting, mine, found, before and setting.nearness(before))
-        yield f"{found.nearer:.0%} of the samples are nearer to an image trained on than to any held out ({setting.words})"
+        yield f"{found.nearer:.0%} of the samples are nearer to a training image than to any held-out one ({setting.words})"
         if setting.decoder is not None:
             yield _pictures(setting, mine)
     own = {one.name: one.value.value for one in figures} if settings[-1].source.is_own else {}
@@ -313,14 +316,14 @@ def _lacks(case: Case) -> str | None:
         return case.lacks(auxiliary=True)
     both = [set(some.labels.tolist()) for some in (case.truth.train, case.truth.held_out)]
     if not both[0] & both[1]:
-        return "no class has images that were trained on and others that were not: give some as --held-out"
+        return "no class has both training images and other images: give some with --held-out"
     return None
 
 
 ATTACK = Attack(
     "memorisation",
     "Memorisation by the generator",
-    "Does the generator that is sent give away training images?",
+    "Does the sent generator reveal training images?",
     "FedCG §3.4 (the claim); distances as SDMetrics' DCROverfittingProtection; an inverter of features",
     _carry_out,
     parts=frozenset({Part.GENERATOR, Part.CLASSIFIER}),

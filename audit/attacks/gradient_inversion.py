@@ -1,9 +1,11 @@
 """Gradient inversion: images from the gradients of single images, of batches, and from the weight difference of a whole round.
 
-DLG (Zhu 2019; FedCG eq. 7), iDLG (Zhao 2020), cosine with total variation (Geiping 2020), FedCG eq. 8, and the match of features that
-the classifier's gradient gives away exactly. Every guess is a function of a `View` and of an observed gradient.
+DLG (Zhu 2019; FedCG eq. 7), iDLG (Zhao 2020), cosine with total variation (Geiping 2020), FedCG eq. 8, and matching of
+features that the classifier's gradient reveals exactly. Every guess is a function of a `View` and of an observed
+gradient.
 
-How many pixels an observation can determine at all: the rank of its Jacobian at an image, a bound on every reconstruction.
+The rank of an observation's Jacobian at an image is the number of pixels that it can determine: a bound on every
+reconstruction.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +27,8 @@ from fedcg.learning.networks import build_part, load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
-RANK_TOLERANCE = 1e-6  # of the largest singular value; the observed numbers themselves are float32
-MAX_PIXELS = 4096  # beyond, singular values of pixels x pixels take minutes and gigabytes
+RANK_TOLERANCE = 1e-6  # relative to the largest singular value; the observed numbers are float32
+MAX_PIXELS = 4096  # above this, singular values of pixels x pixels take minutes and gigabytes
 _OVERSAMPLED = 16
 _ROWS_AT_ONCE = 64
 
@@ -34,10 +36,10 @@ Observation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Generator) -> int:
-    """Rank of ∂ observation / ∂ pixels: singular values above `RANK_TOLERANCE` of the largest.
+    """Return the rank of ∂ observation / ∂ pixels: singular values above `RANK_TOLERANCE` times the largest.
 
-    Where there are more observed numbers than pixels, their Jacobian is multiplied from the left by a Gaussian matrix of
-    16 rows more than pixels, which leaves the rank as it is.
+    With more observed numbers than pixels, the Jacobian is multiplied from the left by a Gaussian matrix with 16 rows
+    more than pixels, which preserves the rank.
 
     Args:
         observation: differentiable; [1, C, H, W] -> tensors of any shape.
@@ -71,7 +73,7 @@ _RANK = measures.Measure("rank", "Pixels that a gradient can determine", "share"
 
 
 class Match(str, Enum):
-    """What is to come out alike; the values are words for a report."""
+    """The quantity to match. The values are the words of the report."""
 
     GRADIENT = "gradient"
     COSINE = "gradient's direction"
@@ -81,11 +83,11 @@ class Match(str, Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """One attacker's situation.
+    """One setting of the attack.
 
     Attributes:
         rows: images in a batch; 0: the weight difference of the whole round, one image per class.
-        deviation: of Gaussian noise on every observed number.
+        deviation: standard deviation of Gaussian noise on every observed number.
     """
 
     extractor: Extractor
@@ -96,7 +98,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """For a report; unique among the settings of a run."""
+        """The setting, as words for a report; unique within a run."""
         what = {0: "weight difference of the round", 1: "one image"}.get(self.rows, f"batch of {self.rows}")
         noise = f", noise of variance {self.deviation**2:.3g}" if self.deviation else ""
         labels = ", labels searched (DLG)" if self.how.soft_labels else ""
@@ -109,20 +111,20 @@ class Setting:
 
     @property
     def knowledge(self) -> frozenset[Knowledge]:
-        """What the attacker uses."""
+        """The attacker's knowledge."""
         seen = Knowledge.BATCH if self.rows else Knowledge.UPDATE
         generator = {Knowledge.UPDATE} if self.match is Match.STATISTICS else set()
         return frozenset({seen, Knowledge.BEFORE} | generator) | self.extractor.knowledge
 
     @property
     def is_ceiling(self) -> bool:
-        """Whether nothing stands in the attacker's way: one image, no noise, the device's own extractor, and a prior."""
+        """Whether this is the attacker's best case: one image, no noise, the device's own extractor, and a prior."""
         return self.extractor.is_own and bool(self.how.prior) and self.rows == 1 and not self.deviation
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one setting came to; `diverged` is the share of its searches that did."""
+    """The result of one setting; `diverged` is the share of its searches that diverged."""
 
     setting: Setting
     images: measures.Reconstructions
@@ -130,7 +132,7 @@ class Result:
 
 
 def settings_of(view: View, effort: Effort) -> list[Setting]:
-    """What is tried on a method that sends the whole model, or the classifier alone."""
+    """Return the settings to try on a method that sends the whole model, or only the classifier."""
     steps, quick = effort.of(40, 100, 300), effort is Effort.QUICK
     paper = Search(steps, Start.NOISE, restarts=effort.of(1, 2, 4), soft_labels=True)
     prior, loose = Search(steps, Start.GREY, _PRIOR), Search(steps, Start.GREY, _LOOSE_PRIOR)
@@ -159,7 +161,7 @@ def settings_of(view: View, effort: Effort) -> list[Setting]:
 
 
 def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Generator) -> torch.Tensor:
-    """Channel statistics of what the client's generator makes of the batch's labels."""
+    """Return channel statistics of the features that the client's generator makes for the batch's labels."""
     generator = load_part(view.spec, Part.GENERATOR, view.update[Part.GENERATOR]).eval()
     wanted = labels.repeat_interleave(_GENERATED)
     noise = torch.randn(len(wanted), view.spec.network.noise_dim, generator=stream)
@@ -168,7 +170,7 @@ def _generated_statistics(view: View, labels: torch.Tensor, stream: torch.Genera
 
 
 def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGradient:
-    """The round's weight difference read as the gradient of one image per class; its length means nothing."""
+    """Return the round's weight difference, read as the gradient of one image per class; its length has no meaning."""
     values = []
     for part in parts:
         moved = gradients.weight_difference(view.update[part], view.before.parts[part])
@@ -179,7 +181,7 @@ def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGrad
 def _guess(
     view: View, model: WholeModel, seen: gradients.BatchGradient, setting: Setting, stream: torch.Generator
 ) -> gradients.Found:
-    """The attack itself: from what is observed to pixels."""
+    """Run the attack: from an observation to pixels."""
     labels = gradients.revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
     if setting.match is Match.FEATURES:
         objective = gradients.feature_distance(model, gradients.revealed_features(model, seen).unsqueeze(0))
@@ -205,7 +207,7 @@ def _of_batches(
     streams: Streams,
     tick: Tick,
 ) -> Result:
-    """The attack on single images or batches; each batch's guesses are put into the order that fits the truth best."""
+    """Attack single images or batches; each batch's guesses are put into the order that fits the truth best."""
     pixels, guesses, diverged = measures.unit_pixels(images.images), [], []
     for first in range(0, len(images), setting.rows):
         rows = slice(first, first + setting.rows)
@@ -227,13 +229,13 @@ def _sent_parts(view: View) -> tuple[Part, ...]:
 
 
 def in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """The guesses [N, C, H, W] in the order that has the smallest squared distances to the truth's images."""
+    """Return the guesses [N, C, H, W] in the order with the smallest squared distances to the true images."""
     cost = torch.cdist(truth.flatten(1), guesses.flatten(1)).square()
     return guesses[linear_sum_assignment(cost.numpy())[1]]
 
 
 def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams, tick: Tick) -> Result:
-    """The attack on the weight difference; each class's guess is compared with the training image that it resembles most."""
+    """Attack the weight difference; each class's guess is compared with its most similar training image."""
     view, train = case.view, case.truth.train
     found = _guess(view, model, round_difference(view, _sent_parts(view)), setting, streams.generator("search"))
     tick()
@@ -255,9 +257,10 @@ def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams,
 def control_of(
     case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick
 ) -> measures.Control:
-    """Whole-model gradients of the same images by FedCG's LeNet5 (sigmoids) at initial weights.
+    """Attack whole-model gradients of the same images from FedCG's LeNet5 (sigmoids) at initial weights.
 
-    Not the federation's own network: with ReLU and max pooling a search over gradients gets stuck, whatever leaks.
+    The federation's own network is not used: with ReLU and max pooling a search over gradients gets stuck, whatever
+    leaks.
     """
     spec = networks.with_lenet5(case.view.spec)
     start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
@@ -274,7 +277,7 @@ def control_of(
 
 
 def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> measures.Figure:
-    """The share of the pixels that one image's gradient determines, at the device's true model."""
+    """Return the share of the pixels that one image's gradient determines, at the device's true model."""
     view, true = case.view, case.model()
     assert true is not None
     model, whole = networks.whole_model(view.spec, true[Part.EXTRACTOR], true[Part.CLASSIFIER]), view.shares_extractor
@@ -293,7 +296,7 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
         shares.append(pixel_rank(seen, pixels, streams.generator(row)) / pixels.numel())
         tick()
     value = measures.bootstrap(np.array(shares), streams.seed("bootstrap"))
-    # The classifier's gradient is a function of the features, and the features of the gradient: both have one rank.
+    # The classifier's gradient is a function of the features, and vice versa: both have the same rank.
     setting = f"one image, {'whole model' if whole else 'classifier only'}: rank of the Jacobian"
     used = {Knowledge.BATCH, Knowledge.BEFORE, *(() if whole else (Knowledge.PRIVATE,))}
     return _RANK.figure(setting, used, value, ("no gradient, which determines no pixel", 0.0), len(shares), ceiling=1.0)
@@ -317,13 +320,13 @@ def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick
 
 
 def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
-    """All images one by one, or two batches of them."""
+    """Return all images for single-image settings, or two batches."""
     wanted = len(images) if setting.rows == 1 else min(len(images), 2 * setting.rows)
     return images.rows(range(wanted // setting.rows * setting.rows))
 
 
 def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.Figure]:
-    """PSNR and SSIM of every setting; the ceiling is the best of one image without noise, by the device's own extractor with a prior."""
+    """Yield PSNR and SSIM of every setting; the ceiling is the best result for one image without noise, with the device's own extractor and a prior."""
     for name in measures.MEASURES:
         ceiling = max((one.images.mean(name) for one in results if one.setting.is_ceiling), default=None)
         for setting, images in ((one.setting, one.images) for one in results):
@@ -333,7 +336,7 @@ def _figures(results: Sequence[Result], streams: Streams) -> Iterator[measures.F
 
 
 def _pictures(results: Sequence[Result]) -> Iterator[measures.Pictures]:
-    """Originals over reconstructions: single images in one table, batches and the round in one each."""
+    """Yield originals above reconstructions: single images in one table, batches and the round in one each."""
     titles = {0: "From the round's weight difference", 1: "From one image's gradient"}
     for rows in sorted({one.setting.rows for one in results}):
         same = [one for one in results if one.setting.rows == rows]
@@ -351,15 +354,15 @@ def _notes(results: Sequence[Result]) -> Iterator[str]:
     values = {name: float(measures.psnr(*pair).mean()) for name, pair in floors.items()}
     guesses = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     unlabelled, diverged = max(list(values.values())[:3]), np.mean([one.diverged for one in results])
-    yield f"Trivial guesses, PSNR in dB: {guesses}. The best that takes no label: {unlabelled:.2f}."
-    yield "The nearest image is no guess: it takes the right one to choose it."
+    yield f"Trivial guesses, PSNR in dB: {guesses}. The best one without labels: {unlabelled:.2f}."
+    yield "The nearest image is not a guess: choosing it takes the right image."
     yield (
-        "The papers' 6.23 dB for FedSplit is the clamped noise that a search starts from: nothing was reconstructed. "
+        "The papers' 6.23 dB for FedSplit is the clamped noise from which a search starts: nothing was reconstructed. "
         f"That noise scores {values['clamped noise']:.2f} dB here."
     )
-    yield f"{diverged:.0%} of the searches diverged (a loss that is not finite, or above that of the start)."
-    yield "The start of the public seed is that of the device only where the federation has no cohort secret."
-    yield f"Rank: singular values above {RANK_TOLERANCE:g} of the largest; not computed for more than {MAX_PIXELS} pixels."
+    yield f"{diverged:.0%} of the searches diverged (the loss was not finite, or above its initial value)."
+    yield "The device starts from the public seed only if the federation has no cohort secret."
+    yield f"Rank: singular values above {RANK_TOLERANCE:g} times the largest; not computed for more than {MAX_PIXELS} pixels."
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:

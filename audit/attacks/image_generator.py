@@ -1,11 +1,12 @@
-"""What an image generator that is sent gives away (PPIDSG): who was trained on, class shares, its images, and the key of the scrambling.
+"""Attacks on a sent image generator (PPIDSG): membership, class shares, its images, and the key of the scrambling.
 
-PPIDSG holds that labels and members can't be inferred without a shared classifier, and that images can be had from the generator's outputs
-alone (§3). No attack on the generator itself is published. The attacker of these compares what the generator makes of an image with
-what the aggregate's made of it before the round, and with what those of the other clients make of it: where a round moved the output
-further, it had more to learn.
+PPIDSG claims that labels and members can't be inferred without a shared classifier, and that images can only be
+obtained from the generator's outputs (§3). No attack on the generator itself is published. The attacker here compares
+the generator's output for an image with the output of the aggregate before the round, and with those of the other
+clients' generators. A larger change of the output means that the round had more to learn.
 
-The block scrambling that an image generator imitates (PPIDSG, algorithm 1), estimated from what it makes of known images.
+The block scrambling that an image generator imitates (PPIDSG, algorithm 1) is estimated from its outputs for known
+images.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
-MOST_NUMBERS = 4096  # of an image: the table of correlations between pixels has its square, 64 MB
+MOST_NUMBERS = 4096  # numbers in an image: the table of correlations between pixels has the square of this, 64 MB
 _TINY = 1e-6
 
 
 def estimated_scrambling(images: torch.Tensor, made: torch.Tensor, block: int) -> Scrambling:
-    """The scrambling that explains best what a generator makes of images.
+    """Estimate the scrambling that best explains a generator's outputs.
 
-    Which block of an image a block of its encryption comes from, how that is turned, mirrored, complemented and its channels permuted, is
-    what gives the highest sum of absolute correlations between their numbers; every block is used once.
+    Each block of an output is matched with a source block, rotation, reflection, complement and channel permutation.
+    The match has the highest sum of absolute correlations between their numbers; every block is used once.
 
     Args:
-        images: known ones, [N, C, H, W].
-        made: what the generator makes of them, [N, C, H, W].
-        block: pixels of a block's side, which divides both sides of an image.
+        images: known images, [N, C, H, W].
+        made: the generator's outputs for them, [N, C, H, W].
+        block: side of a block in pixels; it divides both sides of an image.
     """
     shape = images.shape[1:]
     numbers = _blocks(torch.arange(shape.numel()).view(1, *shape), block)[0]
@@ -82,7 +83,7 @@ def _standardised(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _moves(channels: int, block: int) -> torch.Tensor:
-    """[M, C * block * block]: every way in which turning, mirroring and permuting channels can move the numbers of a block."""
+    """Return [M, C * block * block]: every way in which rotation, reflection and channel permutation can move the numbers of a block."""
     numbers = torch.arange(channels * block * block).view(channels, block, block)
     turned = [some.rot90(turns, (1, 2)) for some in (numbers, numbers.flip(2)) for turns in range(4)]
     orders = itertools.permutations(range(channels))
@@ -94,17 +95,17 @@ _VICTIMS, _SHOWN = 64, 8
 _CONCENTRATION = 0.5  # of the simulated clients' class shares
 _RIDGE = 0.1
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 40, 0.7
-_FLOOR_IS = "how much the other clients' rounds moved the output (without others: its contrast by the aggregate's generator), or chance"
+_FLOOR_IS = "the change of the output in the other clients' rounds (without others: its contrast with the aggregate's generator), or chance"
 _KEY = Measure(
-    "scrambled_blocks", "Blocks of the scrambling that were read off the generator, right in every pixel", "share"
+    "scrambled_blocks", "Blocks of the scrambling recovered from the generator, correct in every pixel", "share"
 )
 _BY_CLASS = "movement of the image generator's outputs by class"
 Make = Callable[[torch.Tensor], torch.Tensor]
-"""[N, C, H, W] uint8 -> [N, C, H, W] in [0, 1]: what a generator makes of images."""
+"""[N, C, H, W] uint8 -> [N, C, H, W] in [0, 1]: a generator's outputs for images."""
 
 
 def maker(view: View, weights: Weights) -> Make:
-    """An image generator of the federation with these weights."""
+    """Return an image generator of the federation with these weights."""
     form, network = view.spec.image, load_part(view.spec, Part.IMAGE_GENERATOR, weights).eval()
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (form.mean, form.std))
 
@@ -118,7 +119,7 @@ def maker(view: View, weights: Weights) -> Make:
 
 @dataclass(frozen=True)
 class Movement:
-    """The generator that was sent, the aggregate's before the round, and those of the other clients."""
+    """The sent generator, the aggregate's before the round, and those of the other clients."""
 
     own: Make
     before: Make
@@ -126,7 +127,7 @@ class Movement:
 
     @staticmethod
     def of(view: View) -> Movement:
-        """On the update of a view."""
+        """Build from the update of a view."""
         own, before, *others = (
             maker(view, parts[Part.IMAGE_GENERATOR])
             for parts in (view.update, view.before.parts, *view.others.values())
@@ -134,7 +135,7 @@ class Movement:
         return Movement(own, before, tuple(others))
 
     def scores(self, images: torch.Tensor) -> dict[str, Values]:
-        """How far the round moved what the generator makes of each image (mean, log), and that beside what the others' rounds did.
+        """Return the change of the generator's output for each image (mean, log), also relative to the other clients' rounds.
 
         Args:
             images: [N, C, H, W] uint8.
@@ -146,11 +147,11 @@ class Movement:
         own = _moved(self.own(images), base)
         found = {"movement of its output": own}
         if self.others:
-            found["movement of its output beside the other clients'"] = own - self._usual(images, base)
+            found["movement of its output relative to the other clients'"] = own - self._usual(images, base)
         return found
 
     def blind(self, images: torch.Tensor) -> Values:
-        """What takes no update of this client, [N]."""
+        """Return scores that use no update of this client, [N]."""
         base = self.before(images)
         return self._usual(images, base) if self.others else base.flatten(1).std(1).double().numpy()
 
@@ -159,7 +160,7 @@ class Movement:
         return found
 
     def by_class(self, probes: ImageSet, classes: int) -> torch.Tensor:
-        """Means of the scores over the probes of each class, less the mean of all classes, [classes, scores]."""
+        """Return mean scores over the probes of each class, minus the mean of all classes, [classes, scores]."""
         each = torch.from_numpy(np.stack(list(self.scores(probes.images).values()), 1))
         means = torch.stack([each[probes.labels == label].mean(0) for label in range(classes)])
         return means.nan_to_num(0.0) - means.nanmean(0)
@@ -184,10 +185,10 @@ def _member_scores(movement: Movement, candidates: ImageSet) -> Iterator[MemberS
 
 @dataclass(frozen=True)
 class ShareModel:
-    """A linear map from how far outputs of a class moved to the class's share, fitted on clients that the attacker simulates.
+    """A linear map from the movement of a class's outputs to the class's share, fitted on clients that the attacker simulates.
 
     Attributes:
-        probes: auxiliary images that movements are measured on.
+        probes: auxiliary images for measuring movements.
         weights: [scores].
     """
 
@@ -196,14 +197,14 @@ class ShareModel:
 
     @staticmethod
     def fitted(view: View, probes: ImageSet, images: ImageSet, count: int, streams: Streams, tick: Tick) -> ShareModel:
-        """By ridge regression.
+        """Fit by ridge regression.
 
         Args:
-            view: whose method and aggregate the simulated clients have.
-            probes: other images than `images`, which they are trained on.
-            images: auxiliary ones.
-            count: of clients, at least 1; their shares are drawn from a Dirichlet distribution.
-            streams: of shares, images and training.
+            view: gives the method and aggregate of the simulated clients.
+            probes: none of `images`, on which the clients are trained.
+            images: auxiliary images.
+            count: number of clients, at least 1; their shares are drawn from a Dirichlet distribution.
+            streams: for shares, images and training.
             tick: called after each client.
         """
         classes, drawn = view.spec.class_count, np.random.default_rng(streams.seed("shares"))
@@ -221,14 +222,14 @@ class ShareModel:
         return ShareModel(probes, torch.linalg.solve(square + eye, table.T @ right))
 
     def shares(self, view: View) -> torch.Tensor:
-        """Of the client whose update a view has, [C]."""
+        """Return the shares of the client whose update the view has, [C]."""
         classes = view.spec.class_count
         guess = (1 / classes + Movement.of(view).by_class(self.probes, classes) @ self.weights).clamp(min=_TINY)
         return guess / guess.sum()
 
 
 def _decoded(trial: Trial, known: ImageSet, movement: Movement, steps: int, tick: Tick) -> Iterator[Figure | Pictures]:
-    """Training images turned back from what the generator makes of them, by a network that learnt it on auxiliary images."""
+    """Reconstruct training images from the generator's outputs, with a network trained on auxiliary images."""
     streams, train = trial.streams, trial.truth.train
     victims = train.rows(torch.randperm(len(train), generator=streams.generator("victims"))[:_VICTIMS])
     pixels, made = unit_pixels(victims.images), movement.own(victims.images)
@@ -240,14 +241,14 @@ def _decoded(trial: Trial, known: ImageSet, movement: Movement, steps: int, tick
     used = (Knowledge.UPDATE, Knowledge.AUXILIARY, Knowledge.PRIVATE)
     setting = "outputs for images of the device, which are not sent"
     figure = against.figure("psnr", setting, used, None, streams.seed("bootstrap"))
-    yield replace(figure, name="decoded_psnr", title="Images turned back from the generator's outputs, PSNR")
-    rows = (("of the device", pixels), ("what the generator makes of it", made), ("turned back", found))
+    yield replace(figure, name="decoded_psnr", title="Images reconstructed from the generator's outputs, PSNR")
+    rows = (("image of the device", pixels), ("generator's output", made), ("reconstruction", found))
     pictures = tuple((name, tuple(map(png, some[:_SHOWN]))) for name, some in rows)
-    yield Pictures("Images, what the generator makes of them, and what can be made of that", pictures)
+    yield Pictures("Images, the generator's outputs, and reconstructions", pictures)
 
 
 def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> tuple[int, int]:
-    """How many blocks images have, and how many of them the scrambling that a generator seems to imitate has right in every pixel."""
+    """Return the number of blocks in an image, and how many blocks of the estimated scrambling are correct in every pixel."""
     found = estimated_scrambling(unit_pixels(known.images), make(known.images), block)
     same = ((found.source == true.source) & (found.mask == true.mask)).view(known.images.shape[1:])
     right = same.all(0).unfold(0, block, block).unfold(1, block, block).flatten(2).all(2)
@@ -260,7 +261,7 @@ def _key_figure(blocks: int, right: int) -> Figure:
 
 
 def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
-    """A planted generator that encrypts exactly, by keys of its own, but for some noise."""
+    """Test on a planted generator that encrypts with its own keys, exactly but for some noise."""
     form, params = case.view.spec.image, _params(case.view)
     size = form.channels, form.height, form.width
     planted = scrambling_of(draw_keys(streams, size, params.block), size, params.etc.order(form.channels))
@@ -270,12 +271,12 @@ def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
         return unit_pixels(planted.encrypt(images)) + 0.1 * torch.randn(images.shape, generator=stream)
 
     blocks, right = right_blocks(make, planted, known, params.block)
-    title = "planted generator that encrypts with noise: blocks of the scrambling that are right"
+    title = "planted generator that encrypts with noise: correct blocks of the scrambling"
     return Control(title, right / blocks, "above 0.95", right / blocks > 0.95, _KEY.name)
 
 
 def membership_control(case: Case, streams: Streams) -> Control:
-    """A simulated client that learnt a few images for long."""
+    """Test on a simulated client that trained on a few images for long."""
     stream = streams.generator("rows")
     inside, outside = (
         some.rows(torch.randperm(len(some), generator=stream)[:_CONTROL_ROWS])
@@ -284,7 +285,7 @@ def membership_control(case: Case, streams: Streams) -> Control:
     movement = Movement.of(networks.of_simulated_client(case.view, inside, streams, _CONTROL_EPOCHS))
     name, members = list(movement.scores(inside.images).items())[-1]
     value = auc(members, movement.scores(outside.images)[name])
-    title = f"simulated client that learnt {len(inside)} images in {_CONTROL_EPOCHS} epochs, {name}: AUC"
+    title = f"simulated client that trained on {len(inside)} images for {_CONTROL_EPOCHS} epochs, {name}: AUC"
     return Control(title, value, f"above {_CONTROL_AUC}", value > _CONTROL_AUC, "mia_auc")
 
 
@@ -314,18 +315,18 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield _key_control(case, known, streams)
     tick()
     yield roc_curves(scores, members)
-    yield f"Class shares were fitted on {count} clients that the attacker simulates."
+    yield f"Class shares were fitted on {count} clients simulated by the attacker."
     yield (
-        "Neither images nor what the generator makes of them cross the wire: decoded_psnr takes outputs that an attacker would have to steal."
+        "Neither images nor the generator's outputs cross the wire: for decoded_psnr an attacker would have to steal outputs."
     )
     if keys is None:
-        yield "Whether the key of the scrambling can be read off was not tried: its keys were not given."
+        yield "Recovering the key of the scrambling was not tried: its keys were not given."
 
 
 def _lacks(case: Case) -> str | None:
     form = case.view.spec.image
     if not issubclass(case.view.method.params_type, PpidsgParams):
-        return f"{case.view.spec.method} has no block scrambling that its image generator imitates"
+        return f"{case.view.spec.method} has no block scrambling for its image generator to imitate"
     if form.channels * form.height * form.width > MOST_NUMBERS:
         return f"images of more than {MOST_NUMBERS} numbers: the table of correlations between pixels would take over 64 MB"
     return None
@@ -334,8 +335,8 @@ def _lacks(case: Case) -> str | None:
 ATTACK = Attack(
     name="image_generator",
     title="Shared image generator",
-    question="Does the generator show images of the device, its classes, or the key of its encryption?",
-    source="PPIDSG algorithm 1 and section 3; movement of an output as a membership score: after RMIA's ratio and update-based leakage (Melis 2019)",
+    question="Does the generator reveal images of the device, its classes, or the key of its encryption?",
+    source="PPIDSG algorithm 1 and section 3; movement of an output as a membership score, after RMIA's ratio and update-based leakage (Melis 2019)",
     carry_out=_carry_out,
     parts=frozenset({Part.IMAGE_GENERATOR}),
     auxiliary=True,

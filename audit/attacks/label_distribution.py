@@ -1,10 +1,12 @@
-"""How many images of each class a device holds, from the classifier (and the generator) that it sends.
+"""Infers how many images of each class a device holds, from the classifier (and the generator) that it sends.
 
-From the whole update: `class_shares`. From the gradient of ONE BATCH, which a server sees where devices send after every step:
-  * PPIDSG eq. 1-3 (Ma et al. 2024). The formulas are lost in our text of it; read by the chain rule of eq. 13-14: the gradient of the
-    last layer's weights is mean_i (p_ic - y_ic) h_ij, so with S = sum_j h_j its sum over j is about (p_c - n_c / N) S, and
-    n_c = N (p_c - sum_j grad_cj / S). p and S come from probes, drawn several times; the most frequent count of a class stands (their mode);
-  * the gradient of the last bias is mean_i (p_ic - y_ic), so n_c = N (p_c - grad_c): the same without S.
+From the whole update: `class_shares`. From the gradient of one batch, which a server sees if devices send after every
+step:
+  * PPIDSG eq. 1-3 (Ma et al. 2024). The formulas are missing in our copy. By the chain rule of eq. 13-14, the gradient
+    of the last layer's weights is mean_i (p_ic - y_ic) h_ij, so with S = sum_j h_j its sum over j is about (p_c - n_c /
+    N) S, and n_c = N (p_c - sum_j grad_cj / S). p and S come from probes, drawn several times; the most frequent count
+    of a class is used (their mode);
+  * the gradient of the last bias is mean_i (p_ic - y_ic), so n_c = N (p_c - grad_c), without S.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,18 +29,18 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
-_DRAWS = 5  # of probes, for PPIDSG's mode
+_DRAWS = 5  # draws of probes, for PPIDSG's mode
 _BATCHES = (32, 64, 128)
-_CONTROL_IMAGES = 150  # of each class
+_CONTROL_IMAGES = 150  # images of each class
 _CONTROL_EPOCHS = 20
-_FARTHEST = 2.0  # L1 distance of shares that have no class in common
+_FARTHEST = 2.0  # L1 distance of shares without a common class
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
 _L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
-_ACCURACY = Measure("label_accuracy", "Labels of one batch that are right", "share")
+_ACCURACY = Measure("label_accuracy", "Correct labels of one batch", "share")
 
 
 def counts_of(shares: torch.Tensor, rows: int) -> torch.Tensor:
-    """Whole numbers [C] that sum to `rows`, nearest to shares [C] (negative ones are 0): largest remainders."""
+    """Return integers [C] that sum to `rows` and are nearest to shares [C] (negative shares count as 0), by largest remainders."""
     shares = shares.clamp(min=0)
     exact = shares / shares.sum() * rows if shares.sum() > 0 else torch.full_like(shares, rows / len(shares))
     counts = exact.floor()
@@ -47,12 +49,12 @@ def counts_of(shares: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def labels_by_bias(bias: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-    """Shares of a batch: predicted [C] - gradient of the last bias [C]."""
+    """Return a batch's shares: predicted [C] - gradient of the last bias [C]."""
     return predicted - bias
 
 
 def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Shares of a batch by PPIDSG eq. 3.
+    """Return a batch's shares by PPIDSG eq. 3.
 
     Args:
         weight: gradient of the last layer's weights, [C, D].
@@ -66,7 +68,7 @@ def labels_by_weight(weight: torch.Tensor, predicted: torch.Tensor, inputs: torc
 def probe_means(
     spec: FederationSpec, parts: Mapping[Part, Weights], streams: Streams
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What PPIDSG's attacker estimates from random samples, for each draw: mean prediction [C], and mean input [D] of the last layer."""
+    """Return PPIDSG's estimates from random samples, for each draw: mean prediction [C], and mean input [D] of the last layer."""
     network, kept, predicted = load_part(spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval(), [], []
     last = network.get_submodule(str(last_layer(network, spec.class_count)))
     last.register_forward_pre_hook(lambda _, given: kept.append(given[0].mean(0)))
@@ -79,7 +81,7 @@ def probe_means(
 def guessed_batch(
     spec: FederationSpec, seen: BatchGradient, means: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Shares:
-    """The counts [C] of a batch's classes, by which gradient they were read from; the mode over several draws of probes."""
+    """Return class counts [C] of a batch, by the gradient they come from; the mode over several draws of probes."""
     network = build_part(spec, Part.CLASSIFIER)
     layer = last_layer(network, spec.class_count)
     gradients = dict(zip((name for name, _ in network.named_parameters()), seen.values, strict=True))
@@ -95,14 +97,14 @@ def guessed_batch(
 
 
 def trivial_guesses(view: View, streams: Streams) -> dict[str, torch.Tensor]:
-    """Shares [C] that need nothing of the client: all alike, and the federation's as it publishes them or as the others' updates show."""
+    """Return shares [C] that use nothing of the client: uniform, and the federation's mean, published or inferred from other updates."""
     count = view.spec.class_count
     found = {"every class alike": torch.full((count,), 1 / count)}
     if view.before.label_distribution is not None:
         found["the federation's published mean"] = torch.tensor(view.before.label_distribution)
     elif view.others and Part.CLASSIFIER in view.update:
         shares = [by_readout(view, parts, streams) for parts in view.others.values()]
-        found["the mean that the others' updates show"] = torch.stack(shares).mean(0)
+        found["the mean inferred from the others' updates"] = torch.stack(shares).mean(0)
     return found
 
 
@@ -116,13 +118,13 @@ def _shares_of(images: ImageSet) -> torch.Tensor:
 
 
 def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Figure]:
-    """The whole-update guesses against the truth; intervals are over the images (another draw of as many with the same shares)."""
+    """Score the whole-update guesses against the truth; intervals cover other draws of as many images with the same shares."""
     rows = nn.functional.one_hot(case.truth.train.labels, case.view.spec.class_count).double().numpy()
     true, seed = rows.mean(0), case.streams.seed("labels", "bootstrap")
     best = min(trivial, key=lambda name: _distance(trivial[name], true))
 
     def interval(statistic: Callable[[Values], float]) -> Interval:
-        # A resample is never nearer to equal shares than they are: keep the value inside.
+        # Resamples are never nearer to equal shares than the data: keep the value inside the interval.
         found = bootstrap(rows, seed, lambda some: statistic(some.mean(0)))
         return Interval(found.value, min(found.low, found.value), max(found.high, found.value))
 
@@ -141,7 +143,7 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Fig
 
 
 def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iterator[Figure]:
-    """The share of a batch's labels that are right (PPIDSG's success rate), over random batches at the round's start."""
+    """Return the share of a batch's labels that are correct (PPIDSG's success rate), over random batches at the round's start."""
     spec, train, model = case.view.spec, case.truth.train, case.model()
     assert model is not None
     streams = case.streams.at("labels", "batches", size)
@@ -166,7 +168,7 @@ def _right(counts: torch.Tensor, batch: ImageSet) -> float:
 
 
 def single_class_control(case: Case) -> Control:
-    """A batch of one class at an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
+    """Test on a batch of one class with an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
     spec = case.view.spec
     if len(spec.input.tensor_shape) == 3 and min(spec.input.tensor_shape[1:]) >= 16:
         spec = networks.with_lenet5(spec)
@@ -175,21 +177,19 @@ def single_class_control(case: Case) -> Control:
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
     found = guessed_batch(spec, seen, probe_means(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
     worst = min(_right(counts, some) for counts in found.values())
-    return Control(
-        "A batch of one class, untrained LeNet5 with sigmoids: labels that are right", worst, "1", worst > 0.99
-    )
+    return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)
 
 
 def two_class_control(
     case: Case, what: str, infer: Callable[[View], torch.Tensor], epochs: int = _CONTROL_EPOCHS
 ) -> Control:
-    """An attack on the update of a simulated client of the same method that has two classes; one where there are fewer than four.
+    """Attack the update of a simulated client of the same method with two classes, or one if there are fewer than four.
 
     Args:
-        case: whose images are taken.
+        case: provides the images.
         what: the setting of the attack.
         infer: the attack, from a view to shares [C].
-        epochs: that the client trains.
+        epochs: of the client's training.
     """
     view, streams = case.view, case.streams.at("labels", "two classes")
     some = _images_of(case.truth.train, 2 if view.spec.class_count >= 4 else 1, _CONTROL_IMAGES)
@@ -197,13 +197,13 @@ def two_class_control(
     limit = min(_distance(guess, true) for guess in trivial_guesses(view, streams).values()) / 2
     try:
         found = _distance(infer(networks.of_simulated_client(view, some, streams, epochs)), true)
-    except DivergedError:  # as GANs do on few images: then nothing is proven
+    except DivergedError:  # as GANs do on few images: then the control is inconclusive
         found, title = _FARTHEST, f"{title} (its training diverged)"
     return Control(title, found, f"at most {limit:.2f}, half of the best trivial guess", found <= limit)
 
 
 def headline_control(case: Case, effort: Effort, tick: Tick) -> Control:
-    """`two_class_control` of the setting that leads the report."""
+    """Run `two_class_control` for the setting that leads the report."""
     streams = case.streams.at("labels", "two classes")
     return two_class_control(
         case, HEADLINE, lambda view: inferred(view, streams, *_shadow_work(effort), tick)[HEADLINE][0]
@@ -211,22 +211,22 @@ def headline_control(case: Case, effort: Effort, tick: Tick) -> Control:
 
 
 def _images_of(images: ImageSet, classes: int, of_each: int) -> ImageSet:
-    """The first images of the most frequent classes."""
+    """Return the first images of the most frequent classes."""
     chosen = torch.tensor(images.label_counts()).argsort(descending=True)[:classes]
     return images.rows(torch.cat([(images.labels == label).nonzero().flatten()[:of_each] for label in chosen]))
 
 
 def _notes(headline: Figure, guess: torch.Tensor, true: torch.Tensor) -> Iterator[str]:
     rank = float(spearmanr(guess.numpy(), true.numpy()).statistic)
-    told = "with them it is exact" if headline.ceiling == 0.0 else "they are not reported here"
+    told = "with label_counts it is exact" if headline.ceiling == 0.0 else "label_counts are not reported here"
     yield (
-        f"What leaving label_counts out is worth: the update alone gives the class shares with an L1 distance of "
-        f"{headline.value.value:.2f}, where the best trivial guess has {headline.floor:.2f}; {told}."
+        f"Effect of leaving label_counts out: the update alone gives the class shares with an L1 distance of "
+        f"{headline.value.value:.2f}, compared with {headline.floor:.2f} for the best trivial guess; {told}."
     )
     yield f"Rank correlation (Spearman) of inferred and true shares: {rank:.2f}."
     yield (
-        "No real image is used: probes are samples of the sent generator or random numbers. Intervals of label_l1 are over "
-        "the device's images; there is one update, so what other training runs would give is not in them."
+        "No real images are used: probes are samples of the sent generator or random numbers. Intervals of label_l1 cover "
+        "the device's images; with a single update, they do not cover other training runs."
     )
 
 
@@ -263,7 +263,7 @@ def _lacks(case: Case) -> str | None:
 
 
 def _shadow_work(effort: Effort) -> tuple[int, int]:
-    """Shadow classifiers, and their steps at most."""
+    """Return the number of shadow classifiers, and their maximum number of steps."""
     return effort.of(4, 8, 24), effort.of(1000, 4000, 20_000)
 
 

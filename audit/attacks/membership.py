@@ -1,6 +1,7 @@
-"""Membership: was this image in the client's training set? From the classifier alone, with the generator, and against the generator.
+"""Membership: was this image in the client's training set? With the classifier alone, with the generator, and against the generator.
 
-The attacker is handed images without the flag; as many members as others of every class, so that the labels alone give nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` uses too.
+The attacker receives images without the flag, with equally many members and others of each class, so labels alone
+reveal nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` also uses.
 """
 
 import math
@@ -24,21 +25,21 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.training.batches import generate
 from fedcg.wire.parts import Part
 
-RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and how many non-members a figure at each takes
+RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and the non-members that each requires
 _AUC_OF_CHANCE = 0.5
 Flags = NDArray[np.bool_]
 _AUC = measures.Measure("mia_auc", "Membership: area under the ROC curve")
-_RATE = measures.Measure("mia_tpr", "Membership: share of members found at few false positives", "share")
+_RATE = measures.Measure("mia_tpr", "Membership: true positive rate at few false positives", "share")
 _RESAMPLES = 200
 
 
 @dataclass(frozen=True)
 class MemberScores:
-    """One attack in one situation: scores of the candidates by the update, and without it.
+    """One attack in one setting: scores of the candidates with and without the update.
 
     Attributes:
-        given: the scores with the device's own extractor or key, sent or given; None where there are none.
-        floor_is: what scores without the update are made of.
+        given: the scores with the device's own extractor or key, sent or given; None without it.
+        floor_is: how scores without the update are computed.
     """
 
     setting: str
@@ -50,7 +51,7 @@ class MemberScores:
 
 
 def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[ImageSet, Flags]:
-    """Candidates in random order, and which are members: of every class as many members as others, at most `most` of each in all."""
+    """Return candidates in random order, and which are members: per class equally many members and others, at most `most` of each in total."""
     inside, outside = truth.matched(stream)
     kept = torch.randperm(len(inside), generator=stream)[:most]
     order = torch.randperm(2 * len(kept), generator=stream)
@@ -58,7 +59,7 @@ def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[Im
 
 
 def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Iterator[measures.Figure]:
-    """AUC, and the true positive rates that there are images enough for."""
+    """Yield AUC, and the true positive rates for which there are enough images."""
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
     given = None if scores.given is None else sides(scores.given, members)
     yield _AUC.figure(
@@ -83,12 +84,12 @@ def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Itera
 
 
 def sides(scores: measures.Values, members: Flags) -> tuple[measures.Values, measures.Values]:
-    """Those of members and those of the others."""
+    """Split scores into those of members and those of the others."""
     return scores[members], scores[~members]
 
 
 def auc_gain(score: measures.Values, blind: measures.Values, members: Flags, seed: int) -> measures.Interval:
-    """AUC over the larger of 0.5 and the blind score's, with a bootstrap that resamples images for both scores alike."""
+    """Return AUC over the larger of 0.5 and the blind score's AUC, with a bootstrap that resamples images for both scores alike."""
     inside, outside = np.flatnonzero(members), np.flatnonzero(~members)
     drawn = np.random.default_rng(seed)
 
@@ -100,19 +101,19 @@ def auc_gain(score: measures.Values, blind: measures.Values, members: Flags, see
 
 
 def roc_curves(found: Sequence[MemberScores], members: Flags) -> measures.Curve:
-    """A line for each attack, without the point at 0."""
+    """Return a line for each attack, without the point at 0."""
     lines = {one.setting: tuple(point for point in roc(*sides(one.score, members)) if point[0] > 0) for one in found}
     return measures.Curve("Membership: ROC curves", "false positive rate", "true positive rate", lines, log_x=True)
 
 
 def auc(members: measures.Values, others: measures.Values) -> float:
-    """Area under the ROC curve of scores [N] and [M]; higher scores mean member."""
+    """Return the area under the ROC curve of scores [N] and [M]; higher scores mean member."""
     ranks = rankdata(np.concatenate([members, others]))[: len(members)].sum()
     return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
 
 
 def auc_interval(members: measures.Values, others: measures.Values, seed: int) -> measures.Interval:
-    """`auc` with a bootstrap over members and non-members, each resampled on its own."""
+    """Return `auc` with a bootstrap over members and non-members, resampled separately."""
     drawn = np.random.default_rng(seed)
     found = [auc(drawn.choice(members, len(members)), drawn.choice(others, len(others))) for _ in range(_RESAMPLES)]
     return measures.percentile_interval(auc(members, others), found)
@@ -121,33 +122,33 @@ def auc_interval(members: measures.Values, others: measures.Values, seed: int) -
 def true_positive_rate(
     members: measures.Values, others: measures.Values, false_positive_rate: float
 ) -> measures.Interval:
-    """Share of members above the threshold that lets at most that share of the non-members through, with Clopper-Pearson bounds."""
+    """Return the share of members above the threshold that at most this share of the non-members passes, with Clopper-Pearson bounds."""
     allowed = int(false_positive_rate * len(others))
     threshold = np.sort(others)[::-1][allowed]
     return measures.proportion(int((members > threshold).sum()), len(members))
 
 
 def roc(members: measures.Values, others: measures.Values, points: int = 60) -> tuple[tuple[float, float], ...]:
-    """The ROC curve as at most so many (false, true) positive rates."""
+    """Return the ROC curve as a limited number of (false, true) positive rates."""
     is_member = np.repeat([1, 0], [len(members), len(others)])
     false_rate, true_rate, _ = roc_curve(is_member, np.concatenate([members, others]))
     chosen = np.unique(np.linspace(0, len(false_rate) - 1, points).astype(int))
     return tuple((float(false_rate[at]), float(true_rate[at])) for at in chosen)
 
 
-_FLOOR_IS = "the same without the update: a model of auxiliary images alone, and their features in place of generated ones; or chance"
+_FLOOR_IS = "the same without the update: a model of auxiliary images only, and their features instead of generated ones; or chance"
 _TINY = 1e-9
-_LIRA_MODELS = 8  # below, a deviation per image is no estimate
+_LIRA_MODELS = 8  # with fewer, a deviation per image is not a usable estimate
 _FEWEST = 10
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
-_PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' own
+_PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' deviation
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
 
 
 def nearest_distance(
     features: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, sample_labels: torch.Tensor
 ) -> measures.Values:
-    """Euclidean distance of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class where there is none."""
+    """Return Euclidean distances of features [N, D] to the nearest sample [M, D] of the same class, [N]; of any class if that has none."""
     found = torch.empty(len(features))
     for label in labels.unique():
         rows, same = labels == label, sample_labels == label
@@ -157,13 +158,13 @@ def nearest_distance(
 
 @torch.no_grad()
 def features_of(model: WholeModel, images: ImageSet) -> torch.Tensor:
-    """The features of images, [N, D]."""
+    """Return the features of images, [N, D]."""
     return torch.cat([model.features(measures.unit_pixels(some)).flatten(1) for some in images.images.split(512)])
 
 
 @dataclass(frozen=True)
 class GeneratorDistance:
-    """GAN-Leaks (Chen et al. 2020), calibrated: how much nearer a sample of the generator is than a real image.
+    """GAN-Leaks (Chen et al. 2020), calibrated: how much nearer the generator's samples are than real images.
 
     Attributes:
         samples: [M, D] features; `labels` [M] of them.
@@ -173,13 +174,13 @@ class GeneratorDistance:
     labels: torch.Tensor
 
     def __call__(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
-        """Distance to the nearest auxiliary image's features less that to the nearest sample."""
+        """Return the distance to the nearest auxiliary image's features minus that to the nearest sample."""
         near = nearest_distance(features_of(target.victim, images), images.labels, self.samples, self.labels)
         found: measures.Values = -to_auxiliary(target, images, streams) - near
         return found
 
     def with_classifier(self, target: Target, images: ImageSet, streams: Streams) -> measures.Values:
-        """The log likelihood ratio of two normals: RMIA's log ratio and this score, in the population's deviations, added."""
+        """Return the log likelihood ratio of two normals: the sum of RMIA's log ratio and this score, in the population's deviations."""
         total = np.zeros(len(images))
         for score in (shadow_models.log_ratio, self):
             usual = score(target, target.population, streams)
@@ -188,7 +189,7 @@ class GeneratorDistance:
 
 
 def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> measures.Values:
-    """-(distance of the features to the nearest auxiliary image's): what takes no generator."""
+    """Return the negative distance of the features to those of the nearest auxiliary image; needs no generator."""
     known = target.shadows[0].seen
     return -nearest_distance(
         features_of(target.victim, images), images.labels, features_of(target.victim, known), known.labels
@@ -198,7 +199,7 @@ def to_auxiliary(target: Target, images: ImageSet, streams: Streams) -> measures
 def _attempts(
     target: Target, generator: GeneratorDistance | None
 ) -> Iterator[tuple[str, Score, Score, frozenset[Knowledge]]]:
-    """Name, score, what takes its place without the update, and what it takes beside."""
+    """Name, score, its substitute without the update, and additional knowledge."""
     yield "ML-Leaks", ml_leaks, ml_leaks, frozenset()
     if target.others is not None:
         beside = frozenset({Knowledge.OTHERS})
@@ -214,7 +215,7 @@ def _attempts(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the attacks on one update have in common; `shadows` without the one that stands for the update in the floor, `blind`."""
+    """The data shared by the attacks on one update; `blind` is the shadow model that replaces the update in the floor, `shadows` the others."""
 
     case: Case
     view: View
@@ -227,12 +228,12 @@ class _Prepared:
     tick: Tick
 
     def target(self, view: View, source: Extractor, shadows: tuple[Shadow, ...] | None = None) -> Target:
-        """What scores are computed from, for a view."""
+        """Return the target for scores, for a view."""
         some = self.shadows if shadows is None else shadows
         return shadow_models.target_of(view, source, some, self.population, self.streams, self.tick)
 
     def generator(self) -> GeneratorDistance | None:
-        """The sent generator's samples, as many of every class; None where none is sent."""
+        """Return the sent generator's samples, equally many per class; None if it was not sent."""
         weights, spec = self.view.update.get(Part.GENERATOR), self.view.spec
         if weights is None:
             return None
@@ -244,14 +245,14 @@ class _Prepared:
 
 
 def _epochs_of(view: View, rows: int, most: int) -> int:
-    """Epochs of a shadow model: the round's, or, where the extractor stays at the client, those of all its rounds, at most `most`."""
+    """Return the epochs of a shadow model: the round's, or those of all rounds if the extractor stays at the client; at most `most`."""
     params = view.method.params_type.model_validate(view.spec.params)
     of_round = math.ceil(params.steps * params.batch_size / rows) or params.epochs
     return min(of_round if view.shares_extractor else of_round * view.round, most)
 
 
 def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
-    """Every attack that can be tried with extractors from this source."""
+    """Yield every attack that is possible with extractors from this source."""
     view, images, streams = prepared.view, prepared.candidates, prepared.streams
     target, after = prepared.target(view, source), prepared.case.truth.after
     sent = {part: weights for part, weights in prepared.blind.parts.items() if part in view.update}
@@ -271,7 +272,7 @@ def _scores(prepared: _Prepared, source: Extractor) -> Iterator[MemberScores]:
 
 
 def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[measures.Control]:
-    """Whole models that learnt a few images with random labels by heart: nothing but membership explains a hit."""
+    """Test on whole models that memorised a few images with random labels: only membership explains a hit."""
     streams = prepared.streams.at("control")
 
     def relabelled(some: ImageSet, what: str, count: int = _CONTROL_ROWS) -> ImageSet:
@@ -293,12 +294,12 @@ def _overfitted(truth: Truth, prepared: _Prepared) -> Iterator[measures.Control]
     target = prepared.target(whole, Extractor.SENT, shadows)
     for name, score, *_ in _attempts(target, None):
         value = auc(score(target, members, streams), score(target, others, streams))
-        title = f"{name} on a model sent whole that learnt {len(members)} images with random labels in {_CONTROL_EPOCHS} epochs"
+        title = f"{name} on a whole model after {_CONTROL_EPOCHS} epochs on {len(members)} images with random labels"
         yield _control(title, value)
 
 
 def _planted(prepared: _Prepared, members: Flags) -> Iterator[measures.Control]:
-    """A generator whose samples are the members' features."""
+    """Test on a generator whose samples are the members' features."""
     if Part.GENERATOR not in prepared.view.update:
         return
     source = Extractor.SENT if prepared.view.shares_extractor else Extractor.START
@@ -308,7 +309,7 @@ def _planted(prepared: _Prepared, members: Flags) -> Iterator[measures.Control]:
     noise = torch.randn(features.shape, generator=prepared.streams.generator("planted"))
     planted = GeneratorDistance(features + _PLANTED_NOISE * features.std() * noise, known.labels)
     scores = planted(target, candidates, prepared.streams)
-    yield _control("GAN-Leaks on samples that are the members' features", auc(*sides(scores, members)))
+    yield _control("GAN-Leaks on a generator whose samples are the members' features", auc(*sides(scores, members)))
 
 
 def _control(title: str, value: float) -> measures.Control:
@@ -349,23 +350,23 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     for one in found:
         yield from membership_figures(one, members, streams.seed("bootstrap"))
     yield roc_curves(found, members)
-    yield f"Shadow and reference models: {count}, trained on {epochs} epochs of auxiliary images."
+    yield f"Shadow and reference models: {count}, trained for {epochs} epochs on auxiliary images."
     yield _by_class(found, candidates, members)
     if int((~members).sum()) < RATES[1][1]:
-        yield "A true positive rate at 0.1 % false positives would take 10,000 images that were not trained on."
+        yield "A true positive rate at 0.1 % false positives requires 10,000 images that were not trained on."
 
 
 def _lacks(case: Case) -> str | None:
     pairs = sum(map(min, zip(case.truth.train.label_counts(), case.truth.held_out.label_counts(), strict=True)))
     if pairs < _FEWEST:
-        return f"of the same classes there are {pairs} held-out images beside the training images, {_FEWEST} are needed: give more as --held-out"
+        return f"only {pairs} pairs of training and held-out images share a class, {_FEWEST} are needed: give more images with --held-out"
     return None
 
 
 ATTACK = Attack(
     name="membership",
     title="Membership of single images",
-    question="Can an attacker who holds an image find out whether the client trained on it?",
+    question="Can an attacker who has an image find out whether the client trained on it?",
     source="Salem et al. 2019 (ML-Leaks); PPIDSG section 3; Zarifzadeh et al. 2024 (RMIA, offline); "
     "Carlini et al. 2022 (LiRA, offline); Chen et al. 2020 (GAN-Leaks)",
     carry_out=_carry_out,

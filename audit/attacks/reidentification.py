@@ -1,10 +1,9 @@
-"""Re-identification: which of many candidate images of a class is the one that the device trained on.
+"""Re-identification: finds the image that the device trained on among many candidates of its class.
 
-From the whole update: the candidate whose label the round made likelier than any other's (RMIA's ratio, the aggregate in place of its
-reference models).
-From the gradient of a single image, which gives away the input of the classifier's first linear layer exactly: candidates are ranked by
-how near their features, through the attacker's extractor, come to it. PSNR does not show this leak: a picture need not look right to be
-recognised.
+From the whole update: the candidate whose label gained the most likelihood in the round (RMIA's ratio, with the
+aggregate as reference model). From the gradient of a single image, which reveals the input of the classifier's first
+linear layer exactly: candidates are ranked by the distance of their features, from the attacker's extractor, to that
+input. PSNR does not show this leak: a picture need not look right to be recognised.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +34,10 @@ _REID = Measure("reid", "Re-identification: the right image ranked first", "shar
 
 @dataclass(frozen=True)
 class LineUp:
-    """One image and those that it is among.
+    """One image among its candidates.
 
     Attributes:
-        right: its row of the pool; `rows` [candidates] all of them, in the pool's order.
+        right: the image's row of the pool; `rows`: [candidates] rows of all candidates, in the pool's order.
     """
 
     right: int
@@ -52,9 +51,9 @@ def distances(
     pool: torch.Tensor,
     rows: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The attack: how far the features of each candidate are from those of the observed image, [candidates] for every gradient.
+    """Attack a gradient: return the distance of each candidate's features to those of the observed image, [candidates] per gradient.
 
-    Both are standardised map by map: distances of raw features find far fewer with an estimated extractor.
+    Both are standardised map by map: with an estimated extractor, raw distances find far fewer images.
 
     Args:
         spec: of the federation.
@@ -71,13 +70,13 @@ def distances(
 
 
 def rises(target: Target, pool: ImageSet, line_ups: Sequence[LineUp], streams: Streams) -> list[torch.Tensor]:
-    """The attack on the whole update: how little the label of each candidate became likelier, [candidates] of every line-up."""
+    """Attack the whole update: return the negative rise of each candidate's label likelihood, [candidates] per line-up."""
     ratios = torch.from_numpy(log_ratio(target, pool, streams))
     return [-ratios[one.rows] for one in line_ups]
 
 
 def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
-    """The rank of the right candidate, [N], 1 the best; candidates at the same distance count as nearer."""
+    """Return the rank of the right candidate, [N]; 1 is best; candidates at the same distance count as nearer."""
     places = []
     for some, one in zip(found, line_ups, strict=True):
         right = some[one.rows == one.right]
@@ -86,7 +85,7 @@ def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
 
 
 def _line_ups(pool: ImageSet, wanted: Sequence[int], first: int, streams: Streams) -> list[LineUp]:
-    """For each wanted row of the pool up to 200 rows of its class, the others from row `first` on; none where there are fewer than 20."""
+    """Return, for each wanted row of the pool, up to 200 rows of its class, the others from row `first` on; none if fewer than 20."""
     found = []
     for row in wanted:
         same = torch.nonzero(pool.labels == pool.labels[row]).flatten()
@@ -99,7 +98,7 @@ def _line_ups(pool: ImageSet, wanted: Sequence[int], first: int, streams: Stream
 
 
 def _pool(case: Case) -> ImageSet:
-    """The device's training images first, then those that no training has seen."""
+    """Return the device's training images first, then images that were not trained on."""
     known = joined(case.truth.train, case.truth.held_out)
     return known if case.view.auxiliary is None else joined(known, case.view.auxiliary)
 
@@ -107,7 +106,7 @@ def _pool(case: Case) -> ImageSet:
 def _figures(
     what: str, observed: Knowledge, places: Mapping[Extractor, Values], line_ups: Sequence[LineUp]
 ) -> Iterator[Figure]:
-    """One for every extractor; the device's own one's is the ceiling."""
+    """Yield a figure for every extractor; that of the device's own extractor is the ceiling."""
     floor = float(np.mean([1 / len(one.rows) for one in line_ups]))
     sizes = sorted(len(one.rows) for one in line_ups)
     shares = {source: proportion(int((some == 1).sum()), len(some)) for source, some in places.items()}
@@ -124,21 +123,21 @@ def _figures(
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
-    """The strongest first."""
+    """Return the extractors to try, the strongest first."""
     given = () if case.truth.before is None else (Extractor.TRUE,)
     blind = (Extractor.RANDOM, Extractor.START, Extractor.SURROGATE)
     return case.view.extractors(*given, Extractor.COLLUDER, *blind)
 
 
 def _before(case: Case, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
-    """The attacker's model as the round started."""
+    """Return the attacker's model at the start of the round."""
     is_true = source is Extractor.TRUE
     view = case.view.with_private(case.truth.before or {}) if is_true else case.view
     return gradients.attacker_model(view, source, streams, epochs)
 
 
 def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | None:
-    """The attacker's models of the whole update; None with an extractor of random numbers, and where the true one is not there."""
+    """Return the attacker's models of the whole update; None with a random extractor, and if the true one was not given."""
     view, sent = case.view, case.view.update[Part.CLASSIFIER]
     extractors = (case.truth.after or {}) if source is Extractor.TRUE else view.update
     if Part.EXTRACTOR in extractors:
@@ -151,7 +150,7 @@ def _round_of(case: Case, source: Extractor, before: WholeModel) -> Target | Non
 
 
 def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tick) -> Iterator[gradients.BatchGradient]:
-    """Of each line-up's right image, at the round's start."""
+    """Yield the gradient of each line-up's right image, at the round's start."""
     view, true = case.view, case.model()
     for one in line_ups:
         assert true is not None
@@ -162,15 +161,15 @@ def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tic
 
 
 def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams: Streams) -> Control:
-    """The same on a model that learnt a few images by heart and is sent whole."""
+    """Run the same attack on a whole model that memorised a few images."""
     whole = replace(case, view=learnt_by_heart(case.view, pool.rows(rows), _CONTROL_EPOCHS, streams))
     target = _round_of(whole, Extractor.SENT, _before(whole, Extractor.SENT, streams, 0))
     assert target is not None
     line_ups = _line_ups(pool, rows, len(case.truth.train), streams)
     places = {Extractor.SENT: ranks(rises(target, pool, line_ups, streams), line_ups)}
     (found,) = _figures("", Knowledge.UPDATE, places, line_ups)
-    title = f"share ranked first from the update of a model that learnt {len(rows)} images by heart and is sent whole"
-    return Control(title, found.value.value, f"more than {found.floor:.1%}, interval included", found.gain.low > 0)
+    title = f"share ranked first, from the update of a whole model that memorised {len(rows)} images"
+    return Control(title, found.value.value, f"above {found.floor:.1%}, including the interval", found.gain.low > 0)
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
@@ -196,11 +195,11 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield _control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))
     tick()
     yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update)
-    yield "Candidates are the device's held-out images and the auxiliary ones; for gradients its training images too."
+    yield "Candidates are the device's held-out images and the auxiliary images; for gradients also its training images."
     if single:
         yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
         best = float((single[sources[0]] == 1).mean())
-        title = f"share ranked first from a gradient with the right extractor ({len(of_gradient)} images)"
+        title = f"share ranked first, from a gradient with the right extractor ({len(of_gradient)} images)"
         yield Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE)
         means = "; ".join(f"{source.value} {(1 / some).mean():.3f}" for source, some in single.items())
         yield f"Mean reciprocal rank from one image's gradient, by extractor: {means}."
@@ -216,14 +215,14 @@ def _lacks(case: Case) -> str | None:
     pool, count = _pool(case), len(case.truth.train)
     unseen = torch.bincount(pool.labels[count:], minlength=len(pool.classes))
     if max(unseen[label] for label in case.truth.train.labels.unique()) < _FEWEST - 1:
-        return f"no class of the device has {_FEWEST - 1} images that it did not train on to choose from: give more as --held-out or --auxiliary"
+        return f"no class of the device has {_FEWEST - 1} images that it did not train on: give more with --held-out or --auxiliary"
     return None
 
 
 ATTACK = Attack(
     "reidentification",
     "Re-identification",
-    "Can somebody with a list of images tell which of them the device trained on?",
+    "Can someone with a list of images find out which of them the device trained on?",
     "rise of the label's posterior; closed form of the first linear layer (Geiping 2020, proposition 3.1)",
     _carry_out,
     parts=frozenset({Part.CLASSIFIER}),

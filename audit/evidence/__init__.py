@@ -1,4 +1,4 @@
-"""What an attacker has and what is true, as different types, read from a recording and from the device's own data."""
+"""The attacker's view and the ground truth, as different types, read from a recording and from the device's own data."""
 
 from audit.evidence.case import Case, Colluder, Extractor, Knowledge, Truth, View, read_secret, with_images
 from audit.evidence.device_data import joined, own_view, read_private, read_truth

@@ -1,6 +1,7 @@
-"""What an attacker has (`View`, with a `Colluder` where another box helps) and what is true (`Truth`): different types, so that no attack reads the truth by accident.
+"""The attacker's knowledge (`View`, with a `Colluder` if another device helps) and the ground truth (`Truth`). They are different types, so no attack reads the truth by accident.
 
-An attack computes its guess from a `View` alone; only its score reads the `Truth`. A ceiling is the same attack with a view to which one piece of the truth was added on purpose, by name.
+An attack computes its guess from a `View`; only its score reads the `Truth`. A ceiling is the same attack with a view
+to which one named piece of the truth was added on purpose.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _SECRET_BYTES, _CHECK_BYTES = 32, 32
 
 @dataclass(frozen=True)
 class Colluder:
-    """A box of the cohort that helps the attacker with all it has.
+    """A device of the cohort that shares everything it has with the attacker.
 
     Attributes:
-        secret: the cohort's.
-        extractor: what the extractors of the whole cohort started from: the mean of a sealed sum, or the cohort's start.
+        secret: the cohort's secret.
+        extractor: the start of the whole cohort's extractors: the mean of a sealed sum, or the cohort's start.
     """
 
     secret: bytes
@@ -40,15 +41,15 @@ class Colluder:
 
     @classmethod
     def of(cls, spec: FederationSpec, secret: bytes, before: Mapping[Part, Weights]) -> Colluder:
-        """Who knows the secret, and with it reads the aggregate that a round started from."""
+        """Return the colluder with this secret, who reads the aggregate that a round started from."""
         return cls(secret, before.get(Part.EXTRACTOR) or initial_parts(spec, secret)[Part.EXTRACTOR])
 
 
 def read_secret(path: Path) -> bytes:
-    """The cohort's secret: of a device (`secrets/cohort.key` in its store), or of a simulation (`initial.json` beside its recording).
+    """Read the cohort's secret of a device (`secrets/cohort.key` in its store) or of a simulation (`initial.json` next to its recording).
 
     Raises:
-        DecodeError: the file can't be read, or holds none.
+        DecodeError: the file can't be read, or holds no secret.
     """
     try:
         data = path.read_bytes()
@@ -62,36 +63,36 @@ def read_secret(path: Path) -> bytes:
             f"{path} holds no cohort's secret ({error}): give secrets/cohort.key of an agent's store (decrypted), or initial.json "
             "of a simulation's recording"
         ) from error
-    raise DecodeError(f"{path}: the clients of this simulation have no common start; run it with --start cohort")
+    raise DecodeError(f"{path}: the clients of this simulation share no start; run it with --start cohort")
 
 
 class Knowledge(str, Enum):
-    """What an attacker uses beside the spec, which everybody has. The values are words for a report."""
+    """What an attacker uses in addition to the spec. The values are the words of the report."""
 
     UPDATE = "the update"
     BATCH = "the gradient of one batch instead of an update"
     BEFORE = "the aggregate that the round started from"
     OTHERS = "the updates of the other clients"
-    START = "the weights that the private networks started from, as the public seed gives them"
+    START = "the private networks' initial weights, as derived from the public seed"
     AUXILIARY = "labelled images of the same kind"
-    CANDIDATES = "a list of images one of which is the right one"
-    COLLUDER = "the cohort's secret, from one of its boxes"
-    PRIVATE = "the private extractor itself (not sent; a ceiling)"
+    CANDIDATES = "a list of images that includes the right one"
+    COLLUDER = "the cohort's secret, from one of its devices"
+    PRIVATE = "the private extractor itself (never sent: a ceiling)"
 
 
 class Extractor(str, Enum):
-    """Where an attacker's extractor comes from; the values are words for a report."""
+    """The origin of an attacker's extractor. The values are the words of the report."""
 
     SENT = "sent (whole model)"
     RANDOM = "random"
     START = "start of the public seed"
     SURROGATE = "surrogate"
-    COLLUDER = "of a colluding box"
+    COLLUDER = "of a colluding device"
     TRUE = "true"
 
     @property
     def knowledge(self) -> frozenset[Knowledge]:
-        """What it takes beside the update."""
+        """The knowledge that it needs in addition to the update."""
         needed = {
             Extractor.START: {Knowledge.START},
             Extractor.SURROGATE: {Knowledge.AUXILIARY},
@@ -102,13 +103,13 @@ class Extractor(str, Enum):
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the device's own: sent, or given to the attacker. Figures with it are ceilings of the others."""
+        """Whether it is the device's own, sent or given to the attacker. Figures with it are ceilings for the others."""
         return self in (Extractor.SENT, Extractor.TRUE)
 
 
 @dataclass(frozen=True)
 class View:
-    """All that an attacker has of one client in one round.
+    """Everything that an attacker has of one client in one round.
 
     Attributes:
         update: decoded, the parts that were sent.
@@ -116,9 +117,9 @@ class View:
         others: the other clients' updates of the same round, by client.
         report: the fields that were sent with the update.
         auxiliary: labelled images of the same kind that no client holds.
-        artifact: sha256 of the update's bytes; empty where only its content is known.
-        private: private parts that the attacker has been given: empty, but for ceilings and positive controls.
-        colluder: another box of the cohort that helps the attacker; None where none does.
+        artifact: sha256 of the update's bytes; empty if only its content is known.
+        private: private parts given to the attacker; empty except for ceilings and positive controls.
+        colluder: another device of the cohort that helps the attacker; None without one.
     """
 
     spec: FederationSpec
@@ -140,7 +141,7 @@ class View:
 
     @property
     def hidden(self) -> frozenset[Part]:
-        """The networks that nobody else sees: private ones, and those of sealed sums."""
+        """The networks that only the device sees: private ones, and those of sealed sums."""
         return self.method.payload.private | frozenset(self.spec.sealed) & frozenset(NETWORKS)
 
     @property
@@ -149,31 +150,32 @@ class View:
         return Part.EXTRACTOR in self.update
 
     def start(self) -> Mapping[Part, Weights]:
-        """Every part's initial weights by the public seed: those of the private parts too, where the device has no cohort secret."""
+        """Return every part's initial weights from the public seed; without a cohort secret, the device's private parts start from them too."""
         return initial_parts(self.spec, spec_root(self.spec.seed))
 
     def extractors(self, *wanted: Extractor) -> tuple[Extractor, ...]:
-        """Those that are tried, in this order: the one that was sent; else the wanted ones that the attacker can have, and `TRUE`."""
+        """Return the extractors to try, in this order: the sent one; else the wanted ones that the attacker can have, and `TRUE`."""
         if self.shares_extractor:
             return (Extractor.SENT,)
         missing = {Extractor.SURROGATE: self.auxiliary is None, Extractor.COLLUDER: self.colluder is None}
         return tuple(one for one in wanted if not missing.get(one, False))
 
     def with_private(self, parts: Mapping[Part, Weights]) -> View:
-        """The view of an attacker who has been given private parts."""
+        """Return the view of an attacker who was given private parts."""
         return replace(self, private=parts)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What only the device knows.
+    """The truth, which only the device has.
 
     Attributes:
         train: the images that the round was trained on.
-        held_out: images of the same device that no training has seen.
-        before: private parts as the round started; `after` as it ended. None where they were not given: then nothing that needs
-            them (ceilings, gradients of single batches) can be computed.
-        extras: what else the device's method keeps after the round, by group (`ClientState.extras`); empty where it was not given.
+        held_out: images of the same device that were not trained on.
+        before: private parts at the start of the round; `after`: at its end. None if not given: then ceilings and
+            gradients of single batches can't be computed.
+        extras: other state that the device's method keeps after the round, by group (`ClientState.extras`); empty if
+            not given.
     """
 
     train: ImageSet
@@ -183,7 +185,7 @@ class Truth:
     extras: Mapping[str, Weights] = field(default_factory=dict)
 
     def matched(self, stream: torch.Generator, most: int | None = None) -> tuple[ImageSet, ImageSet]:
-        """Images trained on and held out: equally many of each class (`most` at most), in the order of the classes."""
+        """Return training and held-out images: equally many of each class (at most `most`), in the order of the classes."""
         rows: tuple[list[int], list[int]] = ([], [])
         for label in range(len(self.train.classes)):
             found = [torch.nonzero(some.labels == label).flatten() for some in (self.train, self.held_out)]
@@ -195,10 +197,10 @@ class Truth:
 
 @dataclass(frozen=True)
 class Case:
-    """One update under audit.
+    """One update to audit.
 
     Attributes:
-        streams: every random number of the audit follows from its seed.
+        streams: all random numbers of the audit derive from its seed.
     """
 
     view: View
@@ -206,7 +208,7 @@ class Case:
     streams: Streams
 
     def model(self, *, after: bool = False) -> Mapping[Part, Weights] | None:
-        """The device's whole model as the round started (or ended): its private parts and the shared ones; None without `--private`."""
+        """Return the device's whole model at the start (or end) of the round, private and shared parts; None without `--private`."""
         private = self.truth.after if after else self.truth.before
         if private is None and self.view.hidden:
             return None
@@ -220,7 +222,7 @@ class Case:
         held_out: bool = False,
         parts: frozenset[Part] = frozenset(),
     ) -> str | None:
-        """What an attack needs and this case has not, as a sentence for the report with the remedy; None where all is there."""
+        """Return what an attack needs and this case lacks, as a sentence for the report with the remedy; None if nothing is missing."""
         missing = sorted(part.value for part in parts - self.view.update.keys())
         if missing:
             when = f" in round {self.view.round}" if self.view.spec.alternates else ""
@@ -228,14 +230,14 @@ class Case:
         if auxiliary and (self.view.auxiliary is None or len(self.view.auxiliary) < 2 * self.view.spec.class_count):
             return "the attacker needs labelled images of the same kind: give --auxiliary"
         if private and self.truth.before is None and self.view.hidden:
-            return "the gradients of single batches follow from the device's private networks: give --private, a store that has them from before this round"
+            return "gradients of single batches need the device's private networks: give --private, a store that has them from before this round"
         if held_out and len(self.truth.held_out) < 2:
-            return "there are no images of the device that were not trained on: give some as --held-out"
+            return "no images of the device are held out from training: give some with --held-out"
         return None
 
 
 def with_images(spec: FederationSpec) -> FederationSpec:
-    """The spec, with pixels of one or three channels as images, which more attacks work on than on tensors."""
+    """Return the spec with pixels of one or three channels as images: more attacks work on images than on tensors."""
     form = spec.input
     channels, *sides = form.shape if isinstance(form, TensorForm) and form.dtype == "uint8" else (0,)
     if channels not in (1, 3) or len(sides) != 2 or min(sides) < 4 or max(sides) > 1024:

@@ -1,4 +1,4 @@
-"""Reads what only the device knows: its images, divided as the agent divided them, and its private weights. Nothing of it is sent."""
+"""Reads the device's own data: its images, split as the agent split them, and its private weights. Nothing of it is sent."""
 
 import json
 from collections.abc import Mapping
@@ -23,21 +23,22 @@ from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
 SECRET_FILE = Path("secrets", "cohort.key")
-"""Of a device with its cohort's secret, below the agent's store."""
+"""The cohort's secret of a device, below the agent's store."""
 
 
 def read_truth(view: View, data: Path, private: Path | None = None, held_out: Path | None = None) -> Truth:
-    """The device's images and, where given, its private weights, checked against the update.
+    """Read the device's images and, if given, its private weights, checked against the update.
 
     Args:
         view: the update.
-        data: the images as the agent has them, or FOLDER/program:MODULE:FUNCTION; what it does not train on is held out.
+        data: the images as the agent has them, or FOLDER/program:MODULE:FUNCTION; images outside the training set are
+            held out.
         private: the agent's store, or a file of a simulation with `before/` and `after/`.
         held_out: more images of the same kind that were not trained on.
 
     Raises:
         DataError: images can't be read.
-        TruthError: they are not those of the update, or the weights are not those of the round.
+        TruthError: the images do not belong to the update, or the weights not to the round.
     """
     spec = view.spec
     found = _read(view, data)
@@ -63,27 +64,27 @@ def _read(view: View, data: Path) -> LocalImages:
 
 
 def _client_of(view: View, data: Path) -> Client | None:
-    """What the device's own program states, with the start that anybody knows; None where it has none."""
+    """Load the device's own program, with the public start; None if it has none."""
     if (program := Program.of_source(data)) is None:
         return None
     if not view.spec.classes:
-        raise TruthError("an audit attacks classification: the data of a fedcg.Trainer is its own")
+        raise TruthError("an audit attacks classification only, not the program of a fedcg.Trainer")
     spec = view.spec
     return program.client(view.client, Streams(spec_root(spec.seed)).at(spec.federation, "initial").seed("program"))
 
 
 def joined(some: ImageSet, more: ImageSet) -> ImageSet:
-    """Both, one after the other."""
+    """Join two image sets."""
     return ImageSet(torch.cat([some.images, more.images]), torch.cat([some.labels, more.labels]), some.classes)
 
 
 def _check_counts(view: View, train: ImageSet, data: Path) -> None:
-    """Whether the update can come from these images, as far as its report shows."""
+    """Check whether the update can come from these images, as far as its report shows."""
     examples, counts = view.report.examples, view.report.label_counts
     if examples is not None and examples != len(train):
         raise TruthError(
             f"{data} holds {len(train)} training images, and the update of {view.client} was trained on {examples}: "
-            "these are not the images that the model saw (or they changed since then)"
+            "these are not the images that the model saw, or they have changed since"
         )
     if counts is not None and counts != train.label_counts():
         raise TruthError(
@@ -92,16 +93,16 @@ def _check_counts(view: View, train: ImageSet, data: Path) -> None:
 
 
 def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateParts | None, Mapping[str, Weights]]:
-    """A device's private parts before and after the round, and its method's extras after it.
+    """Read a device's private parts before and after the round, and its method's extras after it.
 
     Args:
-        view: of the round.
-        place: the agent's store (the folder that holds `generations/`), of which the two newest rounds are there, or a safetensors
-            file with keys `before/PART/NAME`, `after/PART/NAME` and `extras/GROUP/NAME`.
+        view: of the round's update.
+        place: the agent's store (the folder that holds `generations/`), which keeps the two newest rounds, or a
+            safetensors file with keys `before/PART/NAME`, `after/PART/NAME` and `extras/GROUP/NAME`.
 
     Raises:
         DecodeError: it can't be read.
-        TruthError: the round is not there, or the tensors are not those of the spec.
+        TruthError: the round is missing, or the tensors do not match the spec.
     """
     wanted = view.hidden
     if place.is_dir():
@@ -112,7 +113,7 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
             )
         if view.artifact and states[view.round].update not in ("", view.artifact):
             raise TruthError(
-                f"{place} is the store of another device: its update of round {view.round} is not {view.artifact[:12]}"
+                f"{place} is the store of another device: the update of round {view.round} in it is not {view.artifact[:12]}"
             )
         file = states[view.round].tensors
         after = _parts(file, "personal", wanted)
@@ -127,17 +128,17 @@ def read_private(view: View, place: Path) -> tuple[PrivateParts | None, PrivateP
 
 
 def own_view(view: View, place: Path | None, data: Path) -> View:
-    """The view with the networks of the device, where each has a program or a backbone of its own.
+    """Return the view with the device's own networks, if devices have their own programs or backbones.
 
     Args:
-        view: of its update.
+        view: of the device's update.
         place: the agent's store, or a simulation's file.
-        data: as of `read_truth`.
+        data: as for `read_truth`.
 
     Raises:
         DecodeError: the store can't be read.
-        LearningError: it names a backbone that the spec does not list; or the program can't be used.
-        TruthError: the program is a trainer's.
+        LearningError: the store names a backbone that the spec does not list, or the program can't be used.
+        TruthError: the program is a trainer.
     """
     if (client := _client_of(view, data)) is not None:
         network = client.bound(view.spec.network, view.spec.input, view.client)
@@ -151,7 +152,7 @@ def own_view(view: View, place: Path | None, data: Path) -> View:
 
 @dataclass(frozen=True)
 class _Generation:
-    """A round in an agent's store: its file of tensors, the sha256 of its update where there is one, the device's own backbone."""
+    """A round in an agent's store: its tensors file, the sha256 of its update if it has one, and the device's own backbone."""
 
     round: int
     tensors: Path
@@ -161,12 +162,12 @@ class _Generation:
 
 def _generation(folder: Path) -> _Generation:
     try:
-        described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # its checksum follows
+        described = json.loads((folder / "state.json").read_text().partition("\n")[0])  # followed by its checksum
         update = (described.get("outbox") or {}).get("artifact", "")
         number, backbone = int(described["cursor"]["round"]), str(described.get("backbone", ""))
         return _Generation(number, folder / "state.safetensors", str(update), backbone)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DecodeError(f"{folder} is no generation of an agent's store: {error}") from error
+        raise DecodeError(f"{folder} is not a generation of an agent's store: {error}") from error
 
 
 def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:
@@ -175,7 +176,7 @@ def _parts(file: Path, slot: str, wanted: frozenset[Part]) -> PrivateParts:
 
 
 def _tensors(file: Path, slot: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Those whose keys are `SLOT/GROUP/NAME`, by group and name."""
+    """Return the tensors with keys `SLOT/GROUP/NAME`, by group and name."""
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -193,7 +194,7 @@ def _check_layout(view: View, parts: PrivateParts | None, place: Path) -> None:
     for part, weights in (parts or {}).items():
         if layout_of(weights) != tuple(view.spec.layouts[part]):
             raise TruthError(
-                f"{place}: its {part.value} has other tensors than the federation's: another network or device?"
+                f"{place}: its {part.value} has other tensors than the federation's: check that network and device match"
             )
     missing = sorted(part.value for part in view.hidden - (parts or {}).keys())
     if parts is not None and missing:

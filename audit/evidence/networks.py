@@ -1,4 +1,4 @@
-"""The networks of an attacker: differentiable twice, and with an estimate in the place of the private extractor."""
+"""The networks of an attacker: twice differentiable, with an estimate instead of the private extractor."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,17 +33,18 @@ _STEEP_RATE = 0.1
 
 
 def with_lenet5(spec: FederationSpec) -> FederationSpec:
-    """The spec with FedCG's LeNet5 (sigmoids) from random weights in the place of its split, for positive controls."""
+    """Return the spec with FedCG's LeNet5 (sigmoids) from random weights instead of its split, for positive controls."""
     plain = {"split": "lenet5", "weights": None, "freeze": "none", "backbones": ()}
     return spec.model_copy(update={"network": spec.network.model_copy(update=plain)})
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Extractor and classifier for an attack: pixels in, logits out, differentiable as often as one likes; eval mode.
+    """Extractor and classifier for an attack: pixels in, logits out, differentiable any number of times; eval mode.
 
     Attributes:
-        form: the spec's input form: pixels are [N, C, H, W] float32 in [0, 1], or tensors as `unit_pixels` gives them; normalised inside.
+        form: the spec's input form. Pixels are [N, C, H, W] float32 in [0, 1], or tensors from `unit_pixels`; the model
+            normalises them.
     """
 
     extractor: nn.Module
@@ -62,17 +63,14 @@ class WholeModel:
 
 
 def twice_differentiable(module: nn.Module) -> nn.Module:
-    """The same function with torch's own layers, in place: our pooled convolutions have gradients of the first order alone.
-
-    The order of the parameters stays.
-    """
+    """Replace our pooled convolutions, which only have first-order gradients, with equivalent torch layers, in place. The order of the parameters is unchanged."""
     for name, child in module.named_children():
         pool = _POOLS.get(type(child))
         if pool is None:
             twice_differentiable(child)
             continue
         assert isinstance(child, nn.Conv2d)
-        with torch.device("meta"):  # where nothing is drawn from the global random state
+        with torch.device("meta"):  # which draws nothing from the global random state
             plain = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size)  # type: ignore[arg-type]
         plain.load_state_dict(child.state_dict(), assign=True)
         setattr(module, name, nn.Sequential(plain, pool()))
@@ -80,9 +78,9 @@ def twice_differentiable(module: nn.Module) -> nn.Module:
 
 
 def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -> WholeModel:
-    """A model with these weights."""
+    """Return a model with these weights."""
     parts = ((Part.EXTRACTOR, extractor), (Part.CLASSIFIER, classifier))
-    with lent_generators(0):  # torch's layers draw weights when they are made
+    with lent_generators(0):  # torch's layers draw weights when they are created
         nets = [twice_differentiable(load_part(spec, part, weights)).eval() for part, weights in parts]
     return WholeModel(nets[0], nets[1], spec.input)
 
@@ -90,18 +88,18 @@ def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -
 def estimated_extractor(
     view: View, source: Extractor, classifier: Weights, streams: Streams, epochs: int = 20
 ) -> Weights:
-    """An attacker's extractor.
+    """Return an attacker's extractor.
 
     Args:
-        view: what the attacker has.
-        source: where it comes from. `SURROGATE` is trained on the auxiliary images to fit the classifier, which stands still
-            (from the public start, which is never worse than a random one).
-        classifier: the one it is to fit.
+        view: of the attacker.
+        source: its origin. `SURROGATE` is trained on the auxiliary images to fit the frozen classifier (from the public
+            start, which is never worse than a random one).
+        classifier: the classifier that the surrogate must fit.
         streams: for random weights and the order of images.
-        epochs: of a surrogate.
+        epochs: for training a surrogate.
 
     Raises:
-        ValueError: the view lacks what the source takes.
+        ValueError: the view lacks what the source needs.
     """
     if source is Extractor.SENT:
         return view.update[Part.EXTRACTOR]
@@ -113,15 +111,15 @@ def estimated_extractor(
         return view.start()[Part.EXTRACTOR]
     if source is Extractor.COLLUDER:
         if view.colluder is None:
-            raise ValueError("no box of the cohort helps this attacker")
+            raise ValueError("no device of the cohort helps this attacker")
         return view.colluder.extractor
     if view.auxiliary is None:
-        raise ValueError("a surrogate extractor is trained on auxiliary images, and there are none")
+        raise ValueError("a surrogate extractor needs auxiliary images, and none were given")
     return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs)
 
 
 def assembled(view: View, source: Extractor, streams: Streams, epochs: int = 20) -> WholeModel:
-    """The classifier of an update behind an extractor from a source; arguments as for `estimated_extractor`."""
+    """Return the classifier of an update behind an extractor from a source; arguments as for `estimated_extractor`."""
     classifier = view.update[Part.CLASSIFIER]
     return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs), classifier)
 
@@ -149,7 +147,7 @@ def _surrogate(
 
 
 def plain_params(params: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
-    """Training parameters for networks of the attacker: a rate that only DP-SGD's clipped gradients bear becomes Adam's usual one."""
+    """Return training parameters for the attacker's networks: a rate that only suits DP-SGD's clipped gradients becomes Adam's usual one."""
     rate = params.get("lr")
     is_steep = params.get("optimiser") == "sgd" and isinstance(rate, float | int) and rate > _STEEP_RATE
     return {**params, "optimiser": "adam", "lr": _SURROGATE_LR} if is_steep else dict(params)
@@ -158,7 +156,7 @@ def plain_params(params: Mapping[str, ParameterValue]) -> dict[str, ParameterVal
 def trained_alone(
     view: View, start: Mapping[Part, Weights], images: ImageSet, streams: Streams, epochs: int
 ) -> dict[Part, Weights]:
-    """Extractor and classifier after training on images as a device trains alone: shadow and reference models, overfitted controls."""
+    """Train extractor and classifier on images as a device trains alone: for shadow and reference models, and overfitted controls."""
     spec = _of_epochs(shadow_spec(view.spec), epochs)
     state = ClientState({part: start[part] for part in (Part.EXTRACTOR, Part.CLASSIFIER)})
     ctx = RoundContext(spec, view.round, 1, streams)
@@ -166,13 +164,13 @@ def trained_alone(
 
 
 def of_simulated_client(view: View, images: ImageSet, streams: Streams, epochs: int) -> View:
-    """What an attacker would have of a client with these images: its update by the federation's own method, without mechanisms.
+    """Simulate a client with these images: return the view of its update by the federation's method, without mechanisms.
 
     The client starts from the view's aggregate, and its private parts from the public seed.
     """
     spec = _of_epochs(view.spec, epochs)
     state = view.method.init_client(spec, {**view.start(), **view.before.parts})
-    # Whoever simulates a client knows no cohort's secret, and takes one of its own.
+    # An attacker who simulates a client does not know the cohort's secret, and uses another one.
     ctx = RoundContext(spec, view.round, 1, streams, cohort=Cohort(streams))
     sent = view.method.local_round(state, images, view.before, ctx).shared.parts
     update = {part: sent[part] for part in view.update}

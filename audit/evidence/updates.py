@@ -1,6 +1,7 @@
-"""Reads the updates of a federation that really crossed: from an observer's recording, or a coordinator's folder of artifacts.
+"""Reads a federation's real updates from an observer's recording, or from a coordinator's folder of artifacts.
 
-Nothing in such a folder is believed: names are checked against sha256, sizes are bounded, tensors must have the spec's layout and codec.
+Such a folder is not trusted: names are checked against sha256, sizes are bounded, tensors must have the spec's layout
+and codec.
 """
 
 import json
@@ -33,10 +34,10 @@ from fedcg.wire.sums import opened_means
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GAPS = {
-    "incomplete": "transfers that began and did not end",
-    "bases_not_seen": "aggregates that updates build on and that were not recorded",
+    "incomplete": "incomplete transfers",
+    "bases_not_seen": "base aggregates of updates that were not recorded",
     "undecoded": "artifacts that could not be decoded",
-    "lost_frames": "frames that the observer could not keep up with",
+    "lost_frames": "frames dropped because the observer was too slow",
     "damaged_frames": "damaged frames",
 }
 
@@ -47,7 +48,7 @@ class RecordedUpdates:
 
     Attributes:
         headers: of updates and aggregates, by id.
-        gaps: what the recording says that it lacks, in words.
+        gaps: missing data according to the recording, in words.
     """
 
     folder: Path
@@ -56,7 +57,7 @@ class RecordedUpdates:
     gaps: tuple[str, ...]
 
     def updates(self) -> dict[tuple[str, int], str]:
-        """The update of each client and round, by (client, round): that of the last attempt."""
+        """Return the update of each client and round, by (client, round): that of the last attempt."""
         found = [(one.client, one.round, one.attempt, id_) for id_, one in self.headers.items() if one.kind == "update"]
         return {(client, number): id_ for client, number, _, id_ in sorted(found)}
 
@@ -67,31 +68,32 @@ class RecordedUpdates:
         auxiliary: ImageSet | None = None,
         secret: bytes | None = None,
     ) -> View:
-        """What an attacker has of one client in one round.
+        """Return an attacker's view of one client in one round.
 
         Args:
-            client: the only one in the folder where it is None.
-            round_number: where it is None, the last one in which the client trained, or its last.
-            auxiliary: what the attacker has beside.
-            secret: the cohort's, of an attacker whom one of its boxes helps: it opens the means in sealed sums.
+            client: None selects the only client in the folder.
+            round_number: None selects the last round in which the client trained, else its last round.
+            auxiliary: the attacker's own labelled images.
+            secret: the cohort's secret, for an attacker with the help of one of its devices; it opens the means in
+                sealed sums.
 
         Raises:
-            CaptureError: no such update, or the aggregate that it builds on is not there.
-            DecodeError: an artifact is not what the spec says.
+            CaptureError: no such update, or its base aggregate is missing.
+            DecodeError: an artifact does not match the spec.
         """
         there = self.updates()
         clients = sorted({name for name, _ in there})
         if client is None and len(clients) != 1:
             raise CaptureError(
-                f"{self.folder} holds updates of {', '.join(clients) or 'nobody'}: name one with --client"
+                f"{self.folder} holds updates of {', '.join(clients) or 'no client'}: name one with --client"
             )
         client = client or clients[0]
         rounds = sorted(number for name, number in there if name == client)
         round_number = round_number or max(rounds, key=lambda one: (self.spec.trains_in(one), one), default=0)
         if (client, round_number) not in there:
             raise CaptureError(
-                f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; there are those of "
-                f"{', '.join(clients) or 'nobody'}{f', of {client} in rounds {rounds}' if rounds else ''}",
+                f"{self.folder} holds no update of {client}{f' in round {round_number}' if rounds else ''}; it has those of "
+                f"{', '.join(clients) or 'no client'}{f', of {client} in rounds {rounds}' if rounds else ''}",
                 exit_code=NOT_FOUND,
             )
         view = self._view(client, round_number, there, auxiliary, secret)
@@ -124,12 +126,12 @@ class RecordedUpdates:
         if header.base is None or header.base not in self.headers or self.headers[header.base].kind != "aggregate":
             raise CaptureError(
                 f"{self.folder} lacks aggregate {header.base}, which the update of {header.client} in round {header.round} "
-                "builds on: record from before the round's start, or take the coordinator's artifacts"
+                "builds on: start recording before the round, or use the coordinator's artifacts"
             )
         return Base(header.base, self._decoded(header.base).parts)
 
     def _update(self, id_: str, base: Base) -> dict[Part, Weights]:
-        """What an attacker reads in an update: nothing of what is behind masks."""
+        """Return what an attacker can read in an update: nothing behind masks."""
         return _readable(self._decoded(id_, base).parts)
 
     def _aggregate(self, id_: str, secret: bytes | None) -> Aggregate:
@@ -147,7 +149,7 @@ class RecordedUpdates:
                 opened |= means.keys()
             except WireError as error:
                 refusals.append(error)
-        if refusals and not opened:  # else one is from before `fedcg cohort renew`, and this attacker does without it
+        if refusals and not opened:  # else the sum is from before `fedcg cohort renew`; this attacker does not use it
             raise DecodeError(f"the sealed sum in the aggregate of round {header.round}: {refusals[0]}") from refusals[
                 0
             ]
@@ -166,7 +168,7 @@ class RecordedUpdates:
             return unpack((self.folder / id_).read_bytes(), layouts, codecs=codecs, base=known)
         except (WireError, OSError) as error:
             what = f"the {header.kind} of {header.client} in round {header.round} ({id_[:12]})"
-            raise DecodeError(f"{what} is not what the federation's spec says: {error}") from error
+            raise DecodeError(f"{what} does not match the federation's spec: {error}") from error
 
 
 def _readable(parts: PartArrays) -> dict[Part, Weights]:
@@ -174,15 +176,15 @@ def _readable(parts: PartArrays) -> dict[Part, Weights]:
 
 
 def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates:
-    """The updates in an observer's folder, a coordinator's home, or any folder of artifacts that are named by their sha256.
+    """Read the updates in an observer's folder, a coordinator's home, or any folder of artifacts that are named by their sha256.
 
     Args:
-        folder: it.
-        federation: which one, where there are several.
+        folder: the folder.
+        federation: its id; needed if there are several.
 
     Raises:
-        CaptureError: no such folder, no spec of a federation in it, or several.
-        DecodeError: a file is not what its name says.
+        CaptureError: no such folder, or not exactly one matching spec in it.
+        DecodeError: a file does not match its name, or is too large.
     """
     place = folder / ARTIFACTS if (folder / ARTIFACTS).is_dir() else folder
     if not place.is_dir():
@@ -209,7 +211,7 @@ def read_updates(folder: Path, federation: str | None = None) -> RecordedUpdates
     strange = sorted({one.federation for one in headers.values()} - specs.keys())
     if strange and not any(one.federation == spec.federation for one in headers.values()):
         raise CaptureError(
-            f"{folder} holds updates of federation {', '.join(strange)}, and the spec of {spec.federation}"
+            f"{folder} holds updates of federation {', '.join(strange)}, but the spec of {spec.federation}"
         )
     mine = {id_: one for id_, one in headers.items() if one.federation == spec.federation}
     return RecordedUpdates(place, spec, mine, _gaps(folder / WIRE_FILE))
@@ -226,11 +228,11 @@ def _chosen(specs: Mapping[str, FederationSpec], federation: str | None, folder:
             f"{folder} holds no federation's spec: give an observer's folder or a coordinator's artifacts"
         )
     wanted = f"no federation {federation}" if federation else f"{len(names)} federations: name one with --federation"
-    raise CaptureError(f"{folder} holds {wanted}; there is {', '.join(names)}")
+    raise CaptureError(f"{folder} holds {wanted}; it holds {', '.join(names)}")
 
 
 def _gaps(path: Path) -> tuple[str, ...]:
-    """What an observer's record says that it lacks; nothing where there is no record."""
+    """Return the gaps that an observer's record states; empty without a record."""
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:

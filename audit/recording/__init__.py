@@ -1,1 +1,1 @@
-"""What crossed the wire: an independent observer, its recording, and a search for private tensors in it."""
+"""The traffic on the wire: an independent observer, its recording, and a search for private tensors in it."""

@@ -1,7 +1,7 @@
-"""Puts together the traffic of a broker: every artifact from its chunks, every control message by its fields, every byte.
+"""Reassembles the traffic of a broker: artifacts from chunks, fields of control messages, byte counts.
 
-Pure: frames are fed in, a record comes out. It trusts neither side: messages are read as plain JSON (the receivers
-check signatures), artifacts are decoded without a layout, so that content that should not be there is SEEN.
+Pure: frames in, a record out. It trusts neither side: messages are read as plain JSON (the receivers check signatures),
+and artifacts are decoded without a layout, so that unexpected content becomes visible.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from fedcg.wire.messages.topics import ParsedTopic, TopicKind, Topics
 from fedcg.wire.parts import Part, TensorCodec, is_delta
 from fedcg.wire.transfer.chunks import parse_chunk
 
-MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is given up and reported so
+MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is dropped and reported as incomplete
 MAX_PROBLEMS = 100
 
 _CHUNK_KINDS = (TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK, TopicKind.AGGREGATE)
@@ -33,14 +33,15 @@ _ENVELOPE_FIELDS = frozenset({"v", "kind", "federation", "sender", "recipient", 
 
 @dataclass(frozen=True)
 class SeenArtifact:
-    """A complete artifact as it crossed, decoded without its layout.
+    """A complete artifact as sent, decoded without its layout.
 
     Attributes:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
-        sender: its maker, by its header; `coordinator` for a spec.
-        tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
-        facts: what its header says of its maker besides.
-        worst_bits: of its sealed numbers; see `SealedBits`.
+        sender: its author, by its header; `coordinator` for a spec.
+        tensors: shape per tensor key, as sent; `codecs`: number of tensors by codec, from the header; `report`: names
+            of the report's fields with a value.
+        facts: other facts about its author, from the header.
+        worst_bits: for its sealed numbers; see `SealedBits`.
     """
 
     id: str
@@ -61,14 +62,15 @@ class SeenArtifact:
 
 @dataclass(frozen=True)
 class SealedBits:
-    """Whether numbers of sealed sums, each device's and what a coordinator opens of them together, show anything to who has no secret.
+    """Whether numbers of sealed sums, each device's and the coordinator's total, reveal anything without the secret.
 
     Under a cohort's masks every bit is a fair coin. Numbers without masks, or sums under one mask for all, are far from it.
 
     Attributes:
-        tensors: how many were looked at.
-        worst: of all bits of all of them, the standard deviations of the one whose ones are the farthest from half.
-        limit: what fair coins stay below but for once in a million recordings.
+        tensors: number of tensors checked.
+        worst: the largest distance of any bit's share of ones from half, in standard deviations, over all bits of all
+            tensors.
+        limit: a bound that fair coins exceed once in a million recordings.
     """
 
     tensors: int
@@ -77,28 +79,28 @@ class SealedBits:
 
     @staticmethod
     def of(worst_bits: Collection[float]) -> "SealedBits":
-        """Of the results of `worst_bit`."""
+        """Build from results of `worst_bit`."""
         limit = math.sqrt(2 * math.log(64 * max(1, len(worst_bits)) / 1e-6))
         return SealedBits(len(worst_bits), max(worst_bits, default=0.0), limit)
 
     @property
     def is_fair(self) -> bool:
-        """Whether they show nothing."""
+        """Whether the numbers reveal nothing."""
         return self.worst <= self.limit
 
     def __str__(self) -> str:
-        """One line for a person."""
-        found = "show nothing" if self.is_fair else "ARE NOT HIDDEN"
+        """Return one line for a person."""
+        found = "reveal nothing" if self.is_fair else "ARE NOT HIDDEN"
         return (
-            f"{self.tensors} tensors of sealed numbers {found} to who lacks the cohort's secret: "
-            f"the least fair of their bits is {self.worst:.1f} deviations from half (limit {self.limit:.1f})"
+            f"{self.tensors} tensors of sealed numbers {found} without the cohort's secret: "
+            f"their least random bit is {self.worst:.1f} deviations from half (limit {self.limit:.1f})"
         )
 
 
 def worst_bit(numbers: NDArray[np.uint32]) -> float:
-    """|z| of the bit whose ones are the farthest from half of all, or which is the most often like its neighbour.
+    """Return the largest |z| of any bit: of its share of ones, or of its agreement with its neighbour.
 
-    Small numbers of both signs have ones in half of their high bits, but all of these are alike.
+    Small numbers of both signs have ones in half of their high bits, but all their high bits agree.
     """
     steps = numbers ^ (numbers >> np.uint32(1))
     ones = np.array([np.count_nonzero(each >> np.uint32(bit) & 1) for each in (numbers, steps) for bit in range(32)])
@@ -129,12 +131,12 @@ def _number(value: object) -> int:
 
 
 def _direction(parsed: ParsedTopic) -> tuple[str, str]:
-    """The device whose topic it is (`*` for a broadcast), and `up` or `down`."""
+    """Return the device of the topic (`*` for a broadcast), and `up` or `down`."""
     return parsed.device or "*", "up" if parsed.kind in _UP_KINDS else "down"
 
 
 def worst_bits(seen: Inspection) -> dict[str, float]:
-    """Of every tensor of sealed numbers in an artifact, by its key; before the first sum they are all zeros, and count for nothing."""
+    """Return `worst_bit` of every tensor of sealed numbers in an artifact, by key; tensors of zeros, from before the first sum, are skipped."""
     return {
         key: worst_bit(array.ravel())
         for key, array in seen.tensors.items()
@@ -143,7 +145,7 @@ def worst_bits(seen: Inspection) -> dict[str, float]:
 
 
 def describe(artifact: str, data: bytes) -> SeenArtifact:
-    """Decode the bytes of an artifact; bytes of any kind are accepted."""
+    """Decode the bytes of an artifact; accepts any bytes."""
     try:
         seen = inspect(data)
     except WireError as error:
@@ -170,7 +172,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
 
 
 class Capture:
-    """All traffic of one federation over a broker, as far as the frames fed to it show.
+    """The traffic of one federation over a broker, from the frames fed to it.
 
     Args:
         federation: its id; frames of other topics are counted as foreign.
@@ -193,7 +195,7 @@ class Capture:
         self._damaged = 0
 
     def feed(self, topic: str, payload: bytes) -> dict[str, bytes]:
-        """Take one frame; returns the bytes of the artifacts that it completed, by their id."""
+        """Process one frame; return the bytes of the artifacts that it completed, by id."""
         parsed = self._topics.parse(topic)
         if parsed is None:
             self._foreign += 1
@@ -203,7 +205,7 @@ class Capture:
         return self._feed_message(parsed, payload)
 
     def add(self, data: bytes) -> str:
-        """Take a whole artifact without the frames that carried it, once; its id. Its bytes count as sent by or to its client."""
+        """Add a whole artifact without its frames, once, and return its id. Its bytes count as sent by or to its client."""
         artifact = hashlib.sha256(data).hexdigest()
         if artifact not in self.artifacts:
             seen = self.artifacts[artifact] = describe(artifact, data)
@@ -214,7 +216,7 @@ class Capture:
     def restore(
         self, bytes_per_round: Mapping[str, Mapping[str, Mapping[str, int]]], artifacts: Mapping[str, bytes]
     ) -> None:
-        """Go on from an earlier recording: its byte counts, and the artifacts it had already put together."""
+        """Continue an earlier recording, with its byte counts and complete artifacts."""
         for device, ways in bytes_per_round.items():
             for way, rounds in ways.items():
                 for round_number, size in rounds.items():
@@ -224,14 +226,14 @@ class Capture:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the end of the federation was announced and every transfer that began is complete."""
+        """Whether the end of the federation was announced and every started transfer is complete."""
         return self.finished_with in self.artifacts and not self._open()
 
     def _open(self) -> list[str]:
         return sorted(name for name, incoming in self._incoming.items() if incoming.chunks)
 
     def _bases_not_seen(self) -> list[str]:
-        """Aggregates that updates are coded as the difference to and that did not cross; such updates can't be read as values."""
+        """Return aggregates that were not recorded although updates are encoded as differences from them; such updates can't be read as values."""
         deltas = [seen for seen in self.artifacts.values() if any(map(is_delta, seen.codecs))]
         return sorted({str(seen.base) for seen in deltas} - self.artifacts.keys())
 
@@ -295,14 +297,14 @@ class Capture:
         return completed
 
     def _learn_keys(self, payload: bytes) -> None:
-        """Record the coordinator's keys, and any error in how they followed one another."""
+        """Record the coordinator's keys, and any error in their order."""
         try:
             chain = read_envelope(payload).message
             if isinstance(chain, KeyChain):
                 check_links(chain)
                 for link in chain.links:
                     if self._keys.setdefault(link.serial, link.new) != link.new:
-                        raise OrderError(f"key {link.serial} was announced twice, and differently")
+                        raise OrderError(f"key {link.serial} was announced twice, with different content")
         except WireError as error:
             if str(error) not in self._key_problems and len(self._key_problems) < MAX_PROBLEMS:
                 self._key_problems.append(str(error))
@@ -327,13 +329,13 @@ class Capture:
         return fields if isinstance(fields, dict) else {}
 
     def sealed_bits(self) -> dict[str, object] | None:
-        """Of all sealed numbers that crossed; None where none did."""
+        """Check all sealed numbers that were sent; None if there were none."""
         found = [worst for seen in self.artifacts.values() for worst in seen.worst_bits.values()]
         bits = SealedBits.of(found)
         return {**vars(bits), "is_fair": bits.is_fair, "text": str(bits)} if found else None
 
     def bytes_per_round(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Payload bytes by device (`*`: broadcasts), way (`up`, `down`) and round (`0`: outside of any round)."""
+        """Return payload bytes by device (`*`: broadcasts), direction (`up`, `down`) and round (`0`: outside any round)."""
         counted = Counter(self._control_bytes)
         for (device, way, artifact), size in self._chunk_bytes.items():
             seen = self.artifacts.get(artifact)
@@ -346,7 +348,7 @@ class Capture:
         return totals
 
     def record(self) -> dict[str, object]:
-        """The whole recording, as it is written to `wire.json`."""
+        """Return the whole recording, as written to `wire.json`."""
         artifacts = sorted(self.artifacts.values(), key=lambda seen: (seen.round, seen.kind, seen.sender, seen.id))
         return {
             "format": 1,

@@ -1,16 +1,17 @@
-"""Checks whether a recording of the wire holds a private tensor, as value, as a delta, or as raw bytes, and whether sealed numbers show anything.
+"""Checks whether a recording holds a private tensor, as values, as a delta, or as raw bytes, and whether sealed numbers reveal anything.
 
-A check of outcomes, not of intentions: it compares numbers and bytes only and trusts no name. Its input is the recording of an
-independent observer, and the private weights of the devices as the truth.
+It only compares numbers and bytes and trusts no names. Its input is an independent observer's recording, and the
+devices' private weights as the truth.
 
 A tensor on the wire leaks a private one of the same flattened size when their absolute Pearson correlation reaches the
-threshold (scale, offset and sign don't hide it):
-  * as value;
-  * as value + base, where a base is a tensor that the attacker knows (the decoded aggregate that an update is coded
-    against, initial weights). A base that resembles the private tensor by itself is an earlier version of it: then the
-    value is compared with the change (private - base), which needs no scale, and the sum counts only while the base
-    alone stays under the threshold (else a tensor of zeros would be accused).
-Integer tensors are quantised per channel with scales of their own, so they are also compared row by row.
+threshold (scale, offset and sign do not matter):
+  * as values;
+  * as value + base, where a base is a tensor that the attacker knows (the base aggregate of an update, initial
+    weights). A base that resembles the private tensor by itself is an earlier version of it. Then the value is compared
+    with the change (private - base), which needs no scale, and the sum only counts while the base alone is below the
+    threshold. Otherwise a tensor of zeros would be reported.
+
+Integer tensors are quantised with one scale per channel, so they are also compared row by row.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
 
 THRESHOLD = 0.99
-MIN_ELEMENTS = 6  # fewer numbers correlate by chance
+MIN_ELEMENTS = 6  # shorter tensors correlate by chance
 MIN_ROW_ELEMENTS = 6
-EARLIER_VERSION = 0.5  # a base that correlates this much with a private tensor is taken for an earlier version of it
+EARLIER_VERSION = 0.5  # a base that correlates this strongly with a private tensor counts as an earlier version of it
 NEEDLE_BYTES = 32  # a run of 8 float32 numbers does not occur by chance
 NEEDLES_PER_TENSOR = 8
 _HASH_BITS = 20
@@ -47,13 +48,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class WireTensor:
-    """A tensor that an artifact held.
+    """A tensor of an artifact.
 
     Attributes:
-        artifact: the artifact's sha256, or another name for the place where it was found.
+        artifact: the artifact's sha256, or another name for the location.
         name: part and tensor name as written in the artifact.
         value: the numbers, any dtype and shape.
-        bases: named tensors that the value may be a delta to, with the same number of elements.
+        bases: named tensors from which the value may be a delta, with the same number of elements.
     """
 
     artifact: str
@@ -73,7 +74,7 @@ class PrivateTensor:
 
 @dataclass(frozen=True)
 class Match:
-    """A leak: the place where it was found and the private tensor that it shows.
+    """A leak: its location and the private tensor that it reveals.
 
     Attributes:
         how: `value`, `delta` (value + base) or `bytes`.
@@ -90,7 +91,7 @@ class Match:
     correlation: float
 
     def __str__(self) -> str:
-        """One line for a report."""
+        """Return one line for a report."""
         base = f" + {self.base}" if self.base else ""
         return (
             f"artifact {self.artifact[:12]} {self.tensor}{base} shows {self.private} of {self.owner} "
@@ -99,7 +100,7 @@ class Match:
 
 
 def _unit(values: Array) -> NDArray[np.float64]:
-    """The values, flattened, centred, and scaled to length 1; zeros where all are the same."""
+    """Return the values flattened, centred and scaled to length 1; zeros if all values are equal."""
     flat = np.asarray(values, dtype=np.float64).ravel()
     if not np.isfinite(flat).all():
         flat = np.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
@@ -109,14 +110,14 @@ def _unit(values: Array) -> NDArray[np.float64]:
 
 
 def correlation(left: Array, right: Array) -> float:
-    """Absolute Pearson correlation of two tensors with equally many elements; 0 where one is constant."""
+    """Return the absolute Pearson correlation of two tensors with equally many elements; 0 if one is constant."""
     return min(1.0, abs(float(_unit(left) @ _unit(right))))
 
 
 def row_correlation(left: Array, right: Array) -> float:
-    """Mean absolute correlation over the rows (first axis of the one that has axes), weighted by the rows' elements.
+    """Return the mean absolute correlation over the rows (first axis of the tensor that has axes), weighted by elements.
 
-    It finds similarity that per-channel scales hide from the correlation over all. Zero when the rows are too short.
+    It finds similarity that per-channel scales hide from the overall correlation. Zero if the rows are too short.
     """
     shape = left.shape if left.ndim > 1 else right.shape
     if len(shape) < 2 or left.size // shape[0] < MIN_ROW_ELEMENTS:
@@ -131,7 +132,7 @@ def _by_rows(value: Array, private: Array) -> float:
 
 @dataclass(frozen=True)
 class _SameSize:
-    """Private tensors of one flattened size, each also as a centred row of length 1, so that a product correlates all."""
+    """Private tensors of one flattened size, also as centred rows of length 1, so that one product correlates all."""
 
     tensors: tuple[PrivateTensor, ...]
     rows: NDArray[np.float64]
@@ -141,7 +142,7 @@ class _SameSize:
         return _SameSize(tuple(tensors), np.stack([_unit(tensor.value) for tensor in tensors]))
 
     def correlations(self, values: Array) -> NDArray[np.float64]:
-        """Absolute correlation of `values` with every tensor."""
+        """Return the absolute correlation of `values` with every tensor."""
         return np.abs(self.rows @ _unit(values))
 
     def by_value(self, value: Array) -> Iterator[tuple[PrivateTensor, float]]:
@@ -162,11 +163,11 @@ class _SameSize:
 
 
 def compare(artifacts: Iterable[WireTensor], private: Sequence[PrivateTensor]) -> list[Match]:
-    """Every pair of a tensor on the wire and a private tensor of the same flattened size that is too much alike.
+    """Find every pair of a tensor on the wire and a private tensor of the same flattened size that are too similar.
 
     Args:
-        artifacts: the tensors that crossed, with the bases they may be deltas to.
-        private: the truth, read on the devices.
+        artifacts: the tensors that were sent, with bases from which they may be deltas.
+        private: the private tensors, read on the devices.
 
     Returns:
         Matches, in the order of the artifacts; empty when nothing leaked.
@@ -194,7 +195,7 @@ def compare(artifacts: Iterable[WireTensor], private: Sequence[PrivateTensor]) -
 
 
 def _needles(value: Array) -> Iterator[bytes]:
-    """Short runs of a tensor's bytes as float32 and float16, spread over it; runs of one repeated number are left out."""
+    """Return short runs of a tensor's bytes as float32 and float16, spread over it; runs of one repeated number are left out."""
     numbers = np.ascontiguousarray(value).ravel()
     kinds: tuple[Any, ...] = (np.float32, np.float16) if np.issubdtype(numbers.dtype, np.floating) else (numbers.dtype,)
     for kind in kinds:
@@ -209,11 +210,11 @@ def _needles(value: Array) -> Iterator[bytes]:
 
 
 def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) -> list[Match]:
-    """Raw search: runs of bytes of private tensors (as f32 and f16) in recorded bytes.
+    """Search recorded bytes for runs of bytes of private tensors (as f32 and f16).
 
     Args:
-        payloads: name -> bytes; give the frames as recorded and the decompressed tensors, as compression hides bytes.
-        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) are found by chance and are skipped.
+        payloads: name -> bytes; pass the recorded frames and the decompressed tensors, since compression hides bytes.
+        private: the private tensors; those shorter than 32 bytes (8 float32 numbers) match by chance and are skipped.
     """
     owners: dict[bytes, list[PrivateTensor]] = {}
     for tensor in private:
@@ -229,9 +230,10 @@ def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) 
 
 
 def _occurring(data: bytes, needles: Collection[bytes]) -> Iterator[bytes]:
-    """Which of many needles of equal length occur in `data`, at any offset, in one pass.
+    """Find which of many needles of equal length occur in `data`, at any offset, in one pass.
 
-    The first four bytes of each position go through a table of hashes; the few positions that pass are compared whole.
+    The first four bytes at each position are looked up in a hash table; the few positions that match are compared in
+    full.
     """
     if not needles or len(data) < NEEDLE_BYTES:
         return
@@ -255,12 +257,12 @@ PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a check: how much was compared, and what leaked.
+    """Outcome of a check: the amount compared, and the leaks.
 
     Attributes:
-        sealed: whether the numbers of sealed sums show anything.
-        without_base: tensors by the aggregate that they are coded as the difference to and that was not recorded: they were compared as
-            differences, not as values.
+        sealed: whether the numbers of sealed sums reveal anything.
+        without_base: tensors that are differences from an aggregate that was not recorded, by aggregate; they were
+            compared as differences, not as values.
     """
 
     artifacts: int
@@ -276,7 +278,7 @@ class Check:
         return not self.matches and self.sealed.is_fair
 
     def record(self) -> dict[str, object]:
-        """As JSON values."""
+        """Return the check as JSON values."""
         return {
             "artifacts": self.artifacts,
             "wire_tensors": self.wire_tensors,
@@ -287,9 +289,9 @@ class Check:
         }
 
     def summary(self) -> str:
-        """One line for a person, and one for each aggregate that was missed."""
+        """Return one line for a person, and one for each missing aggregate."""
         missed = "".join(
-            f"\n{count} tensors are differences to aggregate {base}, which was not recorded: compared as differences only"
+            f"\n{count} tensors are differences from aggregate {base}, which was not recorded: only compared as differences"
             for base, count in sorted(self.without_base.items())
         )
         sealed = f"\n{self.sealed}" if self.sealed.tensors else ""
@@ -300,10 +302,10 @@ class Check:
 
 
 def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
-    """The tensors of private parts in safetensors files; keys may have prefixes (`private/extractor/conv.weight`).
+    """Read the tensors of private parts in safetensors files; keys may have prefixes (`private/extractor/conv.weight`).
 
     Raises:
-        DecodeError: a file that can't be read, or that holds no private part at all (a check of nothing proves nothing).
+        DecodeError: a file can't be read, or holds no private part (an empty check would prove nothing).
     """
     tensors = []
     for path in files:
@@ -322,9 +324,9 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
 
 
 def wire_tensors(inspections: Mapping[str, Inspection]) -> list[WireTensor]:
-    """All tensors of artifacts as they came, and those that are coded decoded too.
+    """Return all tensors of artifacts as sent, and encoded tensors also decoded.
 
-    Bases are the decoded tensors of the same name in the artifact that a header names.
+    Bases are the decoded tensors of the same name in the header's base artifact.
     """
     tensors = []
     for artifact, seen in inspections.items():
@@ -348,10 +350,10 @@ def _without_base(inspections: Mapping[str, Inspection]) -> Counter[str]:
 
 
 def check_recording(observed: Path, private: Iterable[Path]) -> Check:
-    """Compare everything an observer recorded with private weights.
+    """Compare an observer's whole recording with private weights.
 
     Raises:
-        CaptureError: the folder is no recording.
+        CaptureError: the folder is not a recording.
         DecodeError: a file of private weights can't be used.
     """
     try:
@@ -362,7 +364,7 @@ def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     truth = private_tensors(private)
     inspections: dict[str, Inspection] = {}
     for artifact, data in blobs.items():
-        with suppress(WireError):  # a spec, or bytes that can't be decoded, are still searched as raw bytes
+        with suppress(WireError):  # a spec, and bytes that can't be decoded, are still searched as raw bytes
             inspections[artifact] = inspect(data)
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}

@@ -1,7 +1,7 @@
 """The observer: an independent, read-only subscriber that records every message on a federation's topics.
 
 Owns the loop between a transport and a `Capture`, and the files in its output folder: `wire.json` (replaced atomically
-at every change), `artifacts/SHA256`, and on request `frames.bin` with every frame as it came.
+at every change), `artifacts/SHA256`, and on request `frames.bin` with every raw frame.
 """
 
 import json
@@ -22,19 +22,19 @@ WIRE_FILE = "wire.json"
 ARTIFACTS = "artifacts"
 FRAMES_FILE = "frames.bin"
 WRITE_EVERY_S = 0.25
-QUIET_S = 1.0  # after the end was announced: late chunks and receipts still count
+QUIET_S = 1.0  # wait after the announced end: late chunks and receipts still count
 MAX_QUEUED = 100_000
 _FRAME = struct.Struct(">II")
-"""In front of each frame of `frames.bin`: bytes of its topic and of its payload, which follow."""
+"""Precedes each frame of `frames.bin`: lengths in bytes of its topic and its payload, which follow."""
 
 
 class Observer:
-    """Records a federation from a transport that may only read.
+    """Records a federation from a read-only transport.
 
     Args:
-        transport: not started yet; its identity needs the right to read everything.
+        transport: not started yet; its identity needs permission to read everything.
         federation: its id.
-        out: folder for the recording; made if it is not there.
+        out: folder for the recording; created if missing.
         keep_frames: also append every frame to `frames.bin`.
     """
 
@@ -52,7 +52,7 @@ class Observer:
         self._frames = (out / FRAMES_FILE).open("ab") if keep_frames else None
 
     def _continue(self) -> None:
-        """Take over an earlier recording in the same folder."""
+        """Continue an earlier recording in the same folder."""
         try:
             earlier = json.loads((self._out / WIRE_FILE).read_text())
             blobs = {path.name: path.read_bytes() for path in sorted((self._out / ARTIFACTS).iterdir())}
@@ -61,7 +61,7 @@ class Observer:
             raise CaptureError(f"{self._out} holds a recording that can't be continued: {error}") from error
 
     def start(self) -> None:
-        """Connect in the background and ask for everything."""
+        """Connect in the background and subscribe to everything."""
         self._transport.subscribe(Topics(self.capture.federation).everything())
         self._transport.start(self._on_delivery, self._on_link)
 
@@ -77,7 +77,7 @@ class Observer:
             self._linked.set()
 
     def run(self, stop: threading.Event, *, until_finished: bool, on_ready: Callable[[], None]) -> None:
-        """Record until `stop` is set, or until the federation is finished and the wire is quiet."""
+        """Record until `stop` is set, or until the federation is finished and no more frames arrive."""
         changed, ready, written_at, received_at = True, False, -WRITE_EVERY_S, time.monotonic()
         while not stop.is_set():
             if not ready and self._linked.is_set():
@@ -95,7 +95,7 @@ class Observer:
         self.close()
 
     def close(self) -> None:
-        """Take the queued frames, write the last record, disconnect."""
+        """Process the queued frames, write the final record, and disconnect."""
         while self._take(timeout_s=0.0):
             pass
         self._transport.close()

@@ -1,1 +1,1 @@
-"""What attacks are made of: closed forms, searches, shadow models, class shares. They take a view or a gradient, never the truth."""
+"""Building blocks of attacks: closed forms, searches, shadow models, class shares. They take a view or a gradient, never the truth."""

@@ -1,18 +1,18 @@
-"""Class shares of a round's clients from their whole updates, after many steps, without one real image. Knows no truth.
+"""Infers the class shares of a round's clients from their whole updates, after many steps, without real images. Does not use the truth.
 
-* readout: a classifier that was trained on shares pi predicts pi for inputs that show no class (the label shift of Saerens et al. 2002):
-  its mean prediction over probes, which are samples of the sent generator, random numbers where none is sent;
-* responses: the last layer's change against shares, calibrated on classifiers that the attacker trains from the same aggregate on probes
-  with shares that it knows (after RLU, Ma et al. ICLR 2023, whose responses are of one step and of SGD; training covers any optimiser).
-  The cohort's mean change is taken off: what all clients share is not this client's;
-* generator: rare classes are trained less. Movement of the label embedding's row (and towards zero, which is all that weight decay does to
-  a row without images), of the class's mean feature and of its spread, and how well the received classifier recognises the class;
-  weighed to fit all clients' shares as the two above infer them;
+* readout: a classifier trained on shares pi predicts pi for inputs without a class (the label shift of Saerens et al.
+  2002). Its mean prediction over probes is read: samples of the sent generator, or random numbers without one;
+* responses: the last layer's change against shares, calibrated on classifiers that the attacker trains from the same
+  aggregate on probes with shares that it knows (after RLU, Ma et al. ICLR 2023, whose responses are of one step and of
+  SGD; training covers any optimiser). The cohort's mean change is subtracted, since it says nothing about this client;
+* generator: rare classes are trained less. Movement of the label embedding's row (and towards zero, the only effect of
+  weight decay on a row without images), of the class's mean feature and of its spread, and how well the received
+  classifier recognises the class; weighted to fit all clients' shares as the two above infer them;
 * together: their geometric mean, in which a class that one of them excludes counts little.
 
-The last one leads the report, whatever comes out: which of the others is the most exact depends on the method. The readout is, where a
-generator was trained against a discriminator; which class random numbers look like is chance, and a classifier that is trained to
-recognise another generator's samples (FedMD-CG) gives all classes their share.
+The last one always leads the report: which of the others is the most exact depends on the method. With a generator
+trained against a discriminator, it is the readout. Which class random numbers resemble is chance, and a classifier
+trained to recognise another generator's samples (FedMD-CG) predicts all classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +35,19 @@ from fedcg.learning.training.optimisers import task_optimiser
 from fedcg.wire.parts import Part
 
 HEADLINE = "together"
-_PROBES = 600  # in all; at least _LEAST_OF_CLASS of a class
+_PROBES = 600  # in total; at least _LEAST_OF_CLASS per class
 _LEAST_OF_CLASS = 4
 _CONCENTRATIONS = (0.2, 0.5, 1.0, 3.0)  # of the shadows' shares: from a class or two to nearly all alike
 _UNKNOWN_EXAMPLES = 1000
 _RIDGE = 1e-3
-_LEAST_SHARE = 1e-3  # so that one wrong zero does not decide
+_LEAST_SHARE = 1e-3  # so that a single wrong zero does not decide
 Shares = Mapping[str, torch.Tensor]
-"""Shares or counts of the classes, [C] or [clients, C] with the client under audit first, by how they were found."""
+"""Shares or counts of the classes, [C] or [clients, C] with the audited client first, by technique."""
 Tick = Callable[[], None]
 
 
 def probes_for(spec: FederationSpec, generator: Weights | None, stream: torch.Generator) -> torch.Tensor:
-    """Features that an attacker makes itself, [C, R, *feature_shape]: R samples of a generator for each class, or numbers between 0 and 1."""
+    """Features that an attacker generates, [C, R, *feature_shape]: R samples of a generator per class, or numbers between 0 and 1."""
     each = max(_LEAST_OF_CLASS, _PROBES // spec.class_count)
     shape = (spec.class_count, each, *feature_shape(spec))
     if generator is None:
@@ -58,14 +58,14 @@ def probes_for(spec: FederationSpec, generator: Weights | None, stream: torch.Ge
 
 
 def last_layer(classifier: nn.Module, classes: int) -> str | None:
-    """The name of the linear layer, with a bias, that gives the logits; None where there is no such layer."""
+    """Return the name of the linear layer with a bias that computes the logits; None if there is none."""
     found = [(name, module) for name, module in classifier.named_modules() if isinstance(module, nn.Linear)]
     name, last = found[-1] if found else (None, None)
     return name if last is not None and last.out_features == classes and last.bias is not None else None
 
 
 def response(spec: FederationSpec, before: Weights, after: Weights) -> torch.Tensor:
-    """The change of the last layer, [C, 2]: of its biases, of the sums of its weights; each with mean 0 over the classes."""
+    """Return the change of the last layer, [C, 2]: of its biases, of the sums of its weights; each with mean 0 over the classes."""
     layer = last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count)
     bias = after[f"{layer}.bias"] - before[f"{layer}.bias"]
     weight = (after[f"{layer}.weight"] - before[f"{layer}.weight"]).sum(1)
@@ -77,7 +77,7 @@ def _centred(values: torch.Tensor) -> torch.Tensor:
 
 
 def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A conditional logit: shares [K, C] = softmax over the classes of values [K, C, F] @ w; classes are exchangeable, so F numbers fit all.
+    """Fit a conditional logit: shares [K, C] = softmax over the classes of values [K, C, F] @ w; classes are exchangeable, so w has F numbers.
 
     Returns:
         The function from values [..., C, F] to shares [..., C].
@@ -99,7 +99,7 @@ def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor
 def by_responses(
     view: View, sent: Sequence[Weights], streams: Streams, shadows: int, most: int, tick: Tick
 ) -> torch.Tensor:
-    """Shares [clients, C] from the last layer's change, calibrated on `shadows` classifiers of at most `most` steps."""
+    """Return shares [clients, C] from the last layer's change, calibrated on `shadows` classifiers of at most `most` steps."""
     spec, before = view.spec, view.before.parts[Part.CLASSIFIER]
     probes = probes_for(spec, view.before.parts.get(Part.GENERATOR), streams.generator("shadow probes"))
     drawn = np.random.default_rng(streams.seed("shadow shares"))
@@ -117,7 +117,7 @@ def by_responses(
 
 
 def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
-    """The aggregate's classifier after a round's steps on probes of these shares."""
+    """Return the aggregate's classifier after a round's steps on probes with these shares."""
     params = view.method.params_type.model_validate(plain_params(view.spec.params))
     network = load_part(view.spec, Part.CLASSIFIER, view.before.parts[Part.CLASSIFIER]).train()
     optimiser = task_optimiser(network.parameters(), params)
@@ -131,7 +131,7 @@ def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: 
 
 @torch.no_grad()
 def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
-    """Shares [C]: the mean prediction of a received classifier on probes of the received generator, or of the aggregate's."""
+    """Return shares [C]: a received classifier's mean prediction on probes of the received generator, or of the aggregate's."""
     generator = parts.get(Part.GENERATOR, view.before.parts.get(Part.GENERATOR))
     probes = probes_for(view.spec, generator, streams.generator("readout"))
     classifier = load_part(view.spec, Part.CLASSIFIER, parts[Part.CLASSIFIER]).eval()
@@ -141,7 +141,7 @@ def by_readout(view: View, parts: Mapping[Part, Weights], streams: Streams) -> t
 
 @torch.no_grad()
 def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Streams) -> torch.Tensor:
-    """[C, 5] of a sent generator, each with mean 0 over the classes: see the module's docstring."""
+    """Return the movements of a sent generator, [C, 5], each with mean 0 over the classes; see the module's docstring."""
     spec, before, after = view.spec, view.before.parts[Part.GENERATOR], parts[Part.GENERATOR]
     old, new = (probes_for(spec, one, streams.generator("statistics")) for one in (before, after))
     row = before["embedding.weight"]
@@ -160,9 +160,9 @@ def generator_statistics(view: View, parts: Mapping[Part, Weights], streams: Str
 
 
 def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) -> Shares:
-    """What the updates of a round show of each client's class shares, [clients, C]; the client under audit first.
+    """Infer each client's class shares from the updates of a round, [clients, C]; the audited client first.
 
-    `HEADLINE` comes first. `shadows` and `most` are those of `by_responses`.
+    `HEADLINE` is first. `shadows` and `most` are those of `by_responses`.
     """
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
     found = {

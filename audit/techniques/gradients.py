@@ -1,9 +1,12 @@
-"""The gradient of one batch at the round's start, as a server would see it: what it reveals without a search, and the searches for pixels that have the observed gradient or features.
+"""The gradient of one batch at the round's start, as a server would see it: closed forms for its content, and searches for pixels with the observed gradient or features.
 
-Sees no truth.
+Does not use the truth.
 
-A real update of many epochs is a sum of such gradients along a path; `weight_difference` is what it comes to. A gradient shows its labels, and of a single image the exact input of the first linear layer: that layer computes W h + b, so that ∂L/∂W = δ hᵀ and ∂L/∂b = δ: their quotient is h (Geiping 2020, proposition 3.1).
-Every distance of a search is relative to the observed numbers' own size (divided by |g|²), and a search divides it by its value at a grey image: a raw loss of 1e-7 would end L-BFGS at its start, and a prior's weight would mean something else for every network.
+A real update of many epochs is a sum of such gradients along a path: `weight_difference`. A gradient reveals its
+labels. For a single image it also reveals the exact input of the first linear layer: that layer computes W h + b, so
+∂L/∂W = δ hᵀ and ∂L/∂b = δ, and their quotient is h (Geiping 2020, proposition 3.1). Every distance of a search is
+relative to the size of the observed numbers (divided by |g|²), and a search divides it by its value at a grey image. A
+raw loss of 1e-7 would end L-BFGS at its start, and a prior's weight would differ in meaning between networks.
 """
 
 import math
@@ -34,7 +37,7 @@ class BatchGradient:
 
     Attributes:
         parts: the parts, in this order; `values`: gradients in the order of their parameters.
-        rows: images in the batch.
+        rows: number of images in the batch.
     """
 
     parts: tuple[Part, ...]
@@ -43,7 +46,7 @@ class BatchGradient:
 
 
 def parameters_of(model: WholeModel, parts: Sequence[Part]) -> list[nn.Parameter]:
-    """The parameters that a gradient is of, in its order."""
+    """Return the gradient's parameters, in its order."""
     nets = {Part.EXTRACTOR: model.extractor, Part.CLASSIFIER: model.classifier}
     return [parameter for part in parts for parameter in nets[part].parameters()]
 
@@ -51,14 +54,14 @@ def parameters_of(model: WholeModel, parts: Sequence[Part]) -> list[nn.Parameter
 def gradient(
     model: WholeModel, pixels: torch.Tensor, labels: torch.Tensor, parts: Sequence[Part], *, create_graph: bool = False
 ) -> Gradients:
-    """∇θ of the mean cross-entropy (FedCG eq. 7's ∇L_cls).
+    """Return ∇θ of the mean cross-entropy (∇L_cls in FedCG eq. 7).
 
     Args:
-        model: it.
+        model: the model.
         pixels: [N, C, H, W] in [0, 1].
         labels: [N] int64, or [N, classes] probabilities.
         parts: θ: extractor and classifier for a whole model (FedAvg), the classifier alone (FedSplit, FedCG).
-        create_graph: whether it is to be differentiated again.
+        create_graph: whether the result will be differentiated again.
     """
     loss = nn.functional.cross_entropy(model.logits(pixels), labels)
     return torch.autograd.grad(loss, parameters_of(model, parts), create_graph=create_graph)
@@ -71,48 +74,48 @@ def batch_gradient(
     labels: torch.Tensor,
     parts: Sequence[Part],
 ) -> BatchGradient:
-    """What the device would send of a batch after one step, with its true model."""
+    """Return the gradient that the device would send for a batch after one step, with its true model."""
     true = networks.whole_model(spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
     found = gradient(true, pixels, labels, parts)
     return BatchGradient(tuple(parts), tuple(value.detach() for value in found), len(labels))
 
 
 def with_noise(seen: BatchGradient, deviation: float, stream: torch.Generator) -> BatchGradient:
-    """The same with Gaussian noise on every number (FedCG table 2's FedAvg with noise)."""
+    """Return the gradient with Gaussian noise on every number (FedAvg with noise in FedCG table 2)."""
     values = tuple(value + deviation * torch.randn(value.shape, generator=stream) for value in seen.values)
     return BatchGradient(seen.parts, values, seen.rows)
 
 
 def weight_difference(before: Weights, after: Weights) -> dict[str, torch.Tensor]:
-    """After - before of every floating tensor, by name: what many steps came to."""
+    """Return after - before of every floating tensor, by name: the sum of many steps."""
     return {name: after[name] - before[name] for name in before if before[name].is_floating_point()}
 
 
 def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
-    """The model of an attacker who observes gradients at the round's start: the aggregate's classifier behind an extractor.
+    """Return the model of an attacker who observes gradients at the round's start: an extractor and the aggregate's classifier.
 
     Args:
-        view: what the attacker has; `SENT` takes the extractor of the aggregate.
-        source: where the extractor comes from.
+        view: of the attacker; `SENT` uses the extractor of the aggregate.
+        source: the extractor's origin.
         streams: for random weights.
-        epochs: of a surrogate.
+        epochs: for training a surrogate.
     """
     return networks.assembled(replace(view, update=view.before.parts), source, streams, epochs)
 
 
 def lacks_closed_form(spec: FederationSpec) -> str | None:
-    """Why labels and features do not follow from a gradient; None where they do."""
+    """Return why labels and features do not follow from a gradient; None if they do."""
     linear = [layer for layer in build_part(spec, Part.CLASSIFIER).modules() if isinstance(layer, nn.Linear)]
     if linear and all(layer.bias is not None for layer in linear):
         return None
-    return f"the classifier of {spec.network.split} has no linear layers with a bias, whose gradients show labels and features"
+    return f"the classifier of {spec.network.split} has no linear layers with a bias, whose gradients would reveal labels and features"
 
 
 def revealed_labels(seen: BatchGradient) -> torch.Tensor:
-    """The labels of a batch, [rows] int64, from the gradient of the last bias (iDLG: Zhao 2020, eq. 3-4).
+    """Return the labels of a batch, [rows] int64, from the gradient of the last bias (iDLG: Zhao 2020, eq. 3-4).
 
-    That gradient is the mean of softmax - onehot: of one image only the label's number is negative. Of a batch each image in
-    turn takes the smallest number, to which its share 1/rows is added back.
+    That gradient is the mean of softmax - onehot: for one image only the label's number is negative. In a batch each
+    image in turn takes the smallest number, and its share 1/rows is added back.
     """
     left, found = seen.values[-1].clone(), []
     for _ in range(seen.rows):
@@ -122,7 +125,7 @@ def revealed_labels(seen: BatchGradient) -> torch.Tensor:
 
 
 def linear_inputs(model: WholeModel, pixels: torch.Tensor) -> torch.Tensor:
-    """What enters the classifier's first linear layer, [N, D]; of LeNet5 the extractor's features themselves."""
+    """Return the input of the classifier's first linear layer, [N, D]; in LeNet5, the extractor's features."""
     caught: list[torch.Tensor] = []
     hook = _first_linear(model).register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].flatten(1)))
     try:
@@ -133,9 +136,10 @@ def linear_inputs(model: WholeModel, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def standardised(features: torch.Tensor, spec: FederationSpec) -> torch.Tensor:
-    """Inputs of the first linear layer [N, D] with each map of each image at mean 0 and deviation 1; without maps each image as a whole.
+    """Scale inputs of the first linear layer [N, D] to mean 0 and deviation 1 per map of each image; without maps, per image.
 
-    What is left is where a map is bright, which two extractors of one start have in common; levels and spreads are not.
+    This keeps the positions where a map is bright, which extractors with a common start share; they do not share levels
+    and spreads.
     """
     shape = feature_shape(spec)
     maps = shape[0] if math.prod(shape) == features.shape[1] > shape[0] else 1
@@ -147,11 +151,11 @@ def standardised(features: torch.Tensor, spec: FederationSpec) -> torch.Tensor:
 
 
 def revealed_features(model: WholeModel, seen: BatchGradient) -> torch.Tensor:
-    """The input [D] of the first linear layer for a single image: h = (∂L/∂W)ᵀ δ / |δ|², δ = ∂L/∂b.
+    """Return the input [D] of the first linear layer for a single image: h = (∂L/∂W)ᵀ δ / |δ|², δ = ∂L/∂b.
 
     Args:
-        model: any model of the federation: only its form matters.
-        seen: of a batch of one.
+        model: any model of the federation; only its layout matters.
+        seen: the gradient of a single image.
     """
     weight = _first_linear(model).weight
     at = next(at for at, one in enumerate(parameters_of(model, seen.parts)) if one is weight)
@@ -163,7 +167,7 @@ def _first_linear(model: WholeModel) -> nn.Linear:
     return next(layer for layer in model.classifier.modules() if isinstance(layer, nn.Linear))
 
 
-_STEP = 0.1  # Adam's, in pixels (Geiping 2020); a tenth of it after 3/8, 5/8 and 7/8 of the steps
+_STEP = 0.1  # Adam's rate, in pixels (Geiping 2020); divided by ten after 3/8, 5/8 and 7/8 of the steps
 _LEAST_SIZE = 1e-8
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -171,7 +175,7 @@ Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Start(str, Enum):
-    """Where a search starts."""
+    """The start of a search."""
 
     NOISE = "noise"
     GREY = "grey"
@@ -179,13 +183,13 @@ class Start(str, Enum):
 
 @dataclass(frozen=True)
 class Search:
-    """How pixels are searched.
+    """The settings of a search for pixels.
 
     Attributes:
         steps: iterations of L-BFGS (strong Wolfe line search), or of Adam with signed gradients.
-        start: N(0, 1) noise or grey; noise is drawn anew for each of the restarts.
-        prior: weight of the total variation against a distance of 1 at grey; above 0, pixels also stay in [0, 1].
-        soft_labels: labels are searched together with the pixels (DLG) instead of known (iDLG).
+        start: N(0, 1) noise or grey; noise is drawn again for each restart.
+        prior: weight of the total variation, relative to a distance of 1 at grey; above 0, pixels also stay in [0, 1].
+        soft_labels: whether labels are searched together with the pixels (DLG) instead of known (iDLG).
     """
 
     steps: int
@@ -198,11 +202,11 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """The best of a search's restarts, by the attacker's own loss.
+    """The best restart of a search, by the attacker's own loss.
 
     Attributes:
         pixels: [N, C, H, W], clamped to [0, 1].
-        diverged: share of the restarts whose loss was not finite, or above that of their start.
+        diverged: share of the restarts whose loss was not finite, or above its initial value.
     """
 
     pixels: torch.Tensor
@@ -223,7 +227,7 @@ def gradient_distance(model: WholeModel, seen: BatchGradient) -> Objective:
 
 
 def cosine_distance(model: WholeModel, seen: BatchGradient) -> Objective:
-    """1 - cosine of both gradients (Geiping 2020, eq. 4); their lengths do not matter."""
+    """Return 1 - cosine of both gradients (Geiping 2020, eq. 4); their lengths do not matter."""
     theirs = torch.cat([one.flatten() for one in seen.values])
 
     def distance(pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -241,13 +245,13 @@ def feature_distance(model: WholeModel, features: torch.Tensor) -> Objective:
 
 
 def with_statistics(distance: Objective, model: WholeModel, wanted: torch.Tensor) -> Objective:
-    """FedCG eq. 8: beside the distance, channel means and deviations of Ẽ(x̃) against those of generated features, α = 1.
+    """Return FedCG eq. 8: the distance plus the difference of channel means and deviations of Ẽ(x̃) from those of generated features, α = 1.
 
-    The equation has the variance of one and the deviation of the other: read as the same statistic, the deviation.
+    The equation mixes the variance of one with the deviation of the other; here both are deviations.
 
     Args:
-        distance: of the gradients.
-        model: with Ẽ.
+        distance: the distance of the gradients.
+        model: contains Ẽ.
         wanted: `channel_statistics` of generated features.
     """
 
@@ -258,14 +262,14 @@ def with_statistics(distance: Objective, model: WholeModel, wanted: torch.Tensor
 
 
 def channel_statistics(features: torch.Tensor) -> torch.Tensor:
-    """Means and standard deviations over images and positions, [2, channels], of features [N, channels, ...]."""
+    """Return means and standard deviations over images and positions, [2, channels], of features [N, channels, ...]."""
     flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
     spread = flat.var(dim=(0, 2), unbiased=False)
     return torch.stack([flat.mean(dim=(0, 2)), (spread + _LEAST_SIZE).sqrt()])
 
 
 def total_variation(pixels: torch.Tensor) -> torch.Tensor:
-    """Mean absolute difference of neighbours, across and down (Geiping 2020, eq. 4)."""
+    """Return the mean absolute difference of neighbours, across and down (Geiping 2020, eq. 4)."""
     return pixels.diff(dim=-1).abs().mean() + pixels.diff(dim=-2).abs().mean()
 
 
@@ -277,15 +281,15 @@ def search(
     how: Search,
     stream: torch.Generator,
 ) -> Found:
-    """Pixels that make an objective small.
+    """Search pixels that minimise an objective.
 
     Args:
-        objective: it.
-        labels: [N] int64; only its length counts where labels are searched.
+        objective: the function to minimise.
+        labels: [N] int64; only the length is used if labels are searched.
         form: (C, H, W).
-        classes: in all.
-        how: the search.
-        stream: for starts.
+        classes: number of classes.
+        how: the settings of the search.
+        stream: for the starts.
     """
     grey = torch.full((len(labels), *form), 0.5)
     unit = objective(grey, labels).detach().item() + _LEAST_SIZE**2
@@ -307,7 +311,7 @@ def search(
 
 
 def _lbfgs(loss: Objective, pixels: torch.Tensor, guessed: torch.Tensor, how: Search) -> tuple[torch.Tensor, float]:
-    """L-BFGS-B: its line search satisfies the strong Wolfe conditions, and its bounds are the prior's."""
+    """Minimise with L-BFGS-B: its line search satisfies the strong Wolfe conditions, and its bounds are the prior's."""
     count = pixels.numel()
 
     def unpacked(point: NDArray[np.float64]) -> list[torch.Tensor]:
@@ -330,7 +334,7 @@ def _lbfgs(loss: Objective, pixels: torch.Tensor, guessed: torch.Tensor, how: Se
 def _signed_adam(
     loss: Objective, pixels: torch.Tensor, guessed: torch.Tensor, how: Search
 ) -> tuple[torch.Tensor, float]:
-    """Adam on the signs of the gradient, pixels clamped after each step where there is a prior (Geiping 2020, §5)."""
+    """Minimise with Adam on the signs of the gradient; with a prior, pixels are clamped after each step (Geiping 2020, §5)."""
     places = [pixels.clone().requires_grad_(), guessed.clone().requires_grad_()]
     optimiser = torch.optim.Adam(places, lr=_STEP)
     drops = [how.steps * eighths // 8 for eighths in (3, 5, 7)]

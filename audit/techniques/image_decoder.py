@@ -1,4 +1,4 @@
-"""An attacker's network from vectors to images, which knows beforehand what images of the kind look like, and its training as a decoder."""
+"""An attacker's network from vectors to images, with prior knowledge of such images, and its training as a decoder."""
 
 from collections.abc import Callable
 
@@ -14,28 +14,29 @@ from fedcg.learning.training.optimisers import adam
 _HIDDEN = 256
 _COMPONENTS = 64
 _MOST_IMAGES = 1000
-_MOST_NUMBERS = 1 << 24  # of the images that the components are computed from: 64 MB
+_MOST_NUMBERS = 1 << 24  # numbers of the images for computing the components: 64 MB
 _DECODER_LR = 1e-3
 _BATCH = 32
-_FAR = 3.0  # deviations of the known features: samples of a generator that is little trained lie far outside of them
+_FAR = 3.0  # in deviations of the known features: samples of a barely trained generator lie far outside
 
 Decoder = Callable[[torch.Tensor], torch.Tensor]
 """Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
 class ImageGenerator(nn.Module):
-    """Two linear layers to coefficients of the principal components of known images; coefficients of the known images are ~ N(0, 1).
+    """Two linear layers to coefficients of the principal components of known images, which are ~ N(0, 1) for known images.
 
-    In the place of Anti-GAN table 4's transposed convolutions: against one update, these find patterns that the discriminator takes for
-    the class and that no person does (digits, a classifier with 94 % accuracy: SSIM 0.12, the mean image 0.36). The published
-    attack sees hundreds of updates, each of which corrects the discriminator; the components stand in for that.
+    They replace the transposed convolutions of Anti-GAN table 4. Against one update, those find patterns that the
+    discriminator assigns to the class and that a person does not recognise (digits, a classifier with 94 % accuracy:
+    SSIM 0.12; the mean image has 0.36). The published attack uses hundreds of updates, each of which corrects the
+    discriminator. The components make up for that.
     """
 
     mean: torch.Tensor
     components: torch.Tensor
 
     def __init__(self, inputs: int, known: ImageSet, stream: torch.Generator) -> None:
-        """Args: `inputs`: numbers in a vector; `known`: images, at least 2; `stream`: of the images taken and the first weights."""
+        """Args: `inputs`: numbers in a vector; `known`: images, at least 2; `stream`: for choosing images and initial weights."""
         super().__init__()
         self._shape = known.images.shape[1:]
         most = max(2, min(_MOST_IMAGES, _MOST_NUMBERS // self._shape.numel()))
@@ -43,7 +44,7 @@ class ImageGenerator(nn.Module):
         pixels = unit_pixels(known.images[chosen]).flatten(1)
         self.register_buffer("mean", pixels.mean(0))
         spread = pixels - self.mean
-        # of rows x rows numbers: images may have more pixels than there are images
+        # rows x rows numbers: images may have more pixels than there are images
         _, vectors = torch.linalg.eigh(spread @ spread.T)
         largest = vectors[:, -min(_COMPONENTS, len(chosen) - 1) :]
         self.register_buffer("components", largest.T @ spread / len(chosen) ** 0.5)
@@ -66,7 +67,7 @@ class ImageGenerator(nn.Module):
 
 
 def descend(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """One step of an optimiser."""
+    """Take one step of an optimiser."""
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
@@ -75,7 +76,7 @@ def descend(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 def trained_decoder(
     known: ImageSet, features: torch.Tensor, steps: int, streams: Streams, tick: Callable[[], None]
 ) -> Decoder:
-    """A network from features [N, F] back to the pixels of the images [N] that they are of, by least squares."""
+    """Train a network from features [N, F] to the pixels of their images [N], by least squares."""
     deviation, mean = torch.std_mean(features, 0)
     decoder, stream = ImageGenerator(features.shape[1], known, streams.generator("decoder")), streams.generator("steps")
     optimiser, scale = adam(decoder.parameters(), _DECODER_LR, 0.0), deviation + 1e-6 + 0.01 * deviation.mean()

@@ -1,4 +1,4 @@
-"""Shadow models and the membership scores that are made with them; a score is computed from a `View` and candidates alone.
+"""Shadow models and the membership scores that use them. A score is computed only from a `View` and candidates.
 
 Papers: Salem et al. 2019 (ML-Leaks), Ma et al. 2024 (PPIDSG), Zarifzadeh et al. 2024 (RMIA), Carlini et al. 2022 (LiRA).
 """
@@ -21,7 +21,7 @@ from fedcg.learning.method import Weights
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
-_TOP = 3  # posteriors that ML-Leaks' attack network sees (Salem et al. 2019, section III)
+_TOP = 3  # posteriors as inputs of ML-Leaks' attack network (Salem et al. 2019, section III)
 _LEAKS_UNITS, _PAIR_UNITS = 64, 128
 _LEAKS_LR, _PAIR_LR = 1e-2, 5e-3  # PPIDSG: Adam, 0.005; ML-Leaks gives none
 _ATTACK_EPOCHS = 100
@@ -33,12 +33,12 @@ _TINY = 1e-6
 
 @dataclass(frozen=True)
 class Shadow:
-    """A model that the attacker trained as the client trains.
+    """A model that the attacker trained in the way the client trains.
 
     Attributes:
         parts: extractor and classifier.
-        images: that the attacker has.
-        rows: of the images that it was trained on; `others` those of the rest.
+        images: the attacker's images.
+        rows: rows of the images that it was trained on; `others`: the remaining rows.
     """
 
     parts: Mapping[Part, Weights]
@@ -48,25 +48,25 @@ class Shadow:
 
     @property
     def seen(self) -> ImageSet:
-        """What it was trained on."""
+        """The images that it was trained on."""
         return self.images.rows(self.rows)
 
     @property
     def unseen(self) -> ImageSet:
-        """What it was not trained on."""
+        """The images that it was not trained on."""
         return self.images.rows(self.others)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a score is computed from.
+    """The inputs of a score.
 
     Attributes:
-        victim: the client's model as far as the attacker can put it together.
-        others: the mean of the other clients' models, put together likewise; None where no other update is there.
-        references: the shadow models', put together likewise.
+        victim: the client's model as reconstructed by the attacker.
+        others: the mean of the other clients' models, reconstructed likewise; None without other updates.
+        references: the shadow models, reconstructed likewise.
         shadows: the shadow models, in the order of `references`.
-        population: images of the same kind that no model was trained on (z of RMIA).
+        population: images of the same kind that no model was trained on (z in RMIA).
     """
 
     victim: WholeModel
@@ -83,15 +83,15 @@ Score = Callable[[Target, ImageSet, Streams], Values]
 def train_shadows(
     view: View, images: ImageSet, count: int, epochs: int, streams: Streams, trained: Callable[[], None]
 ) -> tuple[Shadow, ...]:
-    """Shadow models, each trained on a random half of the images, as the client trains from the round's start.
+    """Train shadow models, each on a random half of the images, as the client trains from the round's start.
 
-    Private parts start from the public seed's weights: the attacker has no others.
+    Private parts start from the public seed's weights, the only ones that the attacker has.
 
     Args:
         view: gives start and training parameters.
         images: auxiliary ones, at least 4.
-        count: how many models.
-        epochs: of each.
+        count: number of models.
+        epochs: for each model.
         streams: for halves and orders.
         trained: called after each model.
     """
@@ -106,7 +106,7 @@ def train_shadows(
 
 
 def learnt_by_heart(view: View, images: ImageSet, epochs: int, streams: Streams) -> View:
-    """The round of a client that learnt a few images by heart, seen whole: a positive control."""
+    """Return the view of a round in which a client memorised a few images and sent the whole model: a positive control."""
     known = {**view.spec.params, **_BY_HEART}
     spec = view.spec.model_copy(update={"params": known, "augment_flip": False, "augment_crop": 0})
     start = {**view.start(), **view.before.parts}
@@ -122,10 +122,10 @@ def target_of(
     streams: Streams,
     step: Callable[[], None],
 ) -> Target:
-    """What an attacker who takes extractors from `source` has to compute scores from.
+    """Return the inputs of scores for an attacker with extractors from `source`.
 
-    Where the victim's own extractor is there (sent, or given for a ceiling), shadow models keep theirs. `step` is called after
-    each model that was put together.
+    If the victim's own extractor is known (sent, or given for a ceiling), shadow models keep theirs. `step` is called
+    after each reconstructed model.
     """
     streams = streams.at("surrogate")
     own = Extractor.SENT if source.is_own else source
@@ -145,7 +145,7 @@ def target_of(
 
 
 def mean_parts(updates: Sequence[Mapping[Part, Weights]]) -> dict[Part, Weights]:
-    """The mean of several updates, each once; counters are the first one's; empty where there is none."""
+    """Return the unweighted mean of several updates, with the counters of the first; empty without updates."""
     first = updates[0] if updates else {}
     return {
         part: {
@@ -158,20 +158,20 @@ def mean_parts(updates: Sequence[Mapping[Part, Weights]]) -> dict[Part, Weights]
 
 @torch.no_grad()
 def posteriors(model: WholeModel, images: ImageSet) -> Values:
-    """Softmax of the logits of images, [N, classes]."""
+    """Return the softmax of the logits of images, [N, classes]."""
     blocks = [model.logits(unit_pixels(some)).softmax(1) for some in images.images.split(_BATCH)]
     found: Values = torch.cat(blocks).double().numpy()
     return found
 
 
 def confidence(model: WholeModel, images: ImageSet) -> Values:
-    """The posterior of the images' labels, [N]."""
+    """Return the posterior of the images' labels, [N]."""
     found: Values = posteriors(model, images)[np.arange(len(images)), images.labels.numpy()]
     return found
 
 
 def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """ML-Leaks' adversary 1: a network of 64 units tells a shadow model's top 3 posteriors on seen images from unseen ones."""
+    """ML-Leaks' adversary 1: a network of 64 units separates a shadow model's top 3 posteriors on training images from those on others."""
 
     def top(model: WholeModel, some: ImageSet) -> Values:
         found: Values = np.sort(posteriors(model, some), axis=1)[:, : -_TOP - 1 : -1]
@@ -185,12 +185,12 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """PPIDSG's attack: a network sees an image through the victim's model and through the others', and tells whose image it is.
+    """PPIDSG's attack: from the outputs of the victim's model and of the others', a network infers whose image it is.
 
-    As published (section 3) it learns from images that neither model was trained on, so it learns to tell the models, not the images:
-    on a model that learnt 48 images by heart its AUC was 0.41 (CIFAR-10). Here it learns from the first two shadow models in the place of
-    both, on images that only one of the two was trained on, and sees both posteriors at once. The network is the published one
-    (128 units; Adam 0.005; 100 epochs). For targets with `others`.
+    As published (section 3), it trains on images that neither model was trained on, so it learns to separate the
+    models, not the images: on a model that memorised 48 images its AUC was 0.41 (CIFAR-10). Here the first two shadow
+    models replace both, on images that only one of the two was trained on, and the network receives both posteriors at
+    once. The network is the published one (128 units; Adam 0.005; 100 epochs). For targets with `others`.
     """
     assert target.others is not None
     first, second = target.shadows[:2]
@@ -205,14 +205,14 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def _by_label(model: WholeModel, images: ImageSet) -> Values:
-    """Posteriors [N, classes]: that of the image's label, then the others from the largest to the smallest."""
+    """Return posteriors [N, classes]: that of the image's label, then the others from largest to smallest."""
     found, label = posteriors(model, images), np.arange(len(images.classes)) == images.labels.numpy()[:, None]
     rest = np.sort(np.where(label, -1.0, found))[:, :0:-1]
     return np.hstack([found[label][:, None], rest])
 
 
 def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
-    """A network of one hidden layer that was trained to tell rows [N, D] from rows [M, D]; gives the probability of the first."""
+    """Train a network of one hidden layer to separate rows [N, D] from rows [M, D]; it returns the probability of the first."""
     network = MLPClassifier(
         (units,),
         learning_rate_init=lr,
@@ -232,7 +232,7 @@ def _classifier(members: Values, others: Values, units: int, lr: float, streams:
 
 
 def log_ratio(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """RMIA's log Pr(x | θ) / Pr(x), [N], with Pr(x) from reference models that have not seen x (offline).
+    """Return RMIA's log Pr(x | θ) / Pr(x), [N], with Pr(x) from reference models that were not trained on x (offline).
 
     Pr(x) = ((1 + a) · mean of the references' confidences + 1 - a) / 2.
     """
@@ -254,7 +254,7 @@ def rmia(target: Target, images: ImageSet, streams: Streams) -> Values:
 
 
 def rmia_by_others(target: Target, images: ImageSet, streams: Streams) -> Values:
-    """RMIA with the other clients' mean model, which must be there, as its reference: as well trained as the victim's, on other images."""
+    """RMIA with the other clients' mean model as its reference, which is required: as well trained as the victim's, on other images."""
     assert target.others is not None
     return rmia(replace(target, references=(target.others,)), images, streams)
 

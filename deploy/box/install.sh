@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs, upgrades or removes FedCG Edge on a box; keep it beside deploy/systemd. See deploy/README.md, "On each box".
+# Installs, upgrades or removes FedCG Edge on a device; needs deploy/systemd next to it. See deploy/README.md, "On each device".
 set -euo pipefail
 umask 022
 
@@ -7,25 +7,26 @@ usage() {
   cat <<'TEXT'
 Usage: install.sh install|upgrade|uninstall [options]
 
-install     the user fedcg, /opt/fedcg/venv, units, folders; where it is installed already, the same as upgrade
-upgrade     puts the new version beside the old one, stops our units, copies every private store, switches by one rename, brings the
-            stores to the new version's format, starts the units. A failure brings back the old version and the stores.
-uninstall   removes program and units; private stores (/var/lib/fedcg) and configurations (/etc/fedcg) stay
+install     creates the user fedcg, /opt/fedcg/venv, units and folders; if already installed, the same as upgrade
+upgrade     installs the new version next to the old one, stops our units, copies every private store, switches by one rename,
+            migrates the stores to the new version's format, starts the units. A failure restores the old version and the stores.
+uninstall   removes program and units; keeps private stores (/var/lib/fedcg) and configurations (/etc/fedcg)
 
 --source WHAT           a wheel; the sources' folder; a folder of wheels, used without an index; or a requirement such as
-                        fedcg-edge==1.2. Default: the sources that this script is part of. A constraints.txt beside it counts
-                        with Python 3.11, for which it is made. pip's own settings (PIP_EXTRA_INDEX_URL, ...) hold.
---extra LIST            extras, with commas. Default: those that are installed, else edge; serve: a box that only predicts. infer-gpu adds
-                        onnxruntime for an NVIDIA GPU, infer the one for the CPU; without either, infer is added where there is none yet
---python PATH           the Python of the installation, 3.10 or newer. Default: the one that is installed, else python3
---system-site-packages  also use the packages of that Python: on a Jetson, NVIDIA's torch and onnxruntime; no constraints.txt then
---unchecked NAME        don't open the store of this federation: it was damaged before
+                        fedcg-edge==1.2. Default: the sources that contain this script. A constraints.txt next to it applies
+                        with Python 3.11, for which it is written. pip's own settings (PIP_EXTRA_INDEX_URL, ...) apply.
+--extra LIST            extras, comma-separated. Default: those of the installed version, else edge; serve: a device that only predicts.
+                        infer-gpu adds onnxruntime for an NVIDIA GPU, infer the one for the CPU; without either, infer is added if
+                        onnxruntime is missing
+--python PATH           the Python of the installation, 3.10 or newer. Default: that of the installed version, else python3
+--system-site-packages  also use the packages of that Python: on a Jetson, NVIDIA's torch and onnxruntime; constraints.txt is ignored
+--unchecked NAME        don't open the store of this federation, because it is already damaged
 --purge                 uninstall: also remove stores, configurations and keys; asks first
 --yes                   answer yes to --purge
---root DIR              everything below DIR, to try it out: no user is made, no unit is stopped or started
+--root DIR              a trial with everything below DIR: creates no user, stops and starts no unit
 
-Exit codes: 0 done; 1 failed, the state before is in place; 2 bad options or unfit machine, nothing was done;
-3 failed, and the state before could not be brought back: give the same command again.
+Exit codes: 0 done; 1 failed, the previous state is restored; 2 bad options or unsuitable machine, nothing was changed;
+3 failed, and the previous state could not be restored: run the same command again.
 TEXT
 }
 
@@ -44,27 +45,27 @@ read_options() {
         ;;
       --system-site-packages) site=$1 && shift ;;
       --purge | --yes) printf -v "${1#--}" yes && shift ;;
-      *) [ "$1" = "$action" ] || fail 2 "there is no option $1; see --help" && shift ;;
+      *) [ "$1" = "$action" ] || fail 2 "unknown option $1; see --help" && shift ;;
     esac
   done
   [[ $action =~ ^(install|upgrade|uninstall)$ ]] || { usage >&2 && exit 2; }
   [ -z "$root" ] || root=$(realpath -m -- "$root")
-  [ "$root" != / ] || fail 2 "--root / is this machine: leave --root out"
+  [ "$root" != / ] || fail 2 "--root / is this machine: omit --root"
   prefix=$root/opt/fedcg units=$root/etc/systemd/system configs=$root/etc/fedcg stores=$root/var/lib/fedcg
   undo=$prefix/undo here=$(dirname "$(realpath -- "$0")")
 }
 
 check_machine() {
   [ -n "$root" ] || [ "$(id -u)" = 0 ] || fail 2 "run this as root, or with --root DIR"
-  [ -n "$root" ] || command -v systemctl >/dev/null || fail 2 "there is no systemctl here; --root DIR does without"
+  [ -n "$root" ] || command -v systemctl >/dev/null || fail 2 "systemctl not found; --root DIR does not need it"
   [ ! -e "$units/fedcg-coordinator.service" ] ||
-    fail 2 "a coordinator is installed here and uses $prefix/venv too: upgrade by hand (deploy/README.md)"
-  [ -z "$root" ] || say "--root: no user is made, no unit is stopped or started, daemon-reload is left out"
-  # What is refused is refused before anything is made. After an interruption the settings of the installation are not in place yet.
+    fail 2 "a coordinator is installed here and also uses $prefix/venv: upgrade by hand (deploy/README.md)"
+  [ -z "$root" ] || say "--root: creates no user, stops and starts no unit, skips daemon-reload"
+  # Refuse before anything is created. After an interruption the settings of the installation are not restored yet.
   [ "$action" = uninstall ] || [ -d "$undo" ] || (check_settings)
-  mkdir -p "$prefix" "$units" "$configs" "$stores" || fail 2 "the folders of the installation can't be made"
+  mkdir -p "$prefix" "$units" "$configs" "$stores" || fail 2 "the folders of the installation can't be created"
   exec 9>"$prefix/.lock"
-  flock -n 9 || fail 2 "another install.sh is at work on $prefix"
+  flock -n 9 || fail 2 "another install.sh is running on $prefix"
 }
 
 check_settings() {
@@ -79,14 +80,14 @@ choose_python() {
   python=${python:-python3}
   if grep -qs "include-system-site-packages = true" "$kept/pyvenv.cfg"; then site=--system-site-packages; fi
   [ "$("$python" -c "import sys, venv, ensurepip; print(sys.version_info >= (3, 10))")" = True ] ||
-    fail 2 "$python is no Python from 3.10 on with venv: apt-get install python3-venv, or name another with --python"
+    fail 2 "$python is not Python 3.10 or newer with venv: apt-get install python3-venv, or choose another with --python"
 }
 
 choose_source() {
   local beside
   flags=()
   [ -n "$extra" ] || extra=$(cat "$prefix/venv/fedcg.extras" 2>/dev/null || echo edge)
-  [[ $extra =~ ^[a-z0-9-]+(,[a-z0-9-]+)*$ ]] || fail 2 "--extra $extra: give names with commas, such as edge,privacy"
+  [[ $extra =~ ^[a-z0-9-]+(,[a-z0-9-]+)*$ ]] || fail 2 "--extra $extra: separate names with commas, such as edge,privacy"
   [ -n "$source" ] || source=$(realpath "$here/../..")
   if [ -f "$source" ] || [ -f "$source/pyproject.toml" ]; then
     wanted=$(realpath -- "$source")
@@ -95,7 +96,7 @@ choose_source() {
   elif [[ $source =~ ^fedcg-edge([=\<\>~!].*)?$ ]]; then
     wanted=$source
   else
-    fail 2 "--source $source: no such file or folder, and no requirement such as fedcg-edge==1.2"
+    fail 2 "--source $source: not a file, a folder, or a requirement such as fedcg-edge==1.2"
   fi
   if [ -d "$source" ]; then beside=$source; else beside=$(dirname -- "$source"); fi
   if [ -z "$site" ] && [ -f "$beside/constraints.txt" ] &&
@@ -109,11 +110,11 @@ choose_source() {
   fi
 }
 
-check_extras() { # those that are asked for, against those that there are
+check_extras() { # the requested extras, against the known ones
   local known name
   known=" $(echo "$1" | sort | xargs) "
   for name in ${extra//,/ }; do
-    [[ $known == *" $name "* ]] || fail 2 "--extra $name: there is no such extra; there are$known"
+    [[ $known == *" $name "* ]] || fail 2 "--extra $name: unknown extra; choose from$known"
   done
 }
 
@@ -123,7 +124,7 @@ has_extra() { [[ ,$extra, == *,$1,* ]]; }
 has_onnxruntime() { "$1/bin/python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('onnxruntime') is None)"; }
 version_of() { "$1/bin/fedcg" --version | sed 's/.* //'; }
 
-# The wheel of the new version, whose metadata has its extras; setuptools puts its folders beside it and not into the sources.
+# The wheel of the new version, whose metadata lists its extras; setuptools puts its folders next to it, not into the sources.
 fetch_wheel() {
   local work=$prefix/$slot/wheel
   mkdir "$work"
@@ -133,16 +134,16 @@ fetch_wheel() {
   (check_extras "$(extras_of_wheel "$wheel")") || { rm -rf "${prefix:?}/$slot" && step="" && exit 2; }
 }
 
-# The new version, in the one of two folders that is not in use; nothing else is touched, and agents go on meanwhile.
+# Builds the new version in the unused one of two folders; nothing else changes, and agents keep running.
 build() {
-  [ -f "$here/../systemd/fedcg-infer@.service" ] || fail 2 "deploy/systemd is missing beside $here: copy deploy/ as a whole"
+  [ -f "$here/../systemd/fedcg-infer@.service" ] || fail 2 "deploy/systemd is missing next to $here: copy deploy/ as a whole"
   slot=venv-a && [ "$(readlink "$prefix/venv")" != venv-a ] || slot=venv-b
   step=build
   rm -rf "${prefix:?}/$slot"
   "$python" -m venv ${site:+"$site"} "$prefix/$slot"
   fetch_wheel
   if { has_extra edge || has_extra serve; } && ! has_extra infer && ! has_extra infer-gpu && ! has_onnxruntime "$prefix/$slot"; then
-    say "no onnxruntime is there: the one for the CPU is installed; with an NVIDIA GPU give --extra $extra,infer-gpu"
+    say "onnxruntime is missing: installing the one for the CPU; with an NVIDIA GPU use --extra $extra,infer-gpu"
     extra+=,infer
   fi
   "$prefix/$slot/bin/pip" install --disable-pip-version-check "${flags[@]}" "${wheel}[$extra]"
@@ -163,14 +164,14 @@ add_user() {
   useradd --system --user-group --home-dir "$stores" --shell /usr/sbin/nologin ${groups:+--groups "$groups"} fedcg
 }
 
-stop_units() { # and note which ran
+stop_units() { # and record which ran
   if [ -n "$root" ]; then return; fi
   systemctl list-units --plain --no-legend --state=active,activating 'fedcg-agent@*' 'fedcg-infer@*' |
     while read -r unit _ state _; do echo "$unit $state"; done >"$1"
   cut -d' ' -f1 "$1" | xargs -r systemctl stop
 }
 
-start_units() { # those that ran; one that did not start before either decides nothing
+start_units() { # those that ran; a unit that was not active before is not waited for
   if [ -n "$root" ]; then return; fi
   systemctl daemon-reload
   while read -r unit state; do
@@ -183,11 +184,11 @@ names_of_stores() { find "$stores" -mindepth 2 -maxdepth 2 -name format.json -pr
 check_nobody_uses_stores() {
   local lock
   for lock in "$stores"/*/lock "$stores"/*/trainer.lock; do
-    [ ! -e "$lock" ] || flock -n "$lock" true || fail 1 "$lock is held: end the agent that was started by hand"
+    [ ! -e "$lock" ] || flock -n "$lock" true || fail 1 "$lock is held: stop the agent that was started by hand"
   done
 }
 
-# Everything that takes the old state back, complete before anything is changed.
+# Saves everything needed to restore the old state, before anything is changed.
 prepare_undo() {
   local unit name
   mkdir "$undo.new"
@@ -199,7 +200,7 @@ prepare_undo() {
   step=stop
   stop_units "$undo/running"
   check_nobody_uses_stores
-  for name in $(names_of_stores); do # not by hard links: logs and ledgers are appended to in place
+  for name in $(names_of_stores); do # not by hard links: logs and ledgers are appended in place
     cp -a --reflink=auto "$stores/$name" "$stores/.$name.copying"
     sync -f "$stores/.$name.copying"
     mv -T "$stores/.$name.copying" "$stores/.$name.before-upgrade"
@@ -233,14 +234,14 @@ install_units() {
 
 roll_back() {
   local copy name unit
-  rm -f "$prefix/venv" # no program meanwhile: a power cut must not start one on a store that is half there
+  rm -f "$prefix/venv" # no program meanwhile: after a power cut none may start on an incomplete store
   sync -f "$prefix"
   for copy in "$stores"/.*.before-upgrade; do
     [ -e "$copy" ] || continue
     name=${copy##*/.} && name=${name%.before-upgrade}
-    # A unit that ran may have trained. What it did is kept where the old version can read it.
+    # A unit that ran may have trained. Its work is kept if the old version can read it.
     if [ -z "$ran" ] || ! cmp -s "$copy/format.json" "$stores/$name/format.json"; then
-      [ -z "$ran" ] || rm -f "$copy/sum_gate.json" # an older copy does not know the last sums: its owner resumes them
+      [ -z "$ran" ] || rm -f "$copy/sum_gate.json" # an older copy lacks the last sums: its owner resumes them
       rm -rf "${stores:?}/$name"
       mv -T "$copy" "$stores/$name"
     fi
@@ -256,11 +257,11 @@ roll_back() {
   rm -rf "$stores"/.*.copying "$undo"
 }
 
-# After a power cut or a kill. With a program in place either version goes on with the stores as they are: a copy would be out of date.
+# After a power cut or a kill. With a program in place, either version continues with the current stores: a copy would be outdated.
 finish_interrupted() {
   rm -rf "$undo.new" "$stores"/.*.copying
   if [ ! -d "$undo" ]; then return; fi
-  say "an earlier run was interrupted; its traces are cleared first"
+  say "an earlier run was interrupted; cleaning up first"
   if [ -L "$prefix/venv" ]; then
     start_units || say "some units did not start, see above"
     rm -rf "$stores"/.*.before-upgrade "$undo"
@@ -273,18 +274,18 @@ on_exit() {
   local code=$? undone=0
   trap '' INT TERM HUP
   if [ "$code" = 0 ] || [ -z "$step" ]; then exit "$code"; fi
-  set +e # a condition around the subshell would switch off its set -e
+  set +e # a condition around the subshell would disable its set -e
   if [ "$step" != build ]; then (set -e; roll_back); undone=$?; fi
-  [ "$undone" = 0 ] || fail 3 "failed, and the state before could not be brought back: give the same command again"
+  [ "$undone" = 0 ] || fail 3 "failed, and the previous state could not be restored: run the same command again"
   rm -rf "${prefix:?}/$slot"
-  fail 1 "failed; ${was:+version $was, }units and private stores are as before"
+  fail 1 "failed; ${was:+version $was, }units and private stores are unchanged"
 }
 
 put_in_place() {
   check_settings
   build
   add_user
-  if [ -d "$prefix/venv" ] && [ ! -L "$prefix/venv" ]; then # made by hand
+  if [ -d "$prefix/venv" ] && [ ! -L "$prefix/venv" ]; then # created by hand
     mv -T "$prefix/venv" "$prefix/venv-by-hand" && ln -s venv-by-hand "$prefix/venv"
   fi
   if [ -e "$prefix/venv" ]; then was=$(version_of "$prefix/venv" || echo unknown); fi
@@ -297,7 +298,7 @@ put_in_place() {
   step=""
   rm -rf "$stores"/.*.before-upgrade "$undo"
   [ -z "$old" ] || [ "$old" = "$slot" ] || rm -rf "${prefix:?}/$old"
-  say "version $new is in place${was:+, before it was $was}"
+  say "version $new is installed${was:+, before it was $was}"
   [ -n "$was" ] || say "next: $(next_step) (deploy/README.md)"
 }
 
@@ -311,10 +312,10 @@ next_step() {
 
 uninstall() {
   if [ -n "$purge" ]; then
-    echo "This removes for good, with keys, certificates and trained state:"
+    echo "This permanently removes, with keys, certificates and trained state:"
     find "$stores" "$configs" -mindepth 1 -maxdepth 1 -printf '  %p\n'
-    [ -n "$yes" ] || [ -t 0 ] || fail 2 "--purge needs a terminal to ask on, or --yes"
-    [ -n "$yes" ] || { read -r -p "Type yes to go on: " answer && [ "$answer" = yes ]; } || fail 2 "nothing was removed"
+    [ -n "$yes" ] || [ -t 0 ] || fail 2 "--purge needs a terminal for its question, or --yes"
+    [ -n "$yes" ] || { read -r -p "Type yes to continue:  " answer && [ "$answer" = yes ]; } || fail 2 "nothing was removed"
   fi
   stop_units "$prefix/running"
   check_nobody_uses_stores
@@ -323,12 +324,12 @@ uninstall() {
   rm -rf "${prefix:?}"/venv* "$prefix/running" "$prefix/.lock"
   rmdir --ignore-fail-on-non-empty "$prefix"
   if [ -z "$purge" ]; then
-    say "removed; private stores and configurations stay in $stores and $configs"
+    say "removed; private stores and configurations remain in $stores and $configs"
     return
   fi
   rm -rf "${stores:?}" "${configs:?}"
   if [ -z "$root" ] && id fedcg >/dev/null 2>&1; then userdel fedcg; fi
-  say "removed, with stores and configurations; the operator revokes the device: fedcg device revoke"
+  say "removed, with stores and configurations; now the operator must revoke the device: fedcg device revoke"
 }
 
 read_options "$@"

@@ -1,10 +1,10 @@
 # syntax=docker/dockerfile:1
-# The agent of one box: trains, exports, never needs a port open. Build from the repository's root:
+# The agent of one device: trains, exports, needs no open port. Build from the repository's root:
 #   docker build -f deploy/docker/agent.Dockerfile -t fedcg-agent .
-# For amd64 and arm64 (64-bit Raspberry Pi OS, servers), where the registry is yours:
+# For amd64 and arm64 (64-bit Raspberry Pi OS, servers), with your own registry:
 #   docker buildx build --platform linux/amd64,linux/arm64 -f deploy/docker/agent.Dockerfile -t REGISTRY/fedcg-agent --push .
-# Nothing below names an architecture: base image and every pinned package exist for both.
-# TORCH_INDEX: an index with torch wheels for this kind of machine; by default PyTorch's CPU index, smaller by several GB.
+# Nothing below depends on the architecture: base image and all pinned packages exist for both.
+# TORCH_INDEX: an index with torch wheels for this kind of machine. Default: PyTorch's CPU index, which saves several GB.
 # For a Jetson: agent-jetson.Dockerfile.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 

@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Mosquitto, and the program that keeps its lists of devices up to date. Build from the repository's root:
+# Mosquitto, and the program that updates its lists of devices. Build from the repository's root:
 #   docker build -f deploy/docker/broker.Dockerfile -t fedcg-broker .
 # It runs from a folder of `fedcg deploy mosquitto`, mounted at /var/lib/fedcg-broker.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -12,7 +12,7 @@ COPY . .
 RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[wire]'
 
 FROM ${PYTHON_IMAGE}
-# Debian 12 keeps to one Mosquitto version and only mends it; a pinned revision would vanish with the next fix.
+# Debian 12 keeps one Mosquitto version and only adds fixes; a pinned revision would disappear with the next fix.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends mosquitto \
@@ -23,7 +23,7 @@ COPY --from=build /opt/fedcg /opt/fedcg
 ENV PATH=/opt/fedcg/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 VOLUME ["/var/lib/fedcg-broker"]
 WORKDIR /var/lib/fedcg-broker
-# The same numbers as in the coordinator's image, which writes the folder.
+# The same ids as in the coordinator's image, which writes the folder.
 USER 10001:10001
 EXPOSE 8883
 STOPSIGNAL SIGTERM

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The coordinator: rounds, aggregation, HTTP interface. Build from the repository's root:
 #   docker build -f deploy/docker/coordinator.Dockerfile -t fedcg-coordinator .
-# TORCH_INDEX: an index with torch wheels for this kind of machine; by default PyTorch's CPU index, smaller by several GB.
+# TORCH_INDEX: an index with torch wheels for this kind of machine. Default: PyTorch's CPU index, which saves several GB.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -15,7 +15,7 @@ COPY . .
 RUN /opt/fedcg/bin/pip install --constraint constraints.txt '.[coordinator,postgres,s3]'
 
 FROM ${PYTHON_IMAGE}
-# The same numbers as in the broker's image: both read the broker's key.
+# The same ids as in the broker's image: both read the broker's key.
 RUN groupadd --gid 10001 fedcg \
     && useradd --uid 10001 --gid 10001 --home-dir /var/lib/fedcg --create-home --shell /usr/sbin/nologin fedcg \
     && install -d -o 10001 -g 10001 -m 0700 /var/lib/fedcg/broker

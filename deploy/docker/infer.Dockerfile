@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # Predictions of exported models over HTTP, without torch; amd64 and arm64. Build from the repository's root:
 #   docker build -f deploy/docker/infer.Dockerfile -t fedcg-infer .
-# There are no accounts: publish the port on loopback only, and mount the folder of the models at /models:
+# The server has no accounts: only publish the port on loopback, and mount the models' folder at /models:
 #   docker run -p 127.0.0.1:8080:8080 -v /srv/models:/models fedcg-infer
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Put a Mosquitto where `fedcg broker run` finds it: on PATH with apt when root, else extracted into .broker without root.
+# Install Mosquitto for `fedcg broker run`: with apt as root, else extracted into .broker.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -8,7 +8,7 @@ if command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ]; then
   exit 0
 fi
 if ! command -v apt-get >/dev/null; then
-  echo "No apt-get here: install mosquitto with this system's package manager (the demo then falls back to amqtt)." >&2
+  echo "No apt-get here: install mosquitto with this system's package manager (without it, the demo uses amqtt)." >&2
   exit 2
 fi
 if [ "$(id -u)" = 0 ]; then

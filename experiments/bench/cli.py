@@ -1,6 +1,6 @@
-"""`fedcg bench` and its commands: options, what is printed, and the record.
+"""`fedcg bench` and its commands: options, output, and the record.
 
-Every measurement is imported when its command runs, so no command's help loads torch.
+Measurements are imported when their command runs, so that help does not load torch.
 """
 
 import asyncio
@@ -18,16 +18,12 @@ import typer
 from experiments.record import bench_record, write_record
 from fedcg.terminal import Result, prints
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Measure this machine: ratios of two things run in one go. Timings belong here, never in tests.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
 @app.callback()
 def bench() -> None:
-    """Keep the name of the one command that there is."""
+    """Keep the name of the only command."""
 
 
 @app.command("coordinator")
@@ -35,12 +31,13 @@ def bench() -> None:
 def coordinator_command(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="MQTT sessions, one per device.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    network: Annotated[str, typer.Option(help="Split: how large updates are.")] = "lenet5_relu",
-    out: Annotated[Path | None, typer.Option(help="A folder for coordinator.json.")] = None,
+    network: Annotated[str, typer.Option(help="Split, which determines the size of updates.")] = "lenet5_relu",
+    out: Annotated[Path | None, typer.Option(help="Folder for coordinator.json.")] = None,
 ) -> Result:
-    """Lost updates, MB/s of updates, seconds from the last one to the next offer, and memory of a coordinator and a Mosquitto of its own.
+    """Measure lost updates, MB/s of updates, seconds to the next offer, and memory of a coordinator with its own Mosquitto.
 
-    The sessions send a recorded update of the method fedcg, so no device trains; the aggregation worker merges all of them.
+    The sessions send a recorded update of the method fedcg, so no device trains. The aggregation worker merges all
+    updates.
 
     Example: fedcg bench coordinator --sessions 50
     """
@@ -79,8 +76,8 @@ def _coordinator_lines(record: dict[str, Any]) -> Iterator[str]:
         )
         memory = " + ".join(f"{value:.0f}" for value in each["memory_mb"])
         yield (
-            f"round {each['round']}: {each['seconds']:.2f} s{offer}; {each['update_mb_per_s']:.1f} MB/s of updates until they are durable; "
+            f"round {each['round']}: {each['seconds']:.2f} s{offer}; {each['update_mb_per_s']:.1f} MB/s of updates until stored durably;  "
             f"{memory} MB (coordinator + worker)"
         )
     if record["growth_mb_per_round"] is not None:
-        yield f"memory grows by {record['growth_mb_per_round']:.2f} MB a round"
+        yield f"memory grows by {record['growth_mb_per_round']:.2f} MB per round"

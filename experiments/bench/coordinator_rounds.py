@@ -1,7 +1,7 @@
-"""Rounds of a real coordinator and a real Mosquitto, both by their commands, with many sessions.
+"""Rounds of a real coordinator and a real Mosquitto, both started by their commands, with many sessions.
 
-Every device sends one recorded local round. Works out times by the database, and memory over rounds. Torch only while the update
-is recorded.
+Every device sends one recorded local round. Times come from the database; memory is sampled over rounds. Torch is only
+used to record the update.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ class Replay:
     report: Report
 
     def update(self, device: str, round_number: int, attempt: int, base: Path) -> bytes:
-        """The update of a device, through its firewall and the federation's codec.
+        """Return the update of a device, through its firewall and the federation's codec.
 
         Args:
-            device: its id.
-            round_number: of the round.
-            attempt: of the round.
+            device: the device's id.
+            round_number: number of the round.
+            attempt: attempt of the round.
             base: the round's aggregate.
         """
         return build_update(
@@ -81,7 +81,7 @@ def _spec(data: bytes) -> FederationSpec:
 
 @lru_cache(maxsize=1)
 def _base(spec: bytes, artifact: str, data: bytes) -> Base:
-    """The decoded aggregate of the latest round: all devices of a process start from it."""
+    """Return the decoded aggregate of the latest round, from which all devices of a process start."""
     parts = {part: _spec(spec).layouts[part] for part in sorted(_spec(spec).upload)}
     return Base(artifact, unpack(data, parts, codecs=codecs_for(parts, _spec(spec).aggregate_codec)).parts)
 
@@ -90,7 +90,7 @@ SERVER_ITERATIONS = 20
 
 
 def set_up(home: Home, names: Sequence[str], rounds: int, network: str) -> MakeUpdate:
-    """Make the federation, the devices, and the update that they send, while the broker runs. Uses torch."""
+    """Create the federation, the devices, and their update while the broker runs. Uses torch."""
     run = RunSetting(
         clients=1,
         partition="iid",
@@ -110,7 +110,7 @@ def set_up(home: Home, names: Sequence[str], rounds: int, network: str) -> MakeU
 
 
 def _recorded(run: RunSetting) -> tuple[PartArrays, Report]:
-    """What the first local round of a client shares and reports."""
+    """Return what the first local round of a client shares and reports."""
     import torch
 
     from experiments.simulation.party_builder import simulated_party
@@ -131,7 +131,7 @@ OPENED, CLOSED = "attempt_opened", "aggregate_stored"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run; `network`: the split."""
+    """The settings of a run; `network`: the split."""
 
     sessions: int
     rounds: int
@@ -140,11 +140,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sample:
-    """The coordinator's processes at one moment.
+    """The coordinator's processes at one point in time.
 
     Attributes:
         memory_mb: resident memory of the process, and of its children (the aggregation worker), in 10^6 bytes.
-        processor_s: processor time of the process alone.
+        processor_s: processor time of the process without its children.
     """
 
     memory_mb: tuple[float, float]
@@ -153,11 +153,11 @@ class Sample:
 
 @dataclass
 class Run:
-    """What was observed from outside while the rounds ran.
+    """Outside observations of the rounds.
 
     Attributes:
         opened, closed: samples by round.
-        receipts: of all devices, by device and (round, attempt).
+        receipts: all receipts, by device and (round, attempt).
     """
 
     opened: dict[int, Sample] = field(default_factory=dict)
@@ -165,18 +165,18 @@ class Run:
     receipts: dict[str, Mapping[tuple[int, int], Outcome | None]] = field(default_factory=dict)
 
     def updates(self) -> dict[str, int]:
-        """How many updates were sent, how each ended by its receipt, and how many have none."""
+        """Count the sent updates, by receipt, and those without a receipt."""
         ends = [end for of_device in self.receipts.values() for end in of_device.values()]
         named = {outcome.value: ends.count(outcome) for outcome in Outcome if outcome in ends}
         return {"sent": len(ends), "accepted": 0, **named, "lost": ends.count(None)}
 
 
 async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], None]) -> Run:
-    """Set a federation up and run all its rounds.
+    """Set up a federation and run all its rounds.
 
     Raises:
-        BrokerError: no Mosquitto here, or the rounds do not end.
-        ProcessError: the broker or the coordinator ended.
+        BrokerError: no Mosquitto here, or the rounds do not finish.
+        ProcessError: the broker or the coordinator exited.
     """
     run, names = Run(), tuple(map(device_name, range(setting.sessions)))
     async with running_broker(home) as processes:
@@ -197,7 +197,7 @@ async def run_rounds(home: Home, setting: Setting, announce: Callable[[str], Non
 
 
 async def _moments(follower: Follower, coordinator: Child) -> AsyncIterator[tuple[str, int]]:
-    """When a round opens and closes, as the event log has it, until the federation is finished."""
+    """Yield openings and closings of rounds from the event log until the federation is finished."""
     end = time.monotonic() + SECONDS_MAX
     while time.monotonic() < end:
         for event in follower.new():
@@ -223,9 +223,9 @@ def _sample(pid: int) -> Sample:
 
 
 WARM = 2
-"""Rounds after which memory is compared: allocators and caches have filled."""
+"""Rounds before memory is compared, so that allocators and caches have filled."""
 POINTS = 8
-"""Rounds that a slope needs: in fewer, one allocation looks like growth."""
+"""Minimum rounds for a slope: with fewer, a single allocation looks like growth."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Round:
 
     Attributes:
         seconds: from the opened attempt to its aggregate.
-        update_mb_per_s: 10^6 bytes of updates in a second, from the first manifest to the last stored update.
+        update_mb_per_s: 10^6 bytes of updates per second, from the first manifest to the last stored update.
         next_offer_s: from the last stored update to the next offer; None for the last round.
         processor_s: processor time of the coordinator's process, without its worker, until the next offer.
         memory_mb: resident memory of the process and of its children, the worker, in 10^6 bytes, after the round.
@@ -249,7 +249,7 @@ class Round:
 
 
 def rounds_of(store: Store, run: Run) -> list[Round]:
-    """The rounds of a run, by the coordinator's database and the samples."""
+    """Return the rounds of a run, from the coordinator's database and the samples."""
     attempts, found = store.attempts(FEDERATION), []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
         number = attempt.round
@@ -270,7 +270,7 @@ def rounds_of(store: Store, run: Run) -> list[Round]:
 
 
 def growth_mb(rounds: Sequence[Round]) -> float | None:
-    """Resident memory per round, in 10^6 bytes: the slope of a straight line after `WARM` rounds; None for fewer than `POINTS` rounds."""
+    """Return the growth of resident memory per round, in 10^6 bytes: the slope of a line after `WARM` rounds; None for fewer than `POINTS` rounds."""
     later = rounds[WARM:]
     if len(later) < POINTS:
         return None

@@ -1,6 +1,6 @@
-"""The surroundings of `fedcg bench coordinator`: a coordinator's home, a Mosquitto by its command, and processes of devices that take part in rounds without training.
+"""The environment of `fedcg bench coordinator`: a coordinator's home, a Mosquitto process, and processes of devices that join rounds without training.
 
-Everything that a transfer costs is the product's own: envelopes, chunk frames, sha256, fsync, receipts. Torch-free.
+Transfers use the product's own code: envelopes, chunk frames, sha256, fsync, receipts. Torch-free.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ MakeUpdate = Callable[[str, int, int, Path], bytes]
 
 @dataclass(frozen=True)
 class Party:
-    """Who a bench process is.
+    """The identity of a bench process.
 
     Attributes:
-        mqtt: the broker, and the identity there.
-        bundle: folder with its keys, where it keeps its artifacts too.
+        mqtt: the broker, and the identity at the broker.
+        bundle: folder with its keys and artifacts.
     """
 
     mqtt: MqttConfig
@@ -68,16 +68,16 @@ class Party:
 
 
 class BenchDevice:
-    """One session: takes part in every round at once.
+    """One session: joins every round immediately.
 
     Args:
-        party: who it is.
+        party: its identity.
         coordinator: the coordinator's public key.
-        inbox: gets (this device, what the transport brought).
-        make_update: the update of (device, round, attempt, file of the base, which is named by its sha256).
+        inbox: receives (this device, delivery or link change).
+        make_update: returns the update of (device, round, attempt, file of the base, which is named by its sha256).
 
     Attributes:
-        receipts: how each update ended, by round and attempt; None for one that has not ended.
+        receipts: the receipt of each update, by round and attempt; None while it is pending.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BenchDevice:
         self._transport.close()
 
     def take(self, item: Delivery | bool) -> None:
-        """Do what follows from a delivery or a change of the link."""
+        """Handle a delivery or a change of the link."""
         if isinstance(item, bool):
             if item:
                 self._nonce, self._session = secrets.token_hex(16), None
@@ -135,7 +135,7 @@ class BenchDevice:
             self._receive(open_envelope(item.payload, lambda _sender: self._coordinator))
 
     def look_after(self, now: float) -> None:
-        """Repeat what was not answered, and request what is missing."""
+        """Repeat unanswered messages, and request missing data."""
         if self._session is None and self._nonce and now >= self._hello_at:
             self._hello(now)
         if self._manifest is not None and now >= self._manifest_at:
@@ -189,7 +189,7 @@ class BenchDevice:
             self._work()
 
     def _work(self) -> None:
-        """A stand-in for training: the update is made at once, and kept durably like an outbox."""
+        """Replace training: create the update immediately, and store it durably like an outbox."""
         offer = self._offer
         if offer is None or not self._store.has(offer.aggregate.id):
             return
@@ -205,7 +205,7 @@ class BenchDevice:
         self._announce(self._manifest, time.monotonic())
 
     def _announce(self, manifest: schemas.Manifest, now: float) -> None:
-        """Send a manifest, which is repeated until its receipt is here."""
+        """Send a manifest, which is repeated until its receipt arrives."""
         self._manifest_at = now + MANIFEST_AGAIN_S
         self._send(manifest)
 
@@ -227,10 +227,7 @@ class BenchDevice:
 
 
 def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeUpdate, pipe: Any) -> None:
-    """A process of its own: sessions that take part in rounds until the other end of the pipe sends something.
-
-    Then it sends the receipts of each device.
-    """
+    """Run sessions in a separate process until the other end of the pipe sends something. Then send the receipts of each device."""
     inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]] = queue.SimpleQueue()
     devices = [BenchDevice(party, VerifyKey.from_hex(coordinator), inbox, make_update) for party in parties]
     for device in devices:
@@ -251,12 +248,12 @@ def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeU
 
 
 def device_name(number: int) -> str:
-    """The id of a bench device."""
+    """Return the id of a bench device."""
     return f"device-{number:04}"
 
 
 def new_home(root: Path) -> Home:
-    """The home of a coordinator on free ports of this machine."""
+    """Create the home of a coordinator on free ports of this machine."""
     broker_port, api_port = free_ports(2)
     config = CoordinatorConfig(broker=BrokerSettings(port=broker_port, host=LOOPBACK), api=ApiSettings(port=api_port))
     return create_home(root / "home", config)
@@ -264,11 +261,11 @@ def new_home(root: Path) -> Home:
 
 @asynccontextmanager
 async def running_broker(home: Home) -> AsyncIterator[Children]:
-    """The broker of a home, by its command, while the context lasts; further processes may be started beside it.
+    """Run the broker of a home while the context lasts; more processes may be added.
 
     Raises:
         BrokerError: no Mosquitto here.
-        ProcessError: it does not start.
+        ProcessError: the broker does not start.
     """
     if find_mosquitto() is None:
         raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
@@ -293,12 +290,12 @@ def _bundles(home: Home) -> Path:
 
 @contextmanager
 def device_processes(home: Home, names: Sequence[str], make_update: MakeUpdate) -> Iterator[list[Any]]:
-    """Run enrolled devices in processes of their own; gives our ends of their pipes, over which `run_devices` ends and answers.
+    """Run enrolled devices in separate processes; yields our ends of their pipes, over which `run_devices` is stopped and answers.
 
     Args:
-        home: of their coordinator.
-        names: of the devices.
-        make_update: makes their updates.
+        home: the home of their coordinator.
+        names: the devices' names.
+        make_update: creates their updates.
     """
     with closing(Store.of(home)) as store:
         coordinator = load_signing_identity(home, store).key.public.hex
@@ -330,14 +327,14 @@ def _party(home: Home, name: str) -> Party:
 
 
 def expect(pipe: Any) -> Any:
-    """The next message from the other end of a pipe.
+    """Return the next message from the other end of a pipe.
 
     Raises:
-        BrokerError: nothing comes, or its process ended.
+        BrokerError: no message arrives, or its process exited.
     """
     if not pipe.poll(SECONDS_MAX):
         raise BrokerError(f"a process of the bench sent nothing for {SECONDS_MAX} s")
     try:
         return pipe.recv()
     except EOFError as error:
-        raise BrokerError("a process of the bench ended; its traceback is above") from error
+        raise BrokerError("a process of the bench exited; its traceback is above") from error

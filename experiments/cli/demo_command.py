@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 
 class DemoOptions(BaseModel):
-    """What a demo is asked for beside its setting."""
+    """The options of a demo in addition to its settings."""
 
     public_images: Annotated[
-        int | None, Field(ge=0, description="images without labels, held out for the server; default: what feddf needs")
+        int | None, Field(ge=0, description="unlabelled images, held out for the server; default: as feddf needs")
     ] = None
-    params: Annotated[list[str], Field(description="a parameter of the method, key=value; repeat for more")] = []
-    broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto where there is one")] = "auto"
+    params: Annotated[list[str], Field(description="parameter of the method, key=value; repeat for more")] = []
+    broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto if installed")] = "auto"
     out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
         None
     )
-    resume: Annotated[Path | None, Field(description="go on with an interrupted run; its own options count")] = None
+    resume: Annotated[Path | None, Field(description="resume an interrupted run with its own options")] = None
     record: Annotated[
-        Path | None, Field(description="also write the run here as one JSON without paths of this machine")
+        Path | None, Field(description="also write the run to this file, as one JSON without paths of this machine")
     ] = None
     as_json: Annotated[bool, Field(description="print summary.json instead of a table")] = False
 
 
 @settings.options_of(settings.Setting, DemoOptions)
 def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
-    """Run a whole federation on this machine: broker, coordinator and one agent per client, each a process of its own.
+    """Run a whole federation on this machine: broker, coordinator and one agent per client, each in a separate process.
 
-    By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
-    accuracies beside the local-only baseline, what crossed the broker, and an ONNX model per client.
+    By default, scikit-learn's handwritten digits are split between four clients with skewed classes. The result:
+    accuracies compared with local-only training, the recorded traffic of the broker, and an ONNX model per client.
 
     Example: fedcg demo --clients 3 --rounds 5
     """
@@ -55,15 +55,14 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
         run = _run_folder(values, options)
     console = Console(stderr=options.as_json)
     console.print(
-        f"starting a broker, a coordinator and {run.setting.clients} agents; everything goes to {run.root}",
-        soft_wrap=True,
+        f"starting a broker, a coordinator and {run.setting.clients} agents; all files go to {run.root}", soft_wrap=True
     )
     from coordinator.errors import PlanError
     from coordinator.operations.create_federation import Completion
 
     completion = None
     if options.resume is None:
-        completion = Completion()  # seconds of imports in another process, beside those of this one
+        completion = Completion()  # seconds of imports in another process, parallel to those of this one
         run.save(frozenset())
     with loading():
         from experiments.demo.demo import Demo  # half a second of imports, behind the first line
@@ -78,7 +77,7 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
             shutil.rmtree(run.root)
         raise
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"Every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True)
+        console.print(f"All processes are stopped. Resume with: fedcg demo --resume {run.root}", soft_wrap=True)
         raise typer.Exit(130) from None
     if options.record is not None:
         write_record(record_of_summary(summary, run.root), options.record)
@@ -89,7 +88,7 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
 
 
 def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
-    """The folder of the run, new or resumed; what can be known to be wrong is found before anything starts."""
+    """Return the folder of the run, new or resumed; checks the options before anything starts."""
     from experiments.demo.run_folder import new_run, resumed_run
 
     if options.resume is not None:
@@ -117,7 +116,7 @@ def _run_folder(values: settings.Values, options: DemoOptions) -> Run:
         complete_spec(plan_from_mapping(plan))  # reads them
     if setting.method in settings.DEMO_PUBLIC_IMAGES and not setting.public_images:
         raise OptionError(
-            f"{setting.method} distils on unlabelled public images: leave --public-images out, or give a number"
+            f"{setting.method} distils on unlabelled public images: omit --public-images, or give a number"
         )
     return new_run(options.out or settings.free_folder("demo-out"), setting, options.broker)
 
@@ -142,16 +141,16 @@ def _show(summary: dict[str, Any], root: Path, console: Console) -> None:
         line(f"ONNX model:           {model}")
     example = next((root / "data" / "common").glob("*/*.*"), None)
     if models and example is not None:
-        line("classify an image with one of them:")
+        line("classify an image with one of these models:")
         line(f"  fedcg infer --model {Path(models[0]).parent} {example}")
     client = summary["clients"][0]["id"]
     store = root / "devices" / client / "store"
-    line("attack what one client sent, and see what comes back (a minute; report.html):")
+    line("audit the update of one client (takes a minute, writes report.html):")
     line(
         f"  fedcg audit run --updates {root / 'observer'} --client {client} --data {root / 'data' / client} --private {store} "
         f"--auxiliary {root / 'data' / 'common'} --effort quick --out {root / 'audit'}"
     )
-    line("compare everything that crossed the broker with the private weights of one client:")
+    line("compare the broker's recorded traffic with the private weights of one client:")
     states = sorted((store / "generations").glob("*/state.safetensors"))
     private = " ".join(f"--private {state}" for state in states)
     line(f"  fedcg audit compare --observed {root / 'observer'} {private}")

@@ -51,52 +51,47 @@ _WITH_RESUME = frozenset(
 
 
 class SimulateOptions(BaseModel):
-    """What a simulation is asked for beside the settings of its runs."""
+    """The options of a simulation in addition to the settings of its runs."""
 
     project: Annotated[
-        Path | None, Field(description="folder with a client.py (docs/how-to/python.md), whose sites are the clients")
+        Path | None, Field(description="folder with a client.py (docs/python.md); its sites are the clients")
     ] = None
     method: Annotated[
         list[str], Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more")
     ] = []
     params: Annotated[
-        list[str],
-        Field(description="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"),
+        list[str], Field(description="parameter: key=value for every method, METHOD.key=value for one; repeat for more")
     ] = []
     privacy: Annotated[
         list[str],
         Field(
-            description="a mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more: "
-            "see docs/how-to/protect.md"
+            description="mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more; "
+            "see docs/methods.md"
         ),
     ] = []
     defence_params: Annotated[
-        list[str], Field(description="a parameter of the defence, KEY=VALUE, e.g. v_e=0.5; repeat for more")
+        list[str], Field(description="parameter of the defence, KEY=VALUE, e.g. v_e=0.5; repeat for more")
     ] = []
     paper: Annotated[
         str | None,
         Field(
-            description="a published table's runs, e.g. fedcg:table1:cifar10-4; options over it: see docs/research/papers.md"
+            description="runs of a published table, e.g. fedcg:table1:cifar10-4; other options override it; see docs/papers.md"
         ),
     ] = None
-    seeds: Annotated[str | None, Field(description="roots of all randomness, e.g. 0,1,2 or 0-4: a run with each")] = (
-        None
-    )
-    seed: Annotated[int, Field(description="the same for one run")] = 0
+    seeds: Annotated[str | None, Field(description="seeds, e.g. 0,1,2 or 0-4: one run for each")] = None
+    seed: Annotated[int, Field(description="seed of a single run")] = 0
     workers: Annotated[
         int | None, Field(ge=1, description="processes; default: one per CPU, at most one per client, 1 on cuda")
     ] = None
     ray: Annotated[
-        str | None, Field(description="on a running Ray cluster, several runs at once: auto or HOST:PORT")
+        str | None, Field(description="use a running Ray cluster, several runs in parallel: auto or HOST:PORT")
     ] = None
     out: Annotated[Path | None, Field(description="folder; default: ./simulate-out, or the next free name")] = None
-    resume: Annotated[Path | None, Field(description="go on in this folder; its own options count")] = None
-    force: Annotated[bool, Field(description="do finished runs of this call again")] = False
+    resume: Annotated[Path | None, Field(description="resume in this folder with its own options")] = None
+    force: Annotated[bool, Field(description="repeat finished runs of this call")] = False
     keep_updates: Annotated[
         str | None,
-        Field(
-            description="record updates for the audit, with the clients' images: of all rounds, or of some, e.g. 1,5,10"
-        ),
+        Field(description="record updates for the audit, with the clients' images: all rounds, or some, e.g. 1,5,10"),
     ] = None
     tensorboard: Annotated[bool, Field(description="write event files")] = True
     track: Annotated[str | None, Field(description=f"send settings and figures to {TRACK_FORMS}")] = None
@@ -106,11 +101,11 @@ class SimulateOptions(BaseModel):
 
 @options_of(RunSetting, SimulateOptions, defaults={"quick": True, "rounds": 4})
 def simulate_command(values: Values, typed: frozenset[str]) -> None:
-    """Run federations without a network, with the very functions that agents and coordinator call.
+    """Simulate federations without a network, with the same functions that agents and coordinator call.
 
-    Every method is run with every seed; the folder gets one JSON per run, runs.csv, curves.csv, curves.png and event files for
-    TensorBoard. Finished runs are not run again, an interrupted one goes on after its last finished round. A run that fails does
-    not end the others; the exit code is 1 then.
+    Every method runs with every seed. The folder gets one JSON per run, runs.csv, curves.csv, curves.png and event
+    files for TensorBoard. Finished runs are not repeated. An interrupted run resumes after its last finished round. A
+    failed run does not stop the others, but the exit code is 1.
 
     Example: fedcg simulate --method fedcg --method local --seeds 0-2
     """
@@ -119,11 +114,9 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         if options.ray is not None:
             check_ray()
             if options.workers is not None:
-                raise OptionError(
-                    "--workers are processes of this machine, and --ray takes the cluster's CPUs; choose one"
-                )
+                raise OptionError("--workers uses processes of this machine, --ray uses the cluster's CPUs; choose one")
         if {"seed", "seeds"} <= typed:
-            raise OptionError("--seed is one run's root and --seeds those of several; leave one of them out")
+            raise OptionError("--seed is for a single run, --seeds for several; omit one of them")
         if options.project is not None:
             _simulate_project(options.project, values, options, typed)
             return
@@ -132,12 +125,12 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
         else:
             stray = sorted(typed - _WITH_RESUME)
             if stray:
-                raise OptionError(f"--resume goes on with the folder's own options; leave out {', '.join(stray)}")
+                raise OptionError(f"--resume uses the folder's own options; omit {', '.join(stray)}")
             folder, batch = options.resume, load_batch(options.resume)
         if options.keep_updates is not None:
             batch = batch.keeping(options.keep_updates)
         _check(batch)
-        if options.ray is None:  # a cluster may have what this machine lacks
+        if options.ray is None:  # a cluster may have resources that this machine lacks
             _check_device(batch.runs[0].setting.device)
         tracks = [f"tensorboard:{folder / 'tensorboard'}"] if options.tensorboard else []
         for each in tracks:
@@ -151,17 +144,19 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
 
 
 def _simulate_project(project: Path, values: Values, options: SimulateOptions, typed: frozenset[str]) -> None:
-    """Run a project's own clients; what its plan.toml says counts where nothing else was typed."""
+    """Run a project's own clients; its plan.toml applies unless an option was typed."""
     from experiments.face import simulate
     from experiments.simulation.batch_runner import table
     from fedcg.learning.project import CHOSEN, PLAN_FILE, program_of, written_plan
     from fedcg.learning.spec import FederationPlan
 
     if stray := typed & _NOT_OF_PROJECTS:
-        raise OptionError(f"{', '.join(sorted(stray))}: of no use with a project folder; set it in {project}/client.py")
+        raise OptionError(
+            f"{', '.join(sorted(stray))}: not allowed with a project folder; set it in {project}/client.py"
+        )
     program, plan = program_of(project), written_plan(project)
     if strange := plan.keys() - FederationPlan.model_fields:
-        raise OptionError(f"{project / PLAN_FILE}: there is no such setting: {', '.join(sorted(strange))}")
+        raise OptionError(f"{project / PLAN_FILE}: unknown setting: {', '.join(sorted(strange))}")
     methods = tuple(options.method) or (str(plan.get("method", "fedcg")),)
     params, seeds = parse_method_params(options.params, methods), parse_seeds(options.seeds or str(options.seed))
     if not typed & {"seed", "seeds"}:
@@ -194,14 +189,14 @@ def _simulate_project(project: Path, values: Values, options: SimulateOptions, t
 
 
 _OPTIONS = {"epochs": "local_epochs", "steps": "local_steps"}
-"""Parameters of methods that are options under other names."""
+"""Parameters of methods that have options under other names."""
 _NOT_OF_PROJECTS = frozenset(
     {"paper", "ray", "resume", "keep_updates", "defence", "defence_params", "clients", "network", "data"}
 )
 
 
 def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> Batch:
-    """The runs that options mean, those of a published table where one is named."""
+    """Return the runs for the options, or those of the named published table."""
     own = RunSetting.model_fields.keys() - SimulateOptions.model_fields.keys()
     fields = {name: values[name] for name in values if name in own} | {"data": data_text(values["data"])}
     fields["privacy"] = parse_mechanisms(options.privacy)
@@ -214,7 +209,7 @@ def _asked(values: Values, options: SimulateOptions, typed: frozenset[str]) -> B
             networks = {method: {k: v for k, v in of.items() if k not in typed} for method, of in needed.items()}
         return plan_batch(fields, methods, parse_seeds(options.seeds or str(options.seed)), params, networks)
     if "variant" in typed:
-        raise OptionError("--paper names the variants itself; choose some by --method METHOD/VARIANT")
+        raise OptionError("--paper defines the variants; select some with --method METHOD/VARIANT")
     text = options.seeds or (str(options.seed) if "seed" in typed else None)
     seeds = () if text is None else parse_seeds(text)
     rows = sorted({row.method for preset in find_presets(options.paper) for row in preset.rows.values()})
@@ -228,20 +223,18 @@ def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
     try:
         save_batch(batch, folder, force=force)
     except OSError as error:
-        raise OptionError(
-            f"--out {folder}: nothing can be written there ({error.strerror}); choose another folder"
-        ) from error
+        raise OptionError(f"--out {folder}: not writable ({error.strerror}); choose another folder") from error
 
 
 def _check(batch: Batch) -> None:
-    """End the command before anything is started when a method, a network, the data or a deal can't be had."""
+    """Stop the command before anything starts if a method, a network, the data or a partition is unavailable."""
     settings = [run.setting for run in batch.runs]
     for setting in settings:
         check(setting)
         _check_method(setting)
     sources = {data: setting.source() for data, setting in {setting.data: setting for setting in settings}.items()}
     plans: dict[tuple[str, PrivacySettings, str], RunSetting] = {}
-    for setting in settings:  # seeds have the same networks
+    for setting in settings:  # networks are the same for all seeds
         plan = {**setting.plan(sources[setting.data]), "seed": 0}
         plans[json.dumps(plan, sort_keys=True), setting.privacy, setting.defence_label] = setting
     for setting in plans.values():
@@ -253,7 +246,7 @@ def _check(batch: Batch) -> None:
 
 def _check_method(setting: RunSetting) -> None:
     from fedcg.learning.networks.gan import (
-        DISCRIMINATORS,  # torch comes with them: not for --help
+        DISCRIMINATORS,  # they import torch, which --help does not need
         generator_names,
     )
 
@@ -264,13 +257,13 @@ def _check_method(setting: RunSetting) -> None:
         ("discriminator", setting.discriminator, DISCRIMINATORS),
     ):
         if name is not None and name not in known:
-            raise OptionError(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
+            raise OptionError(f"unknown {kind} {name!r}; choose {', '.join(sorted(known))}")
     if method.needs.public and not setting.public_images:
         raise OptionError(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
 
 
 def _check_network(setting: RunSetting, source: Source) -> None:
-    """What a method, the split's least size of an image, or mechanisms refuse; a split of the user's own is run on random images."""
+    """Raise what a method, the split's minimum image size, or mechanisms refuse; a custom split is run on random images."""
     from fedcg.learning.mechanisms.protected_round import check_mechanisms
     from fedcg.learning.networks.plans import complete_spec
 
@@ -280,7 +273,7 @@ def _check_network(setting: RunSetting, source: Source) -> None:
 
 
 def _check_defence(setting: RunSetting, source: Source) -> None:
-    """What a defence refuses of the images' form, or for want of a cohort's secret."""
+    """Raise what a defence refuses: the images' form, or a missing cohort secret."""
     if setting.defence is None:
         return
     defence, params = defence_of(setting.defence, setting.defence_params)
@@ -295,7 +288,7 @@ def _check_device(device: str) -> None:
 
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without CUDA
         raise OptionError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
@@ -320,7 +313,7 @@ def _run(batch: Batch, folder: Path, options: SimulateOptions, tracks: list[str]
             done = BatchRunner(folder, opened, console, tracks=tracks, picture=options.plot)
             records, failed = done.run(batch, force=options.force)
     except KeyboardInterrupt:
-        console.print(f"Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
+        console.print(f"Resume with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     if options.as_json:
         failures = [{"run": run.name, "reason": run.reason} for run in failed]

@@ -1,4 +1,4 @@
-"""`fedcg tables`: the papers' tables beside our runs. Imports no torch."""
+"""`fedcg tables`: the papers' tables next to our runs. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,12 +18,12 @@ from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, mark
 from fedcg.terminal import print_data
 
 _WIDTH = 160
-_RUNS = Path(__file__).parents[1] / "records/runs"
-"""The records that lie beside these sources."""
+_RUNS = Path(__file__).parents[2] / "docs/benchmarks/runs"
+"""The records next to these sources."""
 
 
 def tables_command(
-    runs: Annotated[Path, typer.Option(help="folder with the records of runs, one JSON each")] = _RUNS,
+    runs: Annotated[Path, typer.Option(help="folder with records of runs, one JSON each")] = _RUNS,
     paper: Annotated[
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
@@ -31,10 +31,10 @@ def tables_command(
         bool,
         typer.Option("--clients", help="add each client's points over local-only, and the worst client of all seeds"),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
-    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and the judgement of the stated orders.
+    """Print the papers' tables next to our runs: mean ± standard deviation over (seeds), and whether the stated orders hold.
 
     Example: fedcg tables --paper fedcg:table1:cifar10-4
     """
@@ -82,7 +82,7 @@ def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None
             console.print(note, markup=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False)
     if not any(sheet.rows for sheet in sheets):
-        errors.print("No runs here that these tables could show.", markup=False)
+        errors.print("No runs for these tables.", markup=False)
     errors.print(
         f"{len(folder.runs)} simulated runs. Tables show runs of "
         "`fedcg simulate --paper NAME` by the paper's own methods; `runs.csv` in a folder of runs has them all.",

@@ -1,1 +1,1 @@
-"""Data sets dealt out to clients."""
+"""Data sets and their partition between clients."""

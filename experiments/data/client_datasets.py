@@ -1,4 +1,4 @@
-"""The images of every client of a simulation, decoded into memory: the same deal and the same split as the demo writes. Uses torch."""
+"""The images of all clients of a simulation, decoded into memory, with the same partition and split as the demo. Uses torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from fedcg.learning.spec import ImageForm, InputForm
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """One picture's pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; None where it is not needed."""
+    """A picture's pixels, [C, H, W] uint8, or a tensor, and the sha256 of its file; None if not needed."""
 
     pixels: NDArray[Any]
     sha256: str | None
 
 
 def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | SkippedImage:
-    """Decode a picture into a form, or give the reason why it can't be decoded.
+    """Decode a picture into a form, or return the reason why it can't be decoded.
 
     Args:
-        picture: any.
+        picture: any picture.
         form: the spec's input form.
-        is_hashed: whether the sha256 of its image file is needed; of an array's row there is none until it is made.
+        is_hashed: whether the sha256 of its image file is needed; for an array's row, the file is created first.
     """
     try:
         if isinstance(picture, RowPicture):
@@ -48,7 +48,7 @@ def decode(picture: Picture, form: InputForm, *, is_hashed: bool) -> Decoded | S
         return SkippedImage(picture.where, str(error))
 
 
-# As the agent splits a folder that has a test part.
+# As the agent splits a folder with a test part.
 SPLIT = {"train": 0.9, "val": 0.1}
 
 
@@ -59,9 +59,9 @@ class Cohort:
     Attributes:
         clients: by id, in id order.
         common: one test set for all.
-        public: [N, *tensor_shape] without labels for the server, or None.
+        public: [N, *tensor_shape] unlabelled, for the server, or None.
         classes: class names in label order.
-        skipped: images that were left out, in the order in which they were met.
+        skipped: images that were left out, in the order of reading.
         domains: client id to the name of its domain; empty unless the partition is by domain.
     """
 
@@ -74,21 +74,21 @@ class Cohort:
 
 
 def build_cohort(source: Source, form: InputForm, options: DealOptions) -> Cohort:
-    """Deal a source out and decode what was dealt.
+    """Partition a source and decode its images.
 
     Args:
         source: the images.
         form: the spec's input form.
-        options: what decides who gets what.
+        options: the settings of the partition.
 
     Raises:
-        SourceError: too few images for so many clients; no client with two that can be decoded; no such domains.
+        SourceError: too few images for the clients; no client with two readable images; unknown domains.
     """
     deal = deal_out(source, options)
     reader = _Reader(form, deal.classes)
     datasets = {name: _client_data(name, pictures, reader) for name, pictures in deal.clients.items()}
     if all(len(data.train) < 2 for data in datasets.values()):
-        raise SourceError("no client has the 2 training images that are needed at least")
+        raise SourceError("no client has 2 training images, the minimum")
     common = reader.read(deal.common).images
     public = reader.unlabelled(deal.public) if deal.public else None
     domains = {name: one.domain for name, one in deal.clients.items() if one.domain is not None}
@@ -96,13 +96,13 @@ def build_cohort(source: Source, form: InputForm, options: DealOptions) -> Cohor
 
 
 def unheld_images(source: Source, form: InputForm, options: DealOptions, most: int) -> ImageSet:
-    """At most `most` images of a source, drawn by the deal's seed, that no client holds; the common test set where there are none.
+    """Return at most `most` images of a source that no client holds, drawn by the partition's seed; the common test set if there are none.
 
     Args:
         source: the images.
         form: the spec's input form.
-        options: what decided who got what.
-        most: images.
+        options: the settings of the partition.
+        most: maximum number of images.
     """
     pictures = draw_unheld(source, deal_out(source, options), most, options.seed)
     return _Reader(form, source.classes).read(pictures).images
@@ -129,22 +129,22 @@ class _Read:
 
 
 class _Reader:
-    """Reads pictures into image sets and remembers which it could not read."""
+    """Reads pictures into image sets and records unreadable ones."""
 
     def __init__(self, form: InputForm, classes: tuple[str, ...]) -> None:
         self._form, self._classes = form, classes
         self._skipped: dict[str, SkippedImage] = {}
         self._unhashed: dict[
             int, _Read
-        ] = {}  # by identity: a deal, which outlives this, may give all clients one test set
+        ] = {}  # by identity: a deal, which lives longer, may give all clients one test set
 
     @property
     def skipped(self) -> tuple[SkippedImage, ...]:
-        """What could not be read, each image once."""
+        """The unreadable images, each once."""
         return tuple(self._skipped.values())
 
     def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
-        """Decode in the order in which an agent reads its folder: by `CLASS/NAME`; the same pictures only once."""
+        """Decode in the order in which an agent reads its folder, by `CLASS/NAME`; each picture only once."""
         if not is_hashed and id(pictures) in self._unhashed:
             return self._unhashed[id(pictures)]
         named = [
@@ -159,7 +159,7 @@ class _Reader:
         return read
 
     def unlabelled(self, pictures: Sequence[Picture]) -> torch.Tensor:
-        """Decode pictures in the order given: [N, *tensor_shape]."""
+        """Decode pictures in the given order: [N, *tensor_shape]."""
         return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
 
     def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:

@@ -1,6 +1,6 @@
-"""Deals the images of a source out to clients: the partition that a person names, and who trains, validates and tests on which images.
+"""Partitions the images of a source between clients, and into training, validation and test images.
 
-Everything follows from the seed, so folders of a demo and arrays of a simulation agree. Decodes and writes nothing.
+The seed determines everything, so folders of a demo and arrays of a simulation agree. Decodes and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ Shares = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Partition:
-    """How images are spread over clients.
+    """How images are divided between clients.
 
     Attributes:
-        kind: `iid`; `dirichlet` with concentration `omega` (ω; smaller is more skewed); `classes`, classes and clients in as many
-            `groups` of neighbours, the classes of a group evenly over its clients; `domains`, one client per domain.
-        domains: which domains are clients, in this order; all when empty.
+        kind: `iid`; `dirichlet` with concentration `omega` (ω; smaller is more skewed); `classes`, where classes and
+            clients form `groups` of neighbours, and the classes of a group are divided evenly between its clients;
+            `domains`, one client per domain.
+        domains: the domains that are clients, in this order; empty: all.
     """
 
     kind: Literal["iid", "dirichlet", "classes", "domains"]
@@ -40,10 +41,10 @@ class Partition:
 
     @staticmethod
     def parse(text: str) -> Partition:
-        """Read `iid`, `dirichlet:OMEGA`, `classes:GROUPS`, `domains` or `domains:NAME,NAME,…`.
+        """Parse `iid`, `dirichlet:OMEGA`, `classes:GROUPS`, `domains` or `domains:NAME,NAME,…`.
 
         Raises:
-            SourceError: anything else.
+            SourceError: the text has another form.
         """
         kind, colon, value = text.partition(":")
         if text == "iid":
@@ -51,7 +52,7 @@ class Partition:
         if kind == "domains":
             names = tuple(name.strip() for name in value.split(",")) if colon else ()
             if not all(names) or len(set(names)) != len(names):
-                raise SourceError(f"partition {text!r}: name different domains, as in `domains:amazon,dslr`")
+                raise SourceError(f"partition {text!r}: name each domain once, as in `domains:amazon,dslr`")
             return Partition("domains", domains=names)
         if kind == "classes" and re.fullmatch(r"[1-9]\d{0,3}", value) and value != "1":
             return Partition("classes", groups=int(value))
@@ -67,17 +68,17 @@ class Partition:
         return Partition("dirichlet", omega)
 
     def shares(self, clients: int, classes: int, generator: np.random.Generator) -> Shares:
-        """Which share of each class each client gets: [clients, classes] float64, every column sums to 1.
+        """Return the share of each class that each client gets: [clients, classes] float64; every column sums to 1.
 
         Raises:
-            SourceError: more groups of classes than clients or classes.
+            SourceError: there are more groups than clients or classes.
         """
         if self.kind == "iid":
             return np.full((clients, classes), 1.0 / clients)
         if self.kind == "classes":
             if self.groups > min(clients, classes):
                 raise SourceError(
-                    f"partition classes:{self.groups}: {clients} clients and {classes} classes can't be put into "
+                    f"partition classes:{self.groups}: {clients} clients and {classes} classes can't form "
                     f"{self.groups} groups; at most {min(clients, classes)}"
                 )
             group_of_client, group_of_class = (np.arange(count) * self.groups // count for count in (clients, classes))
@@ -90,7 +91,7 @@ class Partition:
 
 
 def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Cut `count` things by shares that sum to 1: whole numbers that sum to `count`, each within 1 of its share."""
+    """Divide `count` items by shares that sum to 1: integers that sum to `count`, each within 1 of its share."""
     edges = np.rint(np.cumsum(shares) * count).astype(np.int64)
     edges[-1] = count
     pieces: NDArray[np.int64] = np.diff(edges, prepend=0)
@@ -115,14 +116,14 @@ def draw_shares(
     """Draw shares until every client gets at least `least` of the images.
 
     Args:
-        partition: how classes are spread.
+        partition: how classes are divided.
         clients: number of clients.
         pool: [classes] images per class.
-        least: images per client.
-        generator: the stream.
+        least: minimum number of images per client.
+        generator: the random stream.
 
     Raises:
-        SourceError: no draw gives every client as many.
+        SourceError: no draw gives every client enough images.
     """
     for _ in range(MAX_REDRAWS):
         shares = partition.shares(clients, len(pool), generator)
@@ -134,31 +135,31 @@ def draw_shares(
     )
 
 
-MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and something to learn from
+MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split
 COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
 
 Validation = Literal["share", "test-half"]
 TestDeal = Literal["proportional", "even", "all"]
 
-# Purposes of the streams that came later than the first one; a stream of its own keeps all other draws where they were.
+# Purposes of streams that were added later; separate streams leave earlier draws unchanged.
 _EVEN, _PUBLIC, _DOMAIN, _UNHELD = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
 class DealOptions:
-    """What decides a deal, beside the source.
+    """The settings of a partition, apart from the source.
 
     Attributes:
         clients: number of clients.
-        partition: how images are spread over them.
-        seed: decides everything.
-        images_per_client: at most this many training images per client, class proportions kept; None: no bound.
-        validation: `share`: a share of the training images by content hash, unless the source brings validation images;
-            `test-half`: half of a client's test images (FedCG's protocol: all training images train).
-        test: `proportional`: a client's test images follow its training images' class proportions, and one balanced common set
-            is held out; `even`: the test images are dealt out at random and evenly, and the common set is all of them
-            (FedMD-CG appendix E); `all`: every client is measured on all of them, or on all of its domain's.
-        public_images: so many training images, without labels, for the server (FedDF); disjoint from every client's.
+        partition: how images are divided between them.
+        seed: determines everything.
+        images_per_client: maximum number of training images per client, with class proportions kept; None: unlimited.
+        validation: `share`: part of the training images by content hash, unless the source has validation images;
+            `test-half`: half of a client's test images (FedCG's protocol: all training images are used for training).
+        test: `proportional`: a client's test images follow its training images' class proportions, and one balanced
+            common set is held out; `even`: the test images are divided evenly at random, and the common set is all of
+            them (FedMD-CG appendix E); `all`: every client is tested on all of them, or on all of its domain's.
+        public_images: number of unlabelled training images for the server (FedDF); disjoint from every client's.
     """
 
     clients: int
@@ -172,7 +173,7 @@ class DealOptions:
 
 @dataclass(frozen=True)
 class ClientPictures:
-    """One client's images per class; `val` is None where a share of `train` is to be taken by content hash."""
+    """One client's images per class; `val` is None if a share of `train` is taken by content hash."""
 
     train: PicturesPerClass
     val: PicturesPerClass | None
@@ -182,7 +183,7 @@ class ClientPictures:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who got what.
+    """The result of a partition.
 
     Attributes:
         classes: class names in label order.
@@ -198,16 +199,16 @@ class Deal:
 
 
 def client_names(clients: int) -> tuple[str, ...]:
-    """Ids `client-1` …, zero-padded so that they sort by number."""
+    """Return ids `client-1` …, zero-padded so that they sort by number."""
     width = len(str(clients))
     return tuple(f"client-{number:0{width}d}" for number in range(1, clients + 1))
 
 
 def deal_out(source: Source, options: DealOptions) -> Deal:
-    """Deal a source's images out; every training image goes to one place at most.
+    """Partition a source's images; every training image is used at most once.
 
     Raises:
-        SourceError: too few images for so many clients, or no such domains.
+        SourceError: too few images for the clients, or unknown domains.
     """
     if options.partition.kind == "domains":
         return _by_domain(source, options)
@@ -232,7 +233,7 @@ def deal_out(source: Source, options: DealOptions) -> Deal:
         source.classes,
         dict(zip(client_names(options.clients), clients, strict=True)),
         common,
-        _checked_public(public, options, "no training image is left over for it: lower the images per client"),
+        _checked_public(public, options, "no training images remain: lower the images per client"),
     )
 
 
@@ -250,7 +251,7 @@ def _client(
 
 
 def _halves(pictures: PicturesPerClass) -> tuple[PicturesPerClass, PicturesPerClass]:
-    """Every second image of all, counted through the classes: both halves keep the proportions, whatever the rounding."""
+    """Take every second image, counted across the classes: both halves keep the proportions."""
     starts = np.cumsum([0, *map(len, pictures)])[:-1]
     return (
         tuple(of_class[int(start) % 2 :: 2] for start, of_class in zip(starts, pictures, strict=True)),
@@ -263,7 +264,7 @@ def _shuffled(pictures: PicturesPerClass, generator: np.random.Generator) -> Pic
 
 
 def _hold_out(source: Source, generator: np.random.Generator) -> tuple[PicturesPerClass, PicturesPerClass, int]:
-    """Shuffled training and test images, and how many of each class's test images come first as the common set's."""
+    """Return shuffled training and test images, and how many test images of each class, from the start, form the common set."""
     train = _shuffled(source.train, generator)
     if source.test is not None:
         test = _shuffled(source.test, generator)
@@ -281,7 +282,7 @@ def _hold_out(source: Source, generator: np.random.Generator) -> tuple[PicturesP
 def _hand_out(
     pool: PicturesPerClass, shares: Shares, most: int | None
 ) -> tuple[list[PicturesPerClass], PicturesPerClass]:
-    """Images per client and class, disjoint, in the proportions of `shares`, at most `most` per client; and what is left."""
+    """Return disjoint images per client and class, in the proportions of `shares`, at most `most` per client; and the rest."""
     counts = np.stack([cut(len(pictures), shares[:, label]) for label, pictures in enumerate(pool)], axis=1)
     starts = np.cumsum(counts, axis=0) - counts
     kept = np.stack([row if most is None else limit(row, most) for row in counts])
@@ -305,7 +306,7 @@ def _hand_out(
 def _deal_tests(
     test: PicturesPerClass, shares: Shares, common: int, options: DealOptions
 ) -> tuple[list[PicturesPerClass], PicturesPerClass]:
-    """Test images per client, and the common ones."""
+    """Return test images per client, and the common ones."""
     if options.test == "proportional":
         rest = tuple(pictures[common:] for pictures in test)
         return _hand_out(rest, shares, None)[0], tuple(pictures[:common] for pictures in test)
@@ -320,13 +321,13 @@ def _deal_tests(
 
 
 def draw_unheld(source: Source, deal: Deal, most: int, seed: int) -> PicturesPerClass:
-    """At most `most` images of a source, at random, that no client holds; the common test set where clients hold all of them.
+    """Return at most `most` random images of a source that no client holds; the common test set if clients hold all of them.
 
     Args:
-        source: the one that was dealt out, the very object.
-        deal: who got what of it.
-        most: images.
-        seed: decides which.
+        source: the partitioned source, the same object.
+        deal: its partition.
+        most: maximum number of images.
+        seed: determines the choice.
     """
     held = {
         picture
@@ -345,7 +346,7 @@ def draw_unheld(source: Source, deal: Deal, most: int, seed: int) -> PicturesPer
 def _draw(
     pool: PicturesPerClass, count: int, seed: int, purpose: int = _PUBLIC
 ) -> tuple[PicturesPerClass, PicturesPerClass]:
-    """`count` images at random (all, if there are fewer), and the others."""
+    """Return `count` random images (all, if there are fewer), and the others."""
     flat = [(label, picture) for label, pictures in enumerate(pool) for picture in pictures]
     order = np.random.default_rng([seed, purpose]).permutation(len(flat))
     parts = order[:count], np.sort(order[count:])
@@ -363,12 +364,12 @@ def _regrouped(labelled: Sequence[tuple[int, Picture]], classes: int) -> Picture
 def _checked_public(pictures: PicturesPerClass, options: DealOptions, reason: str) -> tuple[Picture, ...]:
     public = tuple(itertools.chain.from_iterable(pictures))
     if options.public_images and not public:
-        raise SourceError(f"the method needs unlabelled public images, and {reason}")
+        raise SourceError(f"the method needs unlabelled public images, but {reason}")
     return public
 
 
 def _by_domain(source: Source, options: DealOptions) -> Deal:
-    """One client per domain. A domain without a test part is halved, as FedCG does with Office and DomainNet."""
+    """Make one client per domain. A domain without a test part is halved, as in FedCG for Office and DomainNet."""
     known = {domain.name: (number, domain) for number, domain in enumerate(source.domains)}
     names = options.partition.domains or tuple(known)
     unknown = [name for name in names if name not in known]
@@ -377,8 +378,8 @@ def _by_domain(source: Source, options: DealOptions) -> Deal:
         raise SourceError(f"{source.name}: partition by domain{f' {unknown[0]!r}' if unknown else ''}: {there}")
     if len(names) != options.clients:
         raise SourceError(
-            f"{source.name}: {len(names)} domains ({', '.join(names)}) and {options.clients} clients: ask for {len(names)} "
-            "clients, or name the domains that are clients, as in `domains:amazon,dslr`"
+            f"{source.name}: {len(names)} domains ({', '.join(names)}) and {options.clients} clients: use {len(names)} "
+            "clients, or select domains, as in `domains:amazon,dslr`"
         )
     tests: list[PicturesPerClass] = []
     trains: list[PicturesPerClass] = []
@@ -400,14 +401,14 @@ def _by_domain(source: Source, options: DealOptions) -> Deal:
         source.classes,
         dict(zip(client_names(len(names)), clients, strict=True)),
         common,
-        _checked_public(public, options, "every domain is a client: name those that are, as in `domains:amazon,dslr`"),
+        _checked_public(public, options, "every domain is a client: select domains, as in `domains:amazon,dslr`"),
     )
 
 
 def _domains_common(
     tests: list[PicturesPerClass], options: DealOptions
 ) -> tuple[list[PicturesPerClass], PicturesPerClass]:
-    """Hold the same number of test images of every class and domain out for the common set, as far as a domain has them."""
+    """Hold out equally many test images of every class and domain for the common set, as far as a domain has them."""
     if options.test != "proportional":
         return tests, tuple(tuple(itertools.chain.from_iterable(of_class)) for of_class in zip(*tests, strict=True))
     fewest = min((len(pictures) // 5 for test in tests for pictures in test if pictures), default=0)

@@ -1,6 +1,6 @@
-"""Opens the images that a person names: folders of image files, the digits in five domains, `.npz`, data sets of torchvision.
+"""Opens images by name: folders of image files, the digits in five domains, `.npz`, data sets of torchvision.
 
-The layouts of Digit5, Office-Caltech10 and DomainNet are among the folders. Only torchvision is imported on demand.
+Folders may have the layouts of Digit5, Office-Caltech10 and DomainNet. Only torchvision is imported on demand.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from fedcg.learning.data.sources import IMAGE_SUFFIXES, is_array_source
 
 
 def open_source(text: str) -> Source:
-    """Open the images that a person names.
+    """Open images by name.
 
     Args:
-        text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder: of class folders, of `train`,
-            `test` and perhaps `val` of such, or of domains of either. See docs/how-to/data.md.
+        text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder with class folders, with
+            `train`, `test` and perhaps `val`, or with domains of either form. See docs/data.md.
 
     Raises:
-        SourceError: nothing usable; names the file or folder and what was expected.
+        SourceError: the images can't be used; names the file or folder and the expected content.
     """
     if text == DIGITS:
         return digits()
@@ -77,7 +77,7 @@ def folder_source(root: Path) -> Source:
         raise SourceError(f"{top} holds {len(classes)} class folder(s), at least 2 are needed: {top}/CLASS/*.png")
     for top in tops.values():
         if _folders(top) != list(classes):
-            raise SourceError(f"{tops['train']} and {top} do not hold the same class folders")
+            raise SourceError(f"{tops['train']} and {top} must hold the same class folders")
         for name in classes:
             if not _files(top / name):
                 raise SourceError(f"{top / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
@@ -85,7 +85,7 @@ def folder_source(root: Path) -> Source:
 
 
 def _domain_source(root: Path, names: list[str]) -> Source:
-    """Domains may lack classes; the classes are those that any of them has."""
+    """Domains may lack classes; the result has the classes of all domains."""
     tops = {name: _tops(root / name) for name in names}
     classes = tuple(sorted({one for parts in tops.values() for top in parts.values() for one in _folders(top)}))
     if len(classes) < 2:
@@ -104,7 +104,7 @@ def _domain_source(root: Path, names: list[str]) -> Source:
 
 
 def _read(name: str, tops: dict[str, Path], classes: tuple[str, ...], prefix: str = "") -> Source:
-    # A domain's test images may end among the training images of all domains: their names stay apart too.
+    # A domain's test images may be pooled with training images of all domains, so their names must differ too.
     prefixes = {part: f"{prefix}{part}-" if prefix and part != "train" else prefix for part in tops}
     parts = {part: _pictures(top, classes, prefixes[part]) for part, top in tops.items()}
     return Source(name, classes, parts["train"], parts.get("test"), parts.get("val"))
@@ -115,7 +115,7 @@ def _pictures(top: Path, classes: tuple[str, ...], prefix: str) -> PicturesPerCl
 
 
 def _parts(root: Path) -> dict[str, Path]:
-    """The folders of the parts; none unless there are both a training and a test part."""
+    """Return the folders of the parts; empty without both a training and a test part."""
     found = {
         part: root / name for part, names in _PART_NAMES.items() for name in reversed(names) if (root / name).is_dir()
     }
@@ -127,15 +127,15 @@ def _tops(root: Path) -> dict[str, Path]:
 
 
 def _hold_folders(root: Path, folders: list[str]) -> bool:
-    """Whether the folders are domains, which hold folders, and not classes, which hold images.
+    """Return whether the folders are domains, which hold folders, or classes, which hold images.
 
     Raises:
-        SourceError: some do and some don't.
+        SourceError: some hold folders and some images.
     """
     deep = [name for name in folders if _folders(root / name)]
     if deep and len(deep) < len(folders):
         other = next(name for name in folders if name not in deep)
-        raise SourceError(f"{root / deep[0]} holds folders and {root / other} does not: are they domains or classes?")
+        raise SourceError(f"{root / deep[0]} holds folders, but {root / other} does not: use either domains or classes")
     return bool(deep)
 
 
@@ -150,14 +150,14 @@ def _folders(root: Path) -> list[str]:
 
 
 SIDE = 16
-_SEED = 5  # which scan is in which domain, patches and angles
+_SEED = 5  # assigns scans to domains, and draws patches and angles
 _ANGLES = (25.0, 65.0)
 
 Grey = NDArray[np.uint8]
 
 
 def digits_domains() -> Source:
-    """Five domains of about 359 digits each; no test part, so that a deal halves each domain."""
+    """Open five domains of about 359 digits each; without a test part, so a partition halves each domain."""
     scans, labels = read_digits()
     generator = np.random.default_rng(_SEED)
     changes = _changes(generator)
@@ -172,14 +172,14 @@ def digits_domains() -> Source:
 
 
 def _changes(generator: np.random.Generator) -> dict[str, Callable[[Grey], Grey]]:
-    """What each domain does to a [SIDE, SIDE] grey digit: [SIDE, SIDE, 3]."""
+    """Return each domain's version of a [SIDE, SIDE] grey digit: [SIDE, SIDE, 3]."""
     photographs = _photographs()
 
     def blended(digit: Grey) -> Grey:
         photograph = photographs[int(generator.integers(len(photographs)))]
         top, left = (int(generator.integers(size - SIDE + 1)) for size in photograph.shape[:2])
         patch = photograph[top : top + SIDE, left : left + SIDE].astype(np.int16)
-        # MNIST-M: the digit is the absolute difference to a patch of a photograph
+        # MNIST-M: the absolute difference of the digit and a patch of a photograph
         return np.abs(patch - digit[..., None].astype(np.int16)).astype(np.uint8)
 
     def rotated(digit: Grey) -> Grey:
@@ -196,7 +196,7 @@ def _changes(generator: np.random.Generator) -> dict[str, Callable[[Grey], Grey]
 
 
 def _photographs() -> list[Grey]:
-    """The two photographs, at an eighth of their size, so that a patch shows more than one colour."""
+    """Return the two photographs at an eighth of their size, so that a patch shows more than one colour."""
     files = [sklearn_file(f"images/{name}.jpg") for name in ("china", "flower")]
     return [np.asarray(Image.open(file).reduce(8)) for file in files]
 

@@ -1,7 +1,7 @@
-"""The images of a data source: single pictures, which cost nothing until their bytes are read, and the source that names their classes.
+"""The images of a data source: single pictures, whose bytes are only read on demand, and the source with their classes.
 
-Also makes sources of arrays and of scikit-learn's digits. Decodes only a few first images, to learn their colour mode; imports no
-torch.
+Also creates sources from arrays and from scikit-learn's digits. Only decodes a few images, to detect their colour mode;
+imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FilePicture:
 
     Attributes:
         path: the file.
-        prefix: put before the file's name, so that files of several folders stay apart in one.
+        prefix: precedes the file's name, so that names from several folders are unique.
     """
 
     path: Path
@@ -43,16 +43,16 @@ class FilePicture:
 
     @property
     def name(self) -> str:
-        """The file's own name behind the prefix."""
+        """The file's name with the prefix."""
         return self.prefix + self.path.name
 
     @property
     def where(self) -> str:
-        """The path."""
+        """The file's path."""
         return str(self.path)
 
     def content(self) -> bytes:
-        """The file's bytes.
+        """Read the file's bytes.
 
         Raises:
             DataError: not a regular file, or too large for an image.
@@ -63,14 +63,14 @@ class FilePicture:
 
 @dataclass(frozen=True, eq=False)
 class RowPicture:
-    """A row of an array that came out of one file.
+    """A row of an array from one file.
 
     Attributes:
         images: [N, H, W] or [N, H, W, 3] uint8, or tensors [N, ...], shared by all rows.
-        row: which.
+        row: its index.
         origin: the file, for messages.
-        stem: begins the name, so that rows of several arrays stay apart in one folder.
-        compression: zlib level of the PNG. 0 stores: the same bytes with every build of zlib, and fast.
+        stem: precedes the number in the name, so that names from several arrays are unique.
+        compression: zlib level of the PNG. 0 stores the bytes: fast, and equal with every build of zlib.
     """
 
     images: NDArray[Any]
@@ -81,21 +81,21 @@ class RowPicture:
 
     @property
     def name(self) -> str:
-        """Stem, row and `.png`."""
+        """The stem, row and `.png`."""
         return f"{self.stem}{self.row:0{max(4, len(str(len(self.images) - 1)))}d}.png"
 
     @property
     def where(self) -> str:
-        """File and row."""
+        """The file and row."""
         return f"{self.origin}#{self.row}"
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is no image."""
+        """Whether the row is a tensor and not an image."""
         return not holds_images(self.images.shape, self.images.dtype)
 
     def content(self) -> bytes:
-        """The image as a PNG file, without loss; of a tensor its numbers."""
+        """Return the image as a lossless PNG file; for a tensor, its numbers."""
         if self.is_tensor:
             return bytes(self.images[self.row].tobytes())
         buffer = io.BytesIO()
@@ -104,9 +104,9 @@ class RowPicture:
 
 
 Picture = FilePicture | RowPicture
-"""One image: a value that costs next to nothing until its `content`, the bytes of its image file, is asked for.
+"""One image. Its `content`, the bytes of its image file, is only read on demand.
 
-Its `name` is unique within its class; `where` is what a message calls it.
+Its `name` is unique within its class; `where` is its name in messages.
 """
 
 PicturesPerClass = tuple[tuple[Picture, ...], ...]
@@ -115,7 +115,7 @@ PicturesPerClass = tuple[tuple[Picture, ...], ...]
 def rows_per_class(
     images: NDArray[Any], labels: NDArray[np.int64], classes: int, origin: str, *, stem: str = "", compression: int = 0
 ) -> PicturesPerClass:
-    """The rows of an array as pictures, per class and in row order."""
+    """Return the rows of an array as pictures, per class and in row order."""
     return tuple(
         tuple(RowPicture(images, int(row), origin, stem, compression) for row in np.flatnonzero(labels == label))
         for label in range(classes)
@@ -131,15 +131,15 @@ _LOOKED_AT = 16
 
 @dataclass(frozen=True)
 class Source:
-    """Images per class, in name order; `test` is None where the source comes in one piece.
+    """Images per class, in name order; `test` is None if the source has no test part.
 
     Attributes:
-        name: what the source is called in records.
+        name: the source's name in records.
         classes: class names in the order of the labels.
         train: for each class its images (all its images when `test` is None).
         test: for each class its test images, or None.
-        val: for each class its validation images, where the source brings such.
-        domains: the same images by domain, all with the same classes; empty where there are none.
+        val: for each class its validation images, or None.
+        domains: the same images by domain, all with the same classes; empty without domains.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Source:
     domains: tuple[Source, ...] = ()
 
     def input_form(self, size: int) -> InputForm:
-        """The form that fits these tensors, or these images at size x size pixels: grey if the first ones all are, else colour."""
+        """Return the form for these tensors, or for these images at size x size pixels: grey if the first ones are all grey, else colour."""
         first = next(_firsts(self.train))
         if isinstance(first, RowPicture) and first.is_tensor:
             shape, kind = first.images.shape[1:], str(first.images.dtype)
@@ -170,12 +170,12 @@ def _firsts(pictures: PicturesPerClass) -> itertools.chain[Picture]:
 
 
 def _is_grey(picture: Picture | None) -> bool:
-    """Whether an image is grey. A damaged one counts as grey, so that the others decide; it is named and skipped when it is decoded."""
+    """Return whether an image is grey. A damaged one counts as grey, so that the others decide; decoding reports and skips it."""
     if picture is None:
         return True
     if isinstance(picture, RowPicture):
         return picture.images.ndim == 3
-    if not picture.path.is_file():  # whoever opens a FIFO waits for ever
+    if not picture.path.is_file():  # opening a FIFO would block forever
         return True
     try:
         with Image.open(picture.path) as image:
@@ -185,9 +185,10 @@ def _is_grey(picture: Picture | None) -> bool:
 
 
 def by_domain(name: str, domains: Sequence[Source]) -> Source:
-    """The domains as one source: their images together, and each for itself.
+    """Join domains into one source, with the images of all and by domain.
 
-    A test or validation part is there when every domain has one; without it, test images are among the training images.
+    The result has a test or validation part if every domain has one. Otherwise test images are among the training
+    images.
     """
     tests, vals = _together([one.test for one in domains]), _together([one.val for one in domains])
     trains = _together(
@@ -197,7 +198,7 @@ def by_domain(name: str, domains: Sequence[Source]) -> Source:
 
 
 def _together(parts: Sequence[PicturesPerClass | None]) -> PicturesPerClass | None:
-    """The parts' images per class, or None when a part is missing."""
+    """Return the parts' images per class, or None if a part is missing."""
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
@@ -205,13 +206,13 @@ def _together(parts: Sequence[PicturesPerClass | None]) -> PicturesPerClass | No
 
 
 def digits() -> Source:
-    """scikit-learn's 1,797 handwritten digits: real scans, 8 x 8 grey. Nothing is downloaded: the images come with scikit-learn."""
+    """scikit-learn's 1,797 handwritten digits: real scans, 8 x 8 grey. They are part of scikit-learn, so nothing is downloaded."""
     scans, labels = read_digits()
     return Source(DIGITS, tuple("0123456789"), rows_per_class(scans, labels, 10, DIGITS, compression=1), None)
 
 
 def read_digits() -> tuple[Pixels, NDArray[np.int64]]:
-    """The scans, [1797, 8, 8] with their 17 grey levels (0-16) spread over 0-255, and their labels.
+    """Return the scans, [1797, 8, 8] with their 17 grey levels (0-16) scaled to 0-255, and their labels.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -223,7 +224,7 @@ def read_digits() -> tuple[Pixels, NDArray[np.int64]]:
 
 
 def sklearn_file(name: str) -> Path:
-    """A file of scikit-learn's data sets. scikit-learn itself is not imported: that takes longer than all else that reads images.
+    """Return a file of scikit-learn's data sets. scikit-learn is not imported, because that takes longer than reading the images.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -235,10 +236,10 @@ def sklearn_file(name: str) -> Path:
 
 
 def file_source(path: Path) -> Source:
-    """Read an `.npz`.
+    """Open an `.npz` file.
 
     Raises:
-        SourceError: damaged, over the limits, or with labels that don't fit; names the file.
+        SourceError: the file is damaged, over the limits, or has mismatched labels; names the file.
     """
     try:
         data = read_arrays(path)
@@ -248,10 +249,10 @@ def file_source(path: Path) -> Source:
 
 
 def array_source(name: str, data: ArrayData) -> Source:
-    """Arrays as a source. The labels that occur in the training part are the classes, in order.
+    """Make a source from arrays. The labels of the training part are the classes, in order.
 
     Raises:
-        SourceError: fewer than two classes, a label without a name, or a test label that no training image has.
+        SourceError: fewer than two classes, a label without a name, or a test label without training images.
     """
     used = np.unique(data.train.labels)
     if len(used) < 2:
@@ -267,7 +268,7 @@ def array_source(name: str, data: ArrayData) -> Source:
 
 
 def _tidy(name: str) -> str:
-    """A class name that can be a folder's: letters, digits, `_`, `-` and single spaces' place taken by `-`."""
+    """Turn a class name into a folder name of letters, digits, `_` and `-`; other characters become `-`."""
     return re.sub(r"[^\w]+", "-", name).strip("-") or "unnamed"
 
 

@@ -1,4 +1,4 @@
-"""Public data sets by name through torchvision: read from where they lie, downloaded where there is a network. Uses torch."""
+"""Public data sets by name through torchvision: read from disk, or downloaded. Uses torch."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from fedcg.learning.networks.torchvision_import import vision
 
 @dataclass(frozen=True)
 class _Known:
-    """How torchvision names a set's parts, and where below ROOT it expects files."""
+    """torchvision's names for the parts of a set, and the files that it expects below ROOT."""
 
     type_name: str
     files: str
@@ -26,20 +26,17 @@ class _Known:
 
 
 def _emnist(split: str) -> _Known:
-    files = f"EMNIST/raw/emnist-{split}-train-images-idx3-ubyte and its like"
+    files = f"EMNIST/raw/emnist-{split}-train-images-idx3-ubyte etc."
     common = ("split", split)
     return _Known("EMNIST", files, (common, ("train", True)), (common, ("train", False)))
 
 
 _KNOWN = {
-    **{
-        name: _Known(name, f"{name}/raw/train-images-idx3-ubyte and its like")
-        for name in ("MNIST", "FashionMNIST", "KMNIST")
-    },
-    # FedMD-CG does not say which of EMNIST's splits it uses; accuracies of 97-98 % point to the digits.
+    **{name: _Known(name, f"{name}/raw/train-images-idx3-ubyte etc.") for name in ("MNIST", "FashionMNIST", "KMNIST")},
+    # FedMD-CG does not name its split of EMNIST; accuracies of 97-98 % point to the digits.
     "EMNIST": _emnist("digits"),
     **{f"EMNIST-{split}": _emnist(split) for split in ("digits", "letters", "balanced", "mnist", "bymerge", "byclass")},
-    "CIFAR10": _Known("CIFAR10", "cifar-10-batches-py/data_batch_1 and its like"),
+    "CIFAR10": _Known("CIFAR10", "cifar-10-batches-py/data_batch_1 etc."),
     "CIFAR100": _Known("CIFAR100", "cifar-100-python/train and test"),
     "SVHN": _Known("SVHN", "train_32x32.mat and test_32x32.mat", (("split", "train"),), (("split", "test"),)),
     "USPS": _Known("USPS", "usps.bz2 and usps.t.bz2"),
@@ -50,12 +47,13 @@ def named_source(text: str) -> Source:
     """Open `NAME` or `NAME:ROOT`.
 
     Raises:
-        SourceError: an unknown name; torchvision is not installed; or neither files nor a network: names where files belong.
+        SourceError: unknown name, torchvision is not installed, or neither files nor a network; names the expected
+            location.
     """
     name, _, folder = text.partition(":")
     known = _KNOWN.get(name)
     if known is None:
-        raise SourceError(f"{TORCHVISION}{name}: known are {', '.join(_KNOWN)}")
+        raise SourceError(f"{TORCHVISION}{name}: choose {', '.join(_KNOWN)}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(folder) if folder else cache / "fedcg" / "datasets"
     try:
@@ -71,11 +69,11 @@ def named_source(text: str) -> Source:
 
 
 def _part(kind: Callable[..., Any], root: Path, known: _Known, words: dict[str, object]) -> Any:
-    """The files that are there; else a download."""
+    """Open existing files; else download them."""
     try:
         return kind(str(root), download=False, **words)
     except (OSError, RuntimeError):
-        pass  # what torchvision raises for missing or damaged files
+        pass  # raised by torchvision for missing or damaged files
     try:
         root.mkdir(parents=True, exist_ok=True)
         return kind(str(root), download=True, **words)
@@ -89,7 +87,7 @@ def _part(kind: Callable[..., Any], root: Path, known: _Known, words: dict[str, 
 def _labelled(name: str, part: Any) -> LabelledImages:
     images = np.asarray(part.data)
     if images.ndim == 4 and images.shape[3] != 3:
-        images = images.transpose(0, 2, 3, 1)  # SVHN: colour first
+        images = images.transpose(0, 2, 3, 1)  # SVHN has channels first
     if name.startswith("EMNIST"):
         images = images.transpose(0, 2, 1)  # its files store the columns first
     labels = part.labels if hasattr(part, "labels") else part.targets

@@ -1,7 +1,8 @@
-"""The demo: a whole federation on this machine, every participant a process of its own, started by its command.
+"""The demo: a whole federation on this machine, with each participant as a separate process, started by its command.
 
-Owns the order of the steps, the folder of a run and its resumption. What is done once before the participants start (home, federation,
-bundles) calls the functions behind the commands, in this process: each command would import the same packages anew. Imports no torch.
+Owns the order of the steps, the folder of a run and its resumption. Steps before the participants start (home,
+federation, bundles) call the commands' functions in this process, since each command would import the same packages
+again. Imports no torch.
 """
 
 import asyncio
@@ -43,17 +44,17 @@ from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 
 READY_S = 30.0
-SETTLE_S = 5.0  # for the observer to write what crossed last
+SETTLE_S = 5.0  # for the observer to write the last traffic
 PROVISIONING = frozenset({"init", "federation", "devices"})
 
 
 class Demo:
-    """One run, from nothing or from where an earlier one was interrupted, to the summary.
+    """One run, new or resumed, up to the summary.
 
     Args:
-        run: its folder.
-        console: for what a person should see.
-        complete: the process that completes a new run's plan, where one was started before.
+        run: the run's folder.
+        console: for output to the user.
+        complete: the process that completes a new run's plan, if it was already started.
     """
 
     def __init__(self, run: Run, console: Console, complete: Complete | None = None) -> None:
@@ -73,8 +74,8 @@ class Demo:
         """Run the federation to its end and write `summary.json` and `accuracy.png`.
 
         Raises:
-            PlanError: the method or the networks refuse the plan; nothing is left.
-            ProcessError: a step failed, a process ended too early, or the federation stalled.
+            PlanError: the method or the networks refuse the plan; no files remain.
+            ProcessError: a step failed, a process exited early, or the federation stalled.
             SourceError: the data can't be used.
         """
         os.environ.update(ONE_THREAD)  # before the fork server loads numpy, which would start threads
@@ -94,20 +95,20 @@ class Demo:
     # Start
 
     async def _start_all(self, processes: Children) -> list[Child]:
-        """Prepare and start everything, what can be at once at once; returns the agents."""
+        """Prepare and start everything, in parallel where possible; return the agents."""
         run = self._run
         source = await asyncio.to_thread(run.setting.source)
         data = asyncio.create_task(self._prepare_data(source))
         is_new = not self._done >= PROVISIONING
-        if is_new:  # nothing has run yet, so what an interrupted run left of it can simply be made again
+        if is_new:  # nothing has run yet, so leftovers of an interrupted run can be created again
             await asyncio.to_thread(self._initialise)
         home = Home(run.home)
-        with changing_members(home):  # a coordinator loads its packages, and waits for this lock before it serves
+        with changing_members(home):  # a coordinator loads its packages, then waits for this lock before it serves
             broker = await self._start_broker(processes, home)
             coordinator = processes.fork("coordinator", "coordinator", "run", "--dir", run.home)
             observer = self._start_observer(processes)
             if run.setting.public_images:
-                await data  # a federation is opened only when its public images can be read
+                await data  # opening a federation requires readable public images
             if is_new:
                 await asyncio.to_thread(self._provision, home, source)
                 self._complete(PROVISIONING)
@@ -116,7 +117,9 @@ class Demo:
         self._progress.print_once(f"broker: {self._broker_named}")
         await data
         self._allowed = self._policy()
-        await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
+        await processes.line(
+            observer, "ready", READY_S
+        )  # before the agents, so that it records everything that a device sends
         for client in self._clients:
             write_secrets(run.bundle(client) / "store" / "secrets", run.setting.seed, client)
         if self._is_sealed:
@@ -130,7 +133,7 @@ class Demo:
         self._run.save(self._done)
 
     async def _prepare_data(self, source: Source) -> None:
-        """Write each client's folder, unless an earlier run did; what a broken one left is removed first."""
+        """Write each client's folder, unless an earlier run did; remove incomplete folders first."""
         if "data" in self._done:
             return
         await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
@@ -154,7 +157,7 @@ class Demo:
             make_bundles(home, store, self._clients, run.root / "devices", time.time(), FEDERATION)
 
     async def _start_broker(self, processes: Children, home: Home) -> Child:
-        """Start the broker, from the folder of `fedcg deploy mosquitto`, with the lists as they are once the federation is open."""
+        """Start the broker from the folder of `fedcg deploy mosquitto`, with the lists for an open federation."""
         lists = refresh_access(home).model_copy(update={"federations": (FEDERATION,)})
         await asyncio.to_thread(write_folder, home, home.broker, lists)
         folder = home.root if self._run.broker == EMBEDDED else home.broker
@@ -177,7 +180,7 @@ class Demo:
         )  # fmt: skip
 
     def _give_rosters(self) -> None:
-        """Give every device the cards of all, as people do on real boxes."""
+        """Give every device the cards of all devices, as people do with real devices."""
         configs = [load_config(self._run.bundle(client) / "agent.toml", {}) for client in self._clients]
         stores = {config.device: open_store(config, make=True) for config in configs}
         cards = "\n".join(card_of(device, FEDERATION, store.sum_key()) for device, store in stores.items())
@@ -192,7 +195,7 @@ class Demo:
             "data.common_test": "../../data/common",
             "training.shadow_every": 1,
             "training.threads": 1,
-            # All boxes share one machine here: what is faster would mean nothing, and exports would take turns with training.
+            # All devices share one machine here: benchmarks would be meaningless, and exports would delay training.
             "export.variants": False,
             "export.each_best": False,
             "policy.allow_upload": sorted(part.value for part in self._allowed[0]),
@@ -201,7 +204,7 @@ class Demo:
         if len(names := self._backbones) > 1:
             settings["training.backbone"] = names[self._clients.index(client) % len(names)]
         text = config.read_text()
-        for name, value in settings.items():  # in the file, so that a person can start the agent again
+        for name, value in settings.items():  # in the file, so that the agent can be restarted by hand
             table, _, key = name.partition(".")
             text = re.sub(rf"(?m)^{key} = .*\n", "", text)
             text = text.replace(f"[{table}]\n", f"[{table}]\n{key} = {json.dumps(value)}\n", 1)
@@ -209,7 +212,7 @@ class Demo:
         return processes.fork(client, "agent", "run", "--config", config, "--until-finished")
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
-        """What the demo's devices may upload and report: the defaults and what the spec requires; more than the defaults is printed."""
+        """Allow uploads and report fields: the defaults and the spec's requirements; additions to the defaults are printed."""
         home = Home(self._run.home)
         with contextlib.closing(Store.of(home)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
@@ -220,7 +223,7 @@ class Demo:
             if more:
                 names = ", ".join(sorted(name.value for name in more))
                 self._progress.print_once(
-                    f"{spec.method} asks for {names}: the demo's devices allow it, a real one needs policy.{key} "
+                    f"{spec.method} requires {names}: the demo's devices allow it, a real device needs policy.{key} "
                     "in agent.toml"
                 )
         return DEFAULT_ALLOW_UPLOAD | parts, DEFAULT_ALLOW_REPORT | fields
@@ -239,7 +242,7 @@ class Demo:
             await asyncio.sleep(0.2)
 
     async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
-        """Wait until every agent ended by itself; the end of another process, or a pause, ends the demo."""
+        """Wait until every agent has exited; if another process exits, or the federation stalls, the demo fails."""
         while any(agent.is_running for agent in agents):
             for agent in agents:
                 if not agent.is_running and agent.process.exitcode != 0:
@@ -254,13 +257,11 @@ class Demo:
             await asyncio.sleep(POLL_S)
 
     async def _until_observed(self) -> None:
-        """Give the observer a moment to write down what crossed last."""
+        """Give the observer time to write the last traffic."""
         end = time.monotonic() + SETTLE_S
         while not self._wire().get("finished"):
             if time.monotonic() > end:
-                self._progress.print_once(
-                    "the observer did not see the end of everything that began to cross: see observer/wire.json"
-                )
+                self._progress.print_once("the observer recorded incomplete transfers: see observer/wire.json")
                 return
             await asyncio.sleep(POLL_S)
 

@@ -9,14 +9,14 @@ Event = Mapping[str, object]
 
 
 class Follower:
-    """Reads the lines that were added to a file of JSON lines since the last time; a torn last line waits."""
+    """Reads the lines added to a file of JSON lines since the last call; an incomplete last line is read later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
 
     def new(self) -> Iterator[Event]:
-        """The events added since the last call, oldest first."""
+        """Return the events added since the last call, oldest first."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -35,13 +35,13 @@ class Follower:
 
 
 def number(event: Event, name: str) -> float | None:
-    """A number in an event, or None when it is not there."""
+    """Return a number in an event, or None if it is missing."""
     value = event.get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def whole(event: Event, name: str) -> int:
-    """A whole number in an event; 0 when it is not there."""
+    """Return an integer in an event; 0 if it is missing."""
     return int(number(event, name) or 0)
 
 
@@ -51,8 +51,8 @@ class AgentHistory:
 
     Attributes:
         curve: the last `committed` event per round, with its accuracies.
-        finalised: the `finalised` event, once there is one.
-        problems: what went wrong, a line each.
+        finalised: the `finalised` event, or None until it is logged.
+        problems: one line for each problem.
     """
 
     id: str
@@ -81,7 +81,7 @@ class CoordinatorHistory:
     Attributes:
         is_open: whether the first round was opened.
         stored: the rounds whose aggregate was stored.
-        stalled: why the federation stalled, when it did.
+        stalled: why the federation stalled, or None.
     """
 
     is_open: bool = False

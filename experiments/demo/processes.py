@@ -1,11 +1,11 @@
-"""Starts the processes of a demo or a bench, keeps their output in log files, and leaves none behind.
+"""Starts the processes of a demo or a bench, writes their output to log files, and stops all of them.
 
-Every child leads a process group of its own, so that its own children go with it, and on Linux the kernel ends it when
-this process dies in whatever way (`prctl`).
+Every child leads its own process group, so that its children stop with it. On Linux the kernel kills it when this
+process dies for any reason (`prctl`).
 
-Children are forked from the fork server of multiprocessing, which starts no thread and ends when this process does. Packages that it has
-loaded save each child that needs them half a second of a CPU. A child is a process like one that was started anew, with its own
-arguments, environment, log and process group.
+Children are forked from the fork server of multiprocessing, which starts no thread and exits with this process.
+Preloaded packages save each child half a second of CPU time. A child has its own arguments, environment, log and
+process group, like a newly started process.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 
 def fork_server(preloaded: Sequence[str]) -> ForkServerContext:
-    """The context of forked processes, whose server begins to load packages at once."""
+    """Return the context of forked processes, whose server starts to load packages immediately."""
     os.environ["PYTHONSAFEPATH"] = "1"
     if preloaded:
-        os.environ.update(ONE_THREAD)  # else numpy starts threads, which no fork has
+        os.environ.update(ONE_THREAD)  # else numpy starts threads, which do not survive a fork
     context = get_context("forkserver")
     context.set_forkserver_preload(list(preloaded))
     from multiprocessing.forkserver import ensure_running
@@ -55,7 +55,7 @@ def run_command(*arguments: str) -> None:
 
 
 def _run(target: Callable[..., object], arguments: tuple[str, ...], environment: Mapping[str, str], log: Path) -> None:
-    """What a forked process does."""
+    """Run in a forked process."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -72,10 +72,10 @@ def _run(target: Callable[..., object], arguments: tuple[str, ...], environment:
 
 @dataclass(frozen=True)
 class Child:
-    """A started process and where its output goes: a log file, from `offset` bytes on.
+    """A started process and its log file; its output starts at byte `offset`.
 
     Attributes:
-        outlives_others: it is stopped after all others, because they publish their last messages through it.
+        outlives_others: whether it is stopped after all others, which publish their last messages through it.
     """
 
     name: str
@@ -86,17 +86,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self.process.pid is not None
         return self.process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process is running."""
         return self.process.exitcode is None
 
     async def wait(self) -> int | None:
-        """Its exit code once it has ended, negative where a signal ended it."""
+        """The exit code after its end, negative after a signal."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self.process.sentinel, ended.set)
         try:
@@ -107,13 +107,13 @@ class Child:
         return self.process.exitcode
 
     def lines(self) -> list[str]:
-        """Its lines of output so far."""
+        """Return its lines of output so far."""
         return self.log.read_bytes()[self.offset :].decode(errors="replace").splitlines()
 
     def ended_too_early(self) -> ProcessError:
-        """The error with its exit code and last lines."""
+        """Return the error with its exit code and last lines."""
         last = "\n".join(self.lines()[-TAIL_LINES:])
-        return ProcessError(f"{self.name} ended with exit code {self.process.exitcode}; see {self.log}:\n{last}")
+        return ProcessError(f"{self.name} exited with code {self.process.exitcode}; see {self.log}:\n{last}")
 
 
 class Children:
@@ -137,7 +137,7 @@ class Children:
         outlives_others: bool = False,
         target: Callable[..., object] = run_command,
     ) -> Child:
-        """A command of this program, or another function of its arguments, that goes on by itself."""
+        """Start a command of this program, or another function of its arguments, in the background."""
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
             offset = output.tell()
@@ -149,10 +149,10 @@ class Children:
         return child
 
     async def line(self, child: Child, wanted: str, deadline_s: float) -> list[str]:
-        """Wait until a process printed a line that starts with `wanted`; returns all its lines.
+        """Wait until a process has printed a line that starts with `wanted`; return all its lines.
 
         Raises:
-            ProcessError: it ended before, or the deadline passed.
+            ProcessError: it exited before, or the deadline passed.
         """
         end = time.monotonic() + deadline_s
         while True:
@@ -166,7 +166,7 @@ class Children:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, *children: Child) -> None:
-        """Ask processes to end (SIGTERM; they end their own children), wait, then SIGKILL what is left of their groups."""
+        """Stop processes with SIGTERM (they stop their own children), wait, then SIGKILL the rest of their groups."""
         for child in children:
             if child.is_running:
                 child.process.terminate()
@@ -178,16 +178,16 @@ class Children:
         await asyncio.gather(*waits)
 
     async def stop_all(self) -> None:
-        """End everything that was started, those that outlive the others last."""
+        """Stop all started processes; those that outlive the others last."""
         for outlives_others in (False, True):
             await self.stop(*(child for child in self._all if child.outlives_others is outlives_others))
 
 
 def _kill_group(child: Child) -> None:
-    """Kill what is left of a child's process group.
+    """Kill the rest of a child's process group.
 
-    While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
-    number is in use again, the group was empty and the number belongs to another process.
+    While a member of the group lives, the kernel does not reuse its number. So if the child is gone and its number is
+    in use again, the group was empty and the number belongs to another process.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if not child.is_running and _exists(child.pid):
@@ -207,9 +207,9 @@ def _exists(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def children(logs: Path, preloaded: Sequence[str] = ()) -> AsyncIterator[Children]:
-    """Processes that are all gone when the block is left, however it is left.
+    """Yield processes that are all stopped at the end of the block, in every case.
 
-    SIGTERM and SIGHUP leave the block as Ctrl-C does.
+    SIGTERM and SIGHUP leave the block like Ctrl-C.
     """
     started = Children(logs, preloaded)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -1,6 +1,6 @@
-"""What a demo shows: a line for each round, `summary.json`, the table and the picture.
+"""The output of a demo: a line for each round, `summary.json`, the table and the picture.
 
-Numbers come from event logs; what crossed the broker comes from the observer's record alone. Changes nothing.
+Numbers come from event logs. The broker's traffic comes only from the observer's record.
 """
 
 import os
@@ -21,8 +21,8 @@ TABLE_WIDTH = 100
 OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
 COMMON = ("accuracy_common_local", "accuracy_common_personal", "accuracy_common_onnx")
 ACCURACIES = (*OWN, *COMMON)
-# Reported where the agent measured it. `own` is the personal model of the best validation round, before a download;
-# the others its rivals at the end of the federation; `personal` the one of them that validation chose, by its `loss_val`.
+# Reported if the agent measured it. `own` is the personal model of the best validation round, before a download;
+# the others its rivals at the end of the federation; `personal` is the one that validation chose, by its `loss_val`.
 CANDIDATES = ("own", "downloaded", "interpolated", "tuned", "averaged")
 EXTRAS = (
     *(
@@ -38,21 +38,21 @@ WireRecord = Mapping[str, Any]
 
 
 def process_began() -> float:
-    """Unix seconds when this process was started, which is where its user's clock begins: imports count."""
+    """Return the start of this process in Unix seconds, so that imports are included in the duration."""
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil's is a second off
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil's value is a second off
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def uplink_bytes_per_round(wire: WireRecord, client: str, rounds: int) -> int:
-    """Mean payload bytes that the observer saw a device publish, per round; whatever it published counts."""
+    """Return the mean payload bytes per round that a device published, as the observer recorded; all messages count."""
     up = wire.get("bytes", {}).get(client, {}).get("up", {})
     return round(sum(map(int, up.values())) / max(1, rounds))
 
 
 def crossed(wire: WireRecord, client: str) -> tuple[list[str], list[str]]:
-    """(parts, report fields) that the observer found in the updates of one client."""
+    """Return (parts, report fields) that the observer found in one client's updates."""
     updates = [seen for seen in wire.get("artifacts", ()) if seen["kind"] == "update" and seen["sender"] == client]
     parts = sorted({part for seen in updates for part in seen["parts"]})
     return parts, sorted({name for seen in updates for name in seen["report"]})
@@ -74,7 +74,7 @@ def _client_record(agent: AgentHistory, images: Mapping[str, int], wire: WireRec
 
 
 def curves(agents: Sequence[AgentHistory]) -> dict[str, list[dict[str, Any]]]:
-    """Accuracies by client and round."""
+    """Return accuracies by client and round."""
     names = (*ACCURACIES, *EXTRAS)
     return {
         agent.id: [
@@ -95,7 +95,7 @@ def summarise(
     wire: WireRecord,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The content of `summary.json`; `total_s`: how long the run took; `images` has each client's numbers of images, as `partition.json` does."""
+    """Return the content of `summary.json`; `total_s` is the duration of the run, `images` has each client's numbers of images, as in `partition.json`."""
     clients = [_client_record(agent, images[agent.id], wire, setting["rounds"]) for agent in agents]
     return {
         "method": setting["method"],
@@ -115,18 +115,18 @@ def summarise(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are there; None without any."""
+    """Return the mean of the values, without None; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def percent(value: float | None) -> str:
-    """A share of 1 with one decimal; `-` for None."""
+    """Format a share of 1 as percent with one decimal; `-` for None."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-    """The summary for a person, readable at 100 columns; accuracies in percent."""
+    """Return the summary as tables, readable at 100 columns; accuracies in percent."""
     title = f"{summary['method']}, {summary['rounds']} rounds, {summary['data']}; accuracy in %"
     result = Table(title=title, box=box.SIMPLE_HEAD, show_footer=True, collapse_padding=True)
     average = summary["mean"]
@@ -163,7 +163,7 @@ Curve = Sequence[Mapping[str, Any]]
 
 
 def accuracy_over_rounds(curves: Mapping[str, Curve], path: Path, title: str) -> None:
-    """Draw accuracy over rounds: one colour per client, solid its personal model, dashed its local-only shadow.
+    """Plot accuracy over rounds: one colour per client, solid for its personal model, dashed for its local-only model.
 
     Left: each client's own test images; right: the common balanced test.
     """
@@ -194,10 +194,10 @@ def accuracy_over_rounds(curves: Mapping[str, Curve], path: Path, title: str) ->
 
 
 class Progress:
-    """Prints a line for each round.
+    """Prints one line for each round.
 
     Args:
-        console: where to.
+        console: for the output.
         rounds: number of rounds of the federation.
     """
 
@@ -207,13 +207,13 @@ class Progress:
         self._printed: set[str] = set()
 
     def print_once(self, line: str) -> None:
-        """Print a line that stays, once."""
+        """Print a permanent line, once."""
         if line not in self._printed:
             self._printed.add(line)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, agents: Sequence[AgentHistory], coordinator: CoordinatorHistory) -> None:
-        """Print what is new: that the first round is open, each round that ended, and problems of agents."""
+        """Print news: the first open round, each finished round, and problems of agents."""
         if coordinator.is_open:
             self.print_once("the first round is open")
         for round_number in coordinator.stored:

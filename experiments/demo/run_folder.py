@@ -1,8 +1,8 @@
-"""The folder of a demo: where everything lies, its choices and ports, which steps are done, the secrets of its processes.
+"""The folder of a demo: its layout, settings and ports, completed steps, and the secrets of its processes.
 
-DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder, an ordinary data source
+DIR/demo.json      the settings, and completed preparation steps         DIR/data/       each client's folder, an ordinary data source
 DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
-DIR/observer/      what crossed the broker                               DIR/logs/       output of every process
+DIR/observer/      the recorded traffic of the broker                    DIR/logs/       output of every process
 DIR/summary.json, DIR/accuracy.png
 """
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def observer(self) -> Path:
-        """What crossed the broker."""
+        """The recorded traffic of the broker."""
         return self.root / "observer"
 
     def bundle(self, client: str) -> Path:
@@ -63,7 +63,7 @@ class Run:
         return self.root / "devices" / client
 
     def save(self, done: frozenset[str]) -> None:
-        """Remember the choices and which steps are done, in the folder, which is made where there is none."""
+        """Store the settings and the completed steps in the folder, which is created if missing."""
         self.root.mkdir(parents=True, exist_ok=True)
         record = {
             "format": 1,
@@ -75,12 +75,12 @@ class Run:
         replace_durably(self.root / OPTIONS_FILE, json.dumps(record, indent=1))
 
     def done(self) -> frozenset[str]:
-        """The preparing steps that were completed."""
+        """The completed preparation steps."""
         return frozenset(json.loads((self.root / OPTIONS_FILE).read_text())["done"])
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback that are free now."""
+    """Return TCP ports on loopback that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for listener in sockets:
@@ -92,10 +92,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def chosen_broker(wanted: str) -> str:
-    """The broker of `fedcg broker run` for the demo's option `--broker`.
+    """Return the broker of `fedcg broker run` for the demo's option `--broker`.
 
     Raises:
-        OptionError: there is no such broker.
+        OptionError: unknown broker.
     """
     if wanted == "auto":
         return MOSQUITTO if find_mosquitto() is not None else EMBEDDED
@@ -105,22 +105,22 @@ def chosen_broker(wanted: str) -> str:
 
 
 def new_run(root: Path, setting: Setting, broker: str) -> Run:
-    """The folder of a new demo; nothing is written yet.
+    """Return the folder of a new demo; writes nothing yet.
 
     Raises:
-        OptionError: the folder holds something, or there is no such broker.
+        OptionError: the folder is not empty, or the broker is unknown.
     """
     broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(
-            f"{root} is not an empty folder; choose another --out, or go on with --resume {root}", exit_code=EXISTS
+            f"{root} is not an empty folder; choose another --out, or use --resume {root}", exit_code=EXISTS
         )
     broker_port, api_port = free_ports(2)
     return Run(root.resolve(), setting, broker, broker_port, api_port)
 
 
 def resumed_run(root: Path) -> Run:
-    """The folder of a demo that was interrupted.
+    """Return the folder of an interrupted demo.
 
     Raises:
         OptionError: it holds no demo.
@@ -133,16 +133,16 @@ def resumed_run(root: Path) -> Run:
 
 
 def write_secrets(folder: Path, seed: int, client: str) -> None:
-    """Give a device its own secret and the cohort's, from the demo's seed; on a real box both are random."""
+    """Give a device its own secret and the cohort's, from the demo's seed; on a real device both are random."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, purpose in (("device.key", f"device {client}"), ("cohort.key", "cohort")):
         replace_durably(folder / name, checked_secret(root_secret(seed, purpose)))
 
 
 def _place(pictures: Sequence[Picture], folder: Path, name: str | None = None) -> None:
-    """Hard-link image files into a folder, or copy them where the file system can't link; write what is no file.
+    """Hard-link image files into a folder, or copy them if the file system can't link; write pictures that are not files.
 
-    A name other than its own is for a single picture.
+    Only a single picture may get another name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
@@ -164,16 +164,16 @@ def prepare(source: Source, out: Path, options: DealOptions) -> Deal:
     """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*`, `out/public/*` and `out/partition.json`.
 
     Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
-    source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test.
-    The file names of public images do not show their classes. `partition.json` has the numbers of each client's images.
+    source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test. The
+    file names of public images do not reveal their classes. `partition.json` has the numbers of each client's images.
 
     Args:
         source: the images.
-        out: folder to write to; made if it is not there.
-        options: what decides who gets what.
+        out: folder to write to; created if missing.
+        options: the settings of the partition.
 
     Raises:
-        SourceError: too few images for so many clients, or a folder that can't be written.
+        SourceError: too few images for the clients, or a folder that can't be written.
     """
     deal = deal_out(source, options)
     counts = {}
@@ -196,13 +196,13 @@ def _count(pictures: PicturesPerClass) -> int:
 
 
 def image_counts(out: Path) -> dict[str, dict[str, int]]:
-    """By client the numbers of its images that `prepare` wrote: `train_images`, `test_images`.
+    """Return, by client, the numbers of images that `prepare` wrote: `train_images`, `test_images`.
 
     Raises:
-        SourceError: nothing (complete) was written there.
+        SourceError: no complete record was written there.
     """
     try:
         counts: dict[str, dict[str, int]] = json.loads((out / PARTITION_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise SourceError(f"{out / PARTITION_FILE} is no partition record: {error}") from error
+        raise SourceError(f"{out / PARTITION_FILE} is not a partition record: {error}") from error
     return counts

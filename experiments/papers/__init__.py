@@ -1,1 +1,1 @@
-"""The published tables: their figures, their settings, which runs they need, and our runs beside them. No torch."""
+"""The published tables: their figures, settings and required runs, compared with our runs. No torch."""

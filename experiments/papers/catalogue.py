@@ -1,6 +1,6 @@
-"""Reads the papers' tables from the TOML files beside this module into presets. Knows nothing of runs.
+"""Reads the papers' tables from the TOML files next to this module into presets. Independent of runs.
 
-What a paper leaves open, and how it is read here, stands in comments of its file.
+Comments in each file note what the paper leaves open, and our reading of it.
 
 A preset is one column of a table (`fedcg:table1:cifar10-4`): the published setting and one row per method or variant.
 """
@@ -83,7 +83,7 @@ class _PaperFile(_Strict):
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure, in percent; `std` is None where the paper prints none."""
+    """A published figure, in percent; `std` is None if the paper prints none."""
 
     mean: float
     std: float | None = None
@@ -95,13 +95,13 @@ class Row:
 
     Attributes:
         key: `method` or `method/variant`, unique in its preset.
-        label: the paper's name for it.
-        setting: fields of the run's setting that this row adds to the preset's.
-        params: every published parameter of the method; `own_params` names those that this row is about.
-        search: parameters of which the paper tried several values and reports the best.
-        figures: published figure by measure; empty where the paper has none.
-        home: preset and row under which this very run is recorded: another table's, where the two are the same run.
-        needs: what its run needs and is not there; None where it can be run.
+        label: the paper's name for the row.
+        setting: fields of the run's setting, in addition to the preset's.
+        params: every published parameter of the method; `own_params` names those that define this row.
+        search: parameters for which the paper tried several values and reports the best.
+        figures: published figure by measure; empty if the paper has none.
+        home: preset and row under which this run is recorded; those of another table if both have the same run.
+        needs: the missing requirement of its run; None if it can be run.
     """
 
     key: str
@@ -121,12 +121,12 @@ class Row:
 
     @property
     def variant(self) -> str:
-        """The label of an ablation; empty for the method as it is."""
+        """The label of an ablation; empty for the unchanged method."""
         return self.key.partition("/")[2]
 
     @property
     def names(self) -> frozenset[str]:
-        """What it may be asked for by: its method with all variants, or itself alone, `method/` where it has no variant."""
+        """The names that select the row: its method with all variants, or the row alone, `method/` without a variant."""
         return frozenset({self.method, f"{self.method}/{self.variant}"})
 
 
@@ -137,12 +137,12 @@ class Preset:
     Attributes:
         name: `paper:table:scenario`, with `@budget` for a reduced one.
         setting: published fields of the run's setting, without method, seed and parameters.
-        changed: what a reduced budget puts over `setting`; `changed_params` likewise over a method's parameters, `changed_rows`
-            over a row's setting.
-        measures: names of the figures, the one that the paper argues with first.
-        needs: data that the user has to bring; None where it can be found by name.
+        changed: a reduced budget's changes to `setting`; `changed_params`: its changes to a method's parameters;
+            `changed_rows`: to a row's setting.
+        measures: names of the figures; the paper's main figure is first.
+        needs: data that the user must provide; None if it is available by name.
         stand_in: why this preset has no published figures; None for a published one.
-        reference: the row that relative measures compare with; None where there is no such measure.
+        reference: the reference row of relative measures; None without such a measure.
     """
 
     name: str
@@ -166,7 +166,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Claim:
-    """An order that a paper states: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal.
+    """An order stated by a paper: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal.
 
     A number as `higher` is a level in percent, such as chance.
     """
@@ -185,7 +185,7 @@ def _paper_files() -> list[_PaperFile]:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """All presets with the published budget, by name."""
+    """Return all presets with the published budget, by name."""
     found = {}
     for paper in _paper_files():
         for table in paper.table:
@@ -197,7 +197,7 @@ def presets() -> Mapping[str, Preset]:
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """Every order the papers state, one by one."""
+    """Return every order stated by the papers."""
     found = []
     for paper in _paper_files():
         for entry in paper.claim:
@@ -228,7 +228,7 @@ def _row(paper: _PaperFile, table: str, scenario: str, key: str, pairs: Sequence
     own = paper.row[key]
     meant = own.same_as or key
     source = paper.row[meant]
-    # The first table that has this run in this scenario is where it is recorded, so that no run is done twice.
+    # A run is recorded in the first table that has it in this scenario, so that it is only done once.
     first = next(name for name in paper.table if meant in paper.table[name].figures.get(scenario, {}))
     return Row(
         key=key,
@@ -249,14 +249,14 @@ def _budgets() -> Mapping[str, Mapping[str, _ReducedEntry]]:
 
 
 def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ...]:
-    """The presets that a name means: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
+    """Return the presets for a name: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
 
     Args:
-        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget`.
-        with_stand_ins: our stand-ins are of the group too; otherwise only where the group has nothing else.
+        name: a preset, or the common start of several up to a `:` or a `-`; both optionally with `@budget`.
+        with_stand_ins: whether the group includes our stand-ins; otherwise only if it has no other presets.
 
     Raises:
-        OptionError: there is none of that name.
+        OptionError: no such preset.
     """
     base, at, budget = name.partition("@")
     known = presets()
@@ -265,15 +265,15 @@ def find_presets(name: str, *, with_stand_ins: bool = False) -> tuple[Preset, ..
         found = [preset for preset in found if preset.stand_in is None] or found
     if not found:
         near = [key for key in known if key.startswith(base.partition(":")[0] + ":")] or list(known)
-        raise OptionError(f"no table {base!r}; there are {', '.join(near)}", exit_code=NOT_FOUND)
+        raise OptionError(f"no table {base!r}; choose {', '.join(near)}", exit_code=NOT_FOUND)
     return tuple(_with_budget(preset, budget) if at else preset for preset in found)
 
 
 @cache
 def row_fields(name: str) -> frozenset[str]:
-    """What differs from row to row in a preset, with or without a budget: fields of the setting, and `params.NAME`.
+    """Return the fields of the setting, and `params.NAME`, that differ between rows of a preset, with or without a budget.
 
-    Empty for a name that means no preset any more, as an old record may have it.
+    Empty for the name of a removed preset, as in old records.
     """
     base, _, budget = name.partition("@")
     if base not in presets():
@@ -293,11 +293,11 @@ def _is_in(name: str, group: str) -> bool:
 def _with_budget(preset: Preset, budget: str) -> Preset:
     budgets = _budgets()[preset.name.partition(":")[0]]
     if budget not in budgets:
-        raise OptionError(f"no budget {budget!r} for {preset.name}; there are {', '.join(budgets)}")
+        raise OptionError(f"no budget {budget!r} for {preset.name}; choose {', '.join(budgets)}")
     reduced = budgets[budget]
     if reduced.scenarios and preset.name.rpartition(":")[2] not in reduced.scenarios:
         raise OptionError(
-            f"the budget {budget!r} is not one of {preset.name}; it is for {', '.join(reduced.scenarios)}"
+            f"the budget {budget!r} does not apply to {preset.name}, only to {', '.join(reduced.scenarios)}"
         )
     return replace(
         preset,

@@ -1,9 +1,9 @@
-"""Our runs beside the published tables: one comparison per preset and budget, with a judgement of the papers' orders.
+"""Our runs compared with the published tables: one comparison per preset and budget, with a verdict on the papers' orders.
 
-Local-only accuracies: a run of `local` gives them to every other run of its table, budget, seed and learning rate.
+A run of `local` provides the local-only accuracies for all other runs of its table, budget, seed and learning rate.
 
-Whether an order that a paper states holds in our runs is paired over seeds, and undecided within the noise: both runs of a pair have one
-seed, that is the same split, initial weights and order of images, and what they share cancels.
+A paper's order is tested with runs paired by seed, and undecided within the noise. Both runs of a pair have the same
+split, initial weights and order of images, so common effects cancel.
 """
 
 import math
@@ -32,17 +32,17 @@ from experiments.papers.records import ClientRecord, RunRecord
 _LOCAL = "local"
 LEAST_SEEDS = 3
 CRITERION = (
-    f"An order is confirmed or refuted where the two-sided 95 % t interval of the difference per seed lies wholly on one side of 0, "
-    f"from {LEAST_SEEDS} common seeds on; otherwise it is undecided. `≈` is confirmed where that interval lies within ± the margin, "
-    "refuted where it lies wholly outside. Many orders are judged at once and nothing is corrected for that."
+    f"An order is confirmed or refuted if the two-sided 95 % t interval of the difference per seed lies entirely on one side of 0, "
+    f"with at least {LEAST_SEEDS} common seeds; otherwise it is undecided. `≈` is confirmed if that interval lies within ± the margin, "
+    "refuted if it lies entirely outside. There is no correction for judging many orders at once."
 )
 _Key = tuple[str | None, str, str, int, str]
 
 
 def beside_local(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs, with the local-only accuracy of each client that was trained without a shadow.
+    """Return the runs, with local-only accuracies for clients that were trained without a local-only model.
 
-    A shadow and a run of `local` are the same training: same data, split, weights and streams, no aggregate.
+    A local-only model is trained exactly as in a run of `local`: same data, split, weights and streams, no aggregate.
     """
     alone: dict[_Key, dict[str, float]] = {}
     for run in sorted(runs, key=lambda run: (run.date, run.file)):
@@ -68,7 +68,7 @@ def _beside(client: ClientRecord, local: float | None) -> ClientRecord:
 
 
 class Judgement(str, Enum):
-    """How our runs judge an order."""
+    """The verdict of our runs on an order."""
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
@@ -77,12 +77,12 @@ class Judgement(str, Enum):
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A judgement and what it rests on.
+    """A verdict and its evidence.
 
     Attributes:
-        seeds: number of seeds that both rows have.
+        seeds: number of seeds of both rows.
         difference: mean over seeds of higher - lower, in points; None without a common seed.
-        half_width: of its 95 % interval; None below two seeds.
+        half_width: half the width of its 95 % interval; None below two seeds.
     """
 
     judgement: Judgement
@@ -96,8 +96,8 @@ def judge(lower: Mapping[int, float], higher: Mapping[int, float], margin: float
 
     Args:
         lower: accuracy in percent by seed.
-        higher: likewise, of the other row.
-        margin: points within which two rows count as about equal.
+        higher: likewise, for the other row.
+        margin: difference in points up to which two rows count as about equal.
     """
     differences = [higher[seed] - lower[seed] for seed in sorted(lower.keys() & higher.keys())]
     count = len(differences)
@@ -122,7 +122,7 @@ def _place(low: float, high: float, margin: float | None) -> Judgement:
 
 @dataclass(frozen=True)
 class Order:
-    """A claim and its judgement by our runs, in one measure."""
+    """A claim and the verdict of our runs, in one measure."""
 
     claim: Claim
     measure: str
@@ -132,12 +132,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A preset beside our runs of it under one budget.
+    """A preset and our runs of it under one budget.
 
     Attributes:
-        reduced: differences from the published setting that concern the whole table; empty: published settings.
-        data: names of the data that the runs used.
-        strangers: files of runs that fit no row.
+        reduced: differences from the published setting that affect the whole table; empty: published settings.
+        data: names of the runs' data.
+        strangers: files of runs that match no row.
     """
 
     preset: Preset
@@ -149,10 +149,10 @@ class Comparison:
 
 
 def compare(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = None) -> tuple[Comparison, ...]:
-    """One comparison per preset and budget that has runs, in the order of the papers.
+    """Return one comparison per preset and budget with runs, in the order of the papers.
 
     Args:
-        runs: records; those that started from no preset are passed over.
+        runs: records; those without a preset are skipped.
         chosen: only these presets; all when None.
     """
     by_budget: dict[str, dict[str, list[RunRecord]]] = defaultdict(lambda: defaultdict(list))
@@ -199,7 +199,7 @@ def _comparison(preset: Preset, runs: Mapping[str, Sequence[RunRecord]]) -> Comp
 
 
 def _with_shadows(lines: Sequence[Line], used: Sequence[RunRecord], preset: Preset) -> list[Line]:
-    """Without runs of `local`, its row shows the shadows: the same data, split, weights and streams, no aggregate."""
+    """Without runs of `local`, its row shows the local-only models of other runs: same data, split, weights and streams."""
     row = preset.rows.get(_LOCAL)
     if row is None or any(line.row.key == _LOCAL for line in lines):
         return list(lines)
@@ -216,7 +216,7 @@ def _with_shadows(lines: Sequence[Line], used: Sequence[RunRecord], preset: Pres
 
 def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
     first: dict[str, Line] = {}
-    # Of several lines of a row: published settings before others, then the one with the most seeds.
+    # Among several lines of a row: published settings first, then the one with the most seeds.
     for line in sorted(lines, key=lambda line: (bool(line.reduced), -max(map(len, line.by_seed.values())))):
         first.setdefault(line.row.key, line)
     orders = []
@@ -240,7 +240,7 @@ def _published_difference(preset: Preset, claim: Claim, measure: str) -> float |
 
 
 def _printed(preset: Preset, end: str | float, measure: str) -> float | None:
-    """The paper's figure of a row; a level is its own."""
+    """Return the paper's figure of a row; a level is returned unchanged."""
     if isinstance(end, float):
         return end
     figure = preset.rows[end].figures.get(measure)

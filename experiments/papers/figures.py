@@ -1,7 +1,8 @@
-"""Figures of our runs over seeds: the lines of one row of a table, with the best of a search and clients below local-only, and bytes of an update against accuracy.
+"""Figures of our runs over seeds: the lines of a row, the best of a search, clients below local-only, and update size against accuracy.
 
-All are means over clients in percent: `personal` is accuracy_personal and `after` accuracy_after, at each client's best validation
-round; `local` and `last` are accuracy_last, `download` is the last download, `global` global_accuracy_last. `adr` is the share of the global accuracy that a row loses against the reference row of the same seed.
+All are means over clients in percent: `personal` is accuracy_personal and `after` accuracy_after, at each client's best
+validation round; `local` and `last` are accuracy_last, `download` is the last download, `global` global_accuracy_last.
+`adr` is the share of global accuracy that a row loses, relative to the reference row of the same seed.
 """
 
 import json
@@ -25,9 +26,10 @@ class Gain:
     """One client of one run, in percentage points.
 
     Attributes:
-        points: the deployed model's accuracy minus the local-only one's, on the common test images, else on the client's own.
-        margin: half of the 95 % interval, from the number of images. The models see the same images, which the interval does not
-            use: it is too wide rather than too narrow.
+        points: accuracy of the deployed model minus that of the local-only model, on the common test images, else on
+            the client's own.
+        margin: half the 95 % interval, from the number of images. The interval ignores that both models see the same
+            images, so it is rather too wide.
     """
 
     points: float
@@ -39,10 +41,10 @@ class Transfer:
     """The clients of a row, over all its seeds.
 
     Attributes:
-        worst: the client that gained least.
-        clients: how many are compared.
-        below: how many are below their local-only model; `beyond` of them by more than the margin.
-        lost: mean points of those that are below; 0 without any.
+        worst: the client with the smallest gain.
+        clients: number of compared clients.
+        below: number of clients below their local-only model; `beyond`: those below by more than the margin.
+        lost: mean points of the clients below; 0 if there are none.
     """
 
     worst: Gain
@@ -53,7 +55,7 @@ class Transfer:
 
 
 def transfer_of(clients: Iterable[ClientRecord]) -> Transfer | None:
-    """What came of some clients; None where no record has both models."""
+    """Summarise some clients; None if no record has both models."""
     gains = [gain for client in clients if (gain := _gain(client)) is not None]
     if not gains:
         return None
@@ -91,9 +93,9 @@ FIELDS = {
 }
 _OF_LAST_ROUND = frozenset({"download", "local", "global", ADR})
 FAR_STDS = 2.0
-# Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
+# Differences that only affect rows with a generator, or with public images: they mark a row, not the whole table.
 _ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images", "codec", "aggregate_codec"})
-_PARAMS = "params."  # before a parameter's name in the list of differences
+_PARAMS = "params."  # prefix of a parameter's name in the list of differences
 Differences = Mapping[str, tuple[object, object]]
 
 
@@ -111,18 +113,18 @@ class Line:
     """Our runs of one row.
 
     Attributes:
-        choice: the searched values that won, by validation accuracy; `tried` of `offered` values have runs.
-        reduced: differences from the published setting that concern this row alone.
+        choice: the best searched values, by validation accuracy; `tried` of `offered` values have runs.
+        reduced: differences from the published setting that only affect this row.
         by_seed: measure to seed to percent.
         figures: measure to mean over seeds.
-        after: accuracy with the round's aggregate loaded, at the round that the first measure is read at; None where nothing
-            that is measured comes down.
-        losing: how many of `compared` clients, over all seeds, are below their local-only model.
+        after: accuracy with the round's aggregate loaded, at the round of the first measure; None if the aggregate has
+            no measured part.
+        losing: number of `compared` clients, over all seeds, below their local-only model.
         gains: points over local-only for each client, mean over seeds.
-        transfer: what the deployed models give over local-only ones; None where the records do not say.
-        failures: local rounds that diverged and were undone.
-        unmerged: rounds, over all seeds, in which the server merged nothing.
-        from_shadow: the figures are those of the other runs' local-only shadows.
+        transfer: gain of the deployed models over local-only ones; None if the records lack it.
+        failures: local rounds that diverged and were reverted.
+        unmerged: rounds without a merge, over all seeds.
+        from_shadow: whether the figures come from the other runs' local-only models.
     """
 
     row: Row
@@ -143,12 +145,12 @@ class Line:
 
 
 def is_far(ours: Figure, paper: Published) -> bool:
-    """Whether our mean is more than two of the PAPER's standard deviations from the paper's mean; never where it prints none."""
+    """Whether our mean is more than two of the paper's standard deviations from its mean; False if it prints none."""
     return paper.std is not None and abs(ours.mean - paper.mean) > FAR_STDS * paper.std
 
 
 def row_of(run: RunRecord, preset: Preset) -> tuple[Row, str] | None:
-    """The row of its preset that a run belongs to, and its searched values as text; None where it fits none."""
+    """Return the row of its preset for a run, and its searched values as text; None if no row matches."""
     for row in preset.rows.values():
         if row.home != (preset.base, row.key) or row.method != run.method:
             continue
@@ -159,22 +161,22 @@ def row_of(run: RunRecord, preset: Preset) -> tuple[Row, str] | None:
 
 
 def figure_of(values: Iterable[float]) -> Figure | None:
-    """Mean and sample standard deviation; None without values."""
+    """Return mean and sample standard deviation; None without values."""
     known = list(values)
     return Figure(fmean(known), stdev(known) if len(known) > 1 else None, len(known)) if known else None
 
 
 def lines_of(row: Row, mine: Sequence[tuple[RunRecord, str]], measures: Sequence[str]) -> list[Line]:
-    """Our runs of a row, one line per set of differences that concern this row alone.
+    """Return our runs of a row, one line per set of differences that only affect this row.
 
     Args:
-        row: the row as its table shows it.
-        mine: its runs, each with its searched values as text.
+        row: the row of the table.
+        mine: its runs, each with the searched values as text.
         measures: names of the figures.
     """
     groups: dict[str, dict[str, dict[int, RunRecord]]] = defaultdict(lambda: defaultdict(dict))
     for run, choice in sorted(mine, key=lambda pair: (pair[0].date, pair[0].file)):
-        groups[key_of(row_differences(run))][choice][run.seed] = run  # of a repeated run the last counts
+        groups[key_of(row_differences(run))][choice][run.seed] = run  # the last of repeated runs counts
     offered = 1
     for values in row.search.values():
         offered *= len(values)
@@ -211,7 +213,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
 
 
 def _winner(by_choice: Mapping[str, Mapping[int, RunRecord]], *, last: bool) -> str:
-    """Of the searched values with the most seeds, those with the best mean validation accuracy."""
+    """Return the values with the best mean validation accuracy, among the searched values with the most seeds."""
     most = max(len(runs) for runs in by_choice.values())
 
     def validation(choice: str) -> float:
@@ -228,7 +230,7 @@ def _by_seed(runs: Mapping[int, RunRecord], field: str) -> dict[int, float]:
 
 
 def figures_of(by_seed: Mapping[str, Mapping[int, float]]) -> dict[str, Figure]:
-    """Means over seeds of every measure that has any."""
+    """Return means over seeds of every measure with values."""
     figures = {measure: figure_of(values.values()) for measure, values in by_seed.items()}
     return {measure: figure for measure, figure in figures.items() if figure is not None}
 
@@ -239,7 +241,7 @@ def _searched(run: RunRecord, key: str) -> ParameterValue:
 
 
 def with_degradation(lines: Sequence[Line], reference: str) -> list[Line]:
-    """The lines with accuracies as the share that each loses against the reference's first line, in percent (ADR)."""
+    """Return the lines with accuracies as the loss relative to the reference's first line, in percent (ADR)."""
     whole = next((line.by_seed for line in lines if line.row.key == reference), {}).get(ADR, {})
 
     def lost(line: Line) -> Line:
@@ -259,15 +261,15 @@ def _concerns_row(name: str, run: RunRecord) -> bool:
 
 
 def table_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
-    """Differences from the published setting that make another table of it."""
+    """Return differences from the published setting that define another table."""
     return {name: pair for name, pair in run.reduced.items() if not _concerns_row(name, run)}
 
 
 def row_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
-    """Differences from the published setting that concern the run's row alone: its parameters, generator and codecs."""
+    """Return differences from the published setting that only affect the run's row: its parameters, generator and codecs."""
     return {name: pair for name, pair in run.reduced.items() if _concerns_row(name, run)}
 
 
 def key_of(differences: Differences) -> str:
-    """Text that is equal for equal differences; `{}` for none."""
+    """Return text that is equal for equal differences; `{}` for none."""
     return json.dumps(differences, sort_keys=True, default=list)

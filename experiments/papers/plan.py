@@ -1,4 +1,4 @@
-"""From the name of a published table to the runs it needs, with what differs from the published setting.
+"""Derives the runs of a published table from its name, with the differences from the published setting.
 
 Runs nothing.
 """
@@ -22,14 +22,14 @@ _NAMED_DATA = (DIGITS, "torchvision:")
 
 @dataclass(frozen=True)
 class TableRun:
-    """One run of a table, before it is checked.
+    """One run of a table, before validation.
 
     Attributes:
-        paper: the preset under which it is recorded.
-        variant: the row's variant and the searched values, as the record shows them.
+        paper: the preset under which the run is recorded.
+        variant: the row's variant and the searched values, as in the record.
         published: fields of the published setting, without method, seed, variant and parameters.
         params: the published parameters of the method.
-        given: fields that the budget or the user puts over `published`; `given_params` likewise over `params`.
+        given: fields from the budget or the user that override `published`; `given_params` override `params`.
     """
 
     paper: str
@@ -43,11 +43,11 @@ class TableRun:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What no two runs have in common."""
+        """The unique key of a run."""
         return self.paper, self.method, self.variant, self.seed
 
     def planned(self) -> PlannedRun:
-        """The run as `fedcg simulate` does it, with what differs from the published setting.
+        """Return the run for `fedcg simulate`, with the differences from the published setting.
 
         Raises:
             ValidationError: names every bad value.
@@ -57,7 +57,7 @@ class TableRun:
             {**self.published, **named, "params": self.params}, {**self.given, "params": dict(self.given_params)}
         )
         before, now = self.published.get("data"), run.setting.data
-        # Where the same images lie is no difference; another data set by name is one.
+        # Another location of the same images is not a difference; another data set by name is one.
         if before is None or now == before or not now.startswith(_NAMED_DATA):
             return run
         return run.model_copy(update={"reduced": {**run.reduced, "data": (before, run.setting.data_name)}})
@@ -71,17 +71,17 @@ def plan_runs(
     setting: Values | None = None,
     params: Mapping[str, Values] | None = None,
 ) -> tuple[TableRun, ...]:
-    """The runs of a published table, which `fedcg simulate --paper NAME` runs, each once: all rows of a seed before the next seed.
+    """Return the runs of a published table for `fedcg simulate --paper NAME`, each once: all rows of a seed before the next seed.
 
     Args:
         name: a preset or a group of presets.
-        methods: only these methods, or rows as `method/variant` and `method/` for the one without a variant; empty means all.
-        seeds: empty means the paper's.
-        setting: what the user puts over the published setting.
-        params: parameters that the user gives, by method; those under "" are every method's.
+        methods: only these methods, or rows as `method/variant`, and `method/` without a variant; empty: all.
+        seeds: empty: the paper's.
+        setting: the user's changes to the published setting.
+        params: the user's parameters, by method; those under "" apply to every method.
 
     Raises:
-        OptionError: no such table or row, or data that the user has to bring and did not.
+        OptionError: no such table or row, or the user must provide data.
     """
     runs: dict[tuple[str, str, str, int], TableRun] = {}
     found = find_presets(name)
@@ -140,7 +140,7 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Values)
 
 
 def _with_defence_params(given: Values, under: Values) -> dict[str, JsonValue]:
-    """What the user gives, with typed parameters of a defence over those that its row has; a row without a defence gets none."""
+    """Return the user's changes, with typed parameters of a defence overriding those of the row; a row without a defence gets none."""
     typed, before = given.get("defence_params"), under.get("defence_params")
     rest = {name: value for name, value in given.items() if name != "defence_params"}
     if not isinstance(typed, dict) or {**under, **rest}.get("defence") is None:
@@ -149,7 +149,7 @@ def _with_defence_params(given: Values, under: Values) -> dict[str, JsonValue]:
 
 
 def variant_text(variant: str, choice: Values) -> str:
-    """How a record names a row's variant with the searched values: `kd`, `mu=0.01`, `kd-lr=0.05`."""
+    """Return a record's name for a row's variant with the searched values: `kd`, `mu=0.01`, `kd-lr=0.05`."""
     shown = (
         f"{key}={value:g}" if isinstance(value, (int, float)) else f"{key}={value}" for key, value in choice.items()
     )

@@ -1,4 +1,4 @@
-"""Reads the records of simulated runs from a folder, strictly and within bounds. Knows nothing of tables and imports no torch."""
+"""Reads the records of simulated runs from a folder, strictly and within bounds. Independent of tables; imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ _Column = list[float | None]
 
 
 class _Part(BaseModel):
-    """A part of a record; fields that are not needed here are passed over."""
+    """A part of a record; unused fields are ignored."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class Curve(_Part):
-    """What is needed of a client's curve."""
+    """The used columns of a client's curve."""
 
     validation: _Column = []
     after: _Column = []
@@ -51,7 +51,7 @@ class ClientRecord(_Part):
 
 
 class Network(_Part):
-    """What the run's networks were."""
+    """The run's networks."""
 
     split: str
 
@@ -60,8 +60,8 @@ class RunRecord(_Part):
     """One simulated run, format 2.
 
     Attributes:
-        paper: the preset that the run started from; None for a run of its own.
-        reduced: what differs from the published setting: name to [published, run].
+        paper: the preset of the run; None without one.
+        reduced: differences from the published setting: name to [published, run].
         mean: means over clients; accuracies are shares of 1.
         server_failures: rounds whose updates were not merged.
         file: name of the record's file.
@@ -88,11 +88,11 @@ class RunRecord(_Part):
 
     @property
     def base(self) -> str | None:
-        """The preset without its budget."""
+        """The preset's name without the budget."""
         return None if self.paper is None else self.paper.partition("@")[0]
 
     def figure(self, name: str) -> float | None:
-        """A mean over clients in percent; of the moving average and the last download, records have each client's alone."""
+        """Return a mean over clients in percent; for the moving average and the last download, records only have values by client."""
         if name == "download_last":
             return self.after_download(last=True)
         share = self.mean.get(name)
@@ -102,12 +102,12 @@ class RunRecord(_Part):
         return None if share is None else 100.0 * share
 
     def validation(self, *, last: bool) -> float | None:
-        """Mean over clients of the last or the best validation accuracy, in percent."""
+        """Return the mean over clients of the last or the best validation accuracy, in percent."""
         columns = ([value for value in client.curve.validation if value is not None] for client in self.clients)
         return _percent([values[-1] if last else max(values) for values in columns if values])
 
     def after_download(self, *, last: bool) -> float | None:
-        """Mean over clients of the accuracy with the round's aggregate loaded, in percent.
+        """Return the mean over clients of the accuracy with the round's aggregate loaded, in percent.
 
         Args:
             last: in the last round; else at each client's best validation round.
@@ -124,11 +124,11 @@ def _percent(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder of runs holds.
+    """The content of a folder of runs.
 
     Attributes:
         runs: the simulated runs, by file name.
-        damaged: (file, reason) of what can't be read.
+        damaged: (file, reason) of unreadable files.
     """
 
     runs: tuple[RunRecord, ...]
@@ -139,27 +139,27 @@ def read_folder(folder: Path) -> Folder:
     """Read every `*.json` of a folder.
 
     Raises:
-        OptionError: not a folder, or more files than can be runs.
+        OptionError: not a folder, or too many files.
     """
     if not folder.is_dir():
-        raise OptionError(f"{folder} is not a folder of runs: name one with --runs", exit_code=NOT_FOUND)
+        raise OptionError(f"{folder} is not a folder of runs: choose one with --runs", exit_code=NOT_FOUND)
     paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
     if len(paths) > MAX_RECORDS:
-        raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: name the folder of the runs")
+        raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: choose the folder of the runs")
     runs, damaged = [], []
     for path in paths:
         try:
             runs += _read(path)
-        except (OSError, ValueError, RecursionError) as error:  # noqa: PERF203 - each file for itself
+        except (OSError, ValueError, RecursionError) as error:  # noqa: PERF203 - each file separately
             damaged.append((path.name, _reason(error)))
     return Folder(tuple(runs), tuple(damaged))
 
 
 def _read(path: Path) -> list[RunRecord]:
-    """The run in a file; none in a demo's, which belongs to no table."""
+    """Return the run in a file; None for a demo, which belongs to no table."""
     size = path.stat().st_size
     if size > MAX_RECORD_BYTES:
-        raise ValueError(f"{size} bytes are too many for a record")
+        raise ValueError(f"{size} bytes are too large for a record")
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - bad content, not a bad call

@@ -1,4 +1,4 @@
-"""What `fedcg tables` shows, as plain sheets of text: a title, columns, rows, notes. Knows nothing of terminals."""
+"""The output of `fedcg tables`, as plain sheets of text: a title, columns, rows, notes. Independent of terminals."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ FAR_NOTE = "! differs from the paper by more than 2 of the paper's standard devi
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of text; every row has as many cells as there are columns."""
+    """A table of text; every row has one cell per column."""
 
     title: str
     columns: tuple[str, ...]
@@ -33,9 +33,9 @@ class Sheet:
 
 
 def comparison_sheet(found: Comparison) -> Sheet:
-    """The paper's rows beside ours."""
+    """Return the paper's rows next to ours."""
     first = found.preset.measures[0]
-    # The paper's column of a measure is left out where it prints none.
+    # The paper's column of a measure is left out if it has no values.
     measures = {name: any(name in row.figures for row in found.preset.rows.values()) for name in found.preset.measures}
     columns = ["row"]
     for measure, is_printed in measures.items():
@@ -59,7 +59,7 @@ def comparison_sheet(found: Comparison) -> Sheet:
     notes += [FAR_NOTE] if any(cell.endswith(" !") for cells in rows for cell in cells) else []
     if found.preset.stand_in is not None:
         notes.append(found.preset.stand_in)
-    notes += [f"{file} fits no row of this table" for file in found.strangers]
+    notes += [f"{file} matches no row of this table" for file in found.strangers]
     title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
     columns += [
         *([] if {"after", "download"} & measures.keys() else ["after download"]),
@@ -71,14 +71,14 @@ def comparison_sheet(found: Comparison) -> Sheet:
 
 
 def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
-    """Every order stated by the papers that our runs can be compared with."""
+    """Return every order of the papers for which we have runs."""
     rows = [_order(found, order) for found in comparisons for order in found.orders]
     columns = ("table", "claim", "order", "measure", "paper", "ours", "seeds", "judgement")
     return Sheet("Orders stated by the papers", columns, tuple(rows))
 
 
 def gains_sheet(found: Comparison) -> Sheet:
-    """Points over local-only per client, as FedCG's figure 4 shows them."""
+    """Return points over local-only per client, as in FedCG's figure 4."""
     clients = sorted({client for line in found.lines for client in line.gains})
     rows = [
         (line.row.label, *(f"{line.gains[client]:+.1f}" if client in line.gains else _NONE for client in clients))
@@ -89,7 +89,7 @@ def gains_sheet(found: Comparison) -> Sheet:
 
 
 def transfer_sheet(found: Comparison) -> Sheet:
-    """The worst client's deployed model against its local-only one, and how many clients lost by the federation."""
+    """Return the worst client's gain over its local-only model, and the number of clients that lost accuracy."""
     rows = [
         (
             line.row.label,
@@ -112,7 +112,7 @@ def transfer_sheet(found: Comparison) -> Sheet:
 
 
 def markdown(sheet: Sheet) -> str:
-    """The sheet as GitHub's Markdown."""
+    """Return the sheet as GitHub Markdown."""
     lines = [f"### {sheet.title}", "", _markdown_row(sheet.columns), _markdown_row(["---"] * len(sheet.columns))]
     lines += [_markdown_row(row) for row in sheet.rows]
     lines += ["", *(f"- {note}" for note in sheet.notes)] if sheet.notes else []
@@ -120,7 +120,7 @@ def markdown(sheet: Sheet) -> str:
 
 
 def figure_text(figure: Figure | Published | None) -> str:
-    """`47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; a published figure has no number, some no deviation."""
+    """Format as `47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; published figures have no number, some no deviation."""
     if figure is None:
         return _NONE
     if isinstance(figure, Published):
@@ -134,7 +134,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _common(lines: Sequence[Line]) -> Differences:
-    """Differences that all rows have; they are shown once, above the rows."""
+    """Return differences common to all rows, which are shown once, above the rows."""
     ours = [line.reduced for line in lines if not line.from_shadow]
     first = ours[0] if len(ours) > 1 else {}
     return {name: pair for name, pair in first.items() if all(other.get(name) == pair for other in ours)}
@@ -166,14 +166,14 @@ def _cells(
 
 
 def _own(line: Line, first: str) -> Mapping[int, float]:
-    """By seed the accuracy of clients' own models where it is measured, else the first measure."""
+    """Return, by seed, the accuracy of clients' own models if measured, else the first measure."""
     return line.by_seed.get("personal", line.by_seed.get(first, {}))
 
 
 def _remarks(line: Line, common: Differences) -> str:
     remarks = []
     if line.from_shadow:
-        remarks.append("from the other runs' shadows")
+        remarks.append("local-only models of other runs")
     if line.offered > 1:
         remarks.append(f"best of {line.tried} of {line.offered}: {line.choice}")
     own = {name: pair for name, pair in line.reduced.items() if name not in common}

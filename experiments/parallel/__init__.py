@@ -1,1 +1,1 @@
-"""Processes and Ray."""
+"""Simulations in processes and on Ray."""

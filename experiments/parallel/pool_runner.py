@@ -1,7 +1,8 @@
-"""Runs the pieces of a simulation in processes of a few torch threads each; same results as in one process, bit for bit.
+"""Runs the pieces of a simulation in processes with a few torch threads each; results equal those of one process, bit for bit.
 
-Every worker gets the data of a federation once. When a worker dies, all are replaced and what is unfinished is repeated: a piece is
-a pure function, so a repetition gives the same result. Pickles travel only between this process and its own children.
+Every worker gets the data of a federation once. When a worker dies, all workers are replaced and unfinished pieces are
+repeated. A piece is a pure function, so a repetition gives the same result. Pickles travel only between this process
+and its own children.
 """
 
 import pickle
@@ -19,49 +20,49 @@ from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.tasks import Answer, Shared, Task
 from fedcg.worker_process import abandon
 
-MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
+MAX_TRIES = 3  # a task that kills three workers (probably out of memory) would kill the fourth
 
-_party: Party  # of this worker, once it has begun
+_party: Party  # of this worker, once started
 
 
 def _begin(threads: int, party: bytes) -> None:
     """Make this process a worker."""
     global _party
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the simulation
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that started the simulation
     torch.set_num_threads(threads)
-    _party = pickle.loads(party)  # noqa: S301 - from the parent process alone
+    _party = pickle.loads(party)  # noqa: S301 - only from the parent process
 
 
 def _work(piece: bytes) -> bytes:
-    """On a worker: what a piece came to, or the exception that it met.
+    """On a worker: return the result of a piece, or its exception.
 
-    Pickled here and not by the pool, which would put every tensor into shared memory.
+    Pickled here, because the pool would put every tensor into shared memory.
     """
     try:
-        function, task, shared = pickle.loads(piece)  # noqa: S301 - from the parent process alone
+        function, task, shared = pickle.loads(piece)  # noqa: S301 - only from the parent process
         return pickle.dumps(function(_party, task, shared))
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent raises it
         return _portable(error)
 
 
 def _portable(error: Exception) -> bytes:
-    """An exception as it can be raised on the other side; its text where its type can't be made there from a pickle."""
+    """Return an exception that can be raised in the parent; its text if its type can't be unpickled there."""
     if is_of_code(error):
         error = FedcgError(told(error))
     try:
         content = pickle.dumps(error)
         pickle.loads(content)  # noqa: S301 - our own
-    except Exception:  # noqa: BLE001 - whatever an exception's own constructor raises
+    except Exception:  # noqa: BLE001 - an exception's own constructor may raise anything
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return content
 
 
 class PoolRunner:
-    """A runner with worker processes, which are started anew for each party.
+    """A runner with worker processes, which are restarted for each party.
 
     Args:
-        workers: how many.
-        threads: torch threads of each; one is fastest on CPUs, and what makes results equal to a process with one thread.
+        workers: number of processes.
+        threads: torch threads of each; one is fastest on CPUs, and gives the results of a process with one thread.
     """
 
     def __init__(self, workers: int, threads: int = 1) -> None:
@@ -71,7 +72,7 @@ class PoolRunner:
         self._pool: ProcessPoolExecutor | None = None
 
     def start(self, party: Party) -> None:
-        """Take a federation's data, which every worker gets as it begins."""
+        """Set a federation's data, which every worker receives at its start."""
         self.close()
         self._party = pickle.dumps(party)
         self._open()
@@ -90,10 +91,10 @@ class PoolRunner:
     def answers(
         self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
     ) -> Iterator[Answer]:
-        """Answers in the order in which they come.
+        """Yield answers in the order of arrival.
 
         Raises:
-            RunError: workers died several times without an answer between.
+            RunError: workers died several times in a row without an answer.
         """
         left, deaths, pool = dict(enumerate(tasks)), 0, self._pool or self._open()
         while left:
@@ -113,7 +114,7 @@ class PoolRunner:
                 deaths, pool = deaths + 1, self._open()
                 if deaths == MAX_TRIES:
                     raise RunError(
-                        f"{deaths} worker processes died over one task, probably for want of memory: "
+                        f"{deaths} worker processes died at one task, probably out of memory: "
                         "use fewer --workers or a smaller batch"
                     ) from error
             finally:

@@ -1,7 +1,7 @@
-"""A running Ray cluster to compute on, which this machine is a node of.
+"""A running Ray cluster for computations, with this machine as a node.
 
-Imports Ray when a cluster is opened, never before. A cluster is one trust domain: its nodes exchange pickles and run what they
-are given; see docs/how-to/simulate.md. Knows nothing of what is computed.
+Ray is only imported when a cluster is opened. A cluster is one trust domain: its nodes exchange pickles and run
+received code; see docs/scale-out.md. Independent of the computation.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Announce = Callable[[str], None]
 
 
 Build = Mapping[str, str]
-"""What must be the same on all nodes, or results could differ or nodes misunderstand each other: versions by package, and a digest."""
+"""Everything that must be equal on all nodes for equal results and compatible messages: versions by package, and a digest."""
 
 
 def differences(mine: Build, theirs: Build) -> list[str]:
-    """What is not the same, as `torch 2.13.0 instead of 2.12.0`."""
+    """Return the differences, such as `torch 2.13.0 instead of 2.12.0`."""
     return [f"{name} {mine[name]} instead of {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
-@functools.cache  # what a process has imported does not change
+@functools.cache  # a process keeps the code that it imported
 def own_build() -> Build:
-    """The build of this process; `code` is the digest of the sources of `fedcg`, and finds a changed file under an unchanged version."""
+    """Return the build of this process; `code` is the digest of the sources of `fedcg`, to detect changed files of an unchanged version."""
     digest, root = hashlib.sha256(), Path(fedcg.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
@@ -47,7 +47,7 @@ def own_build() -> Build:
 
 @functools.cache
 def own_processor() -> str:
-    """The CPU model of this machine: bit equality is promised within one."""
+    """Return the CPU model of this machine; bit equality is only guaranteed on one model."""
     return detect().cpu_model or "unknown"
 
 
@@ -63,15 +63,15 @@ class RayCluster:
         self._announced: set[str] = set()
 
     def gpus(self) -> int:
-        """How many GPUs Ray knows of."""
+        """The number of GPUs known to Ray."""
         return int(cluster_resources().get("GPU", 0))
 
     def met(self, processor: str) -> None:
-        """Take note of the CPU model of a node that answered; announce each that is not this machine's, once."""
+        """Record the CPU model of a node that answered; announce each model that differs from this machine's, once."""
         if processor != own_processor():
             self.announce_once(
                 f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
-                "results are not promised to be bit for bit those of one machine"
+                "results may differ in the last bits from those of one machine"
             )
 
     def announce_once(self, line: str) -> None:
@@ -82,22 +82,22 @@ class RayCluster:
 
 
 def cluster_resources() -> dict[str, float]:
-    """CPU, GPU and what else the nodes of the cluster have together now."""
+    """Return the total CPUs, GPUs and other resources of the cluster's nodes."""
     import ray
 
     return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
 
 
 def slots(threads: int) -> int:
-    """How many tasks of so many CPUs the cluster that this process belongs to can run at once now."""
+    """Return how many tasks with this number of CPUs the cluster of this process can run in parallel now."""
     return int(cluster_resources().get("CPU", 0)) // threads
 
 
 def check_ray() -> None:
-    """Look whether Ray is installed, without importing it.
+    """Check whether Ray is installed, without importing it.
 
     Raises:
-        ModuleNotFoundError: it is not.
+        ModuleNotFoundError: Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -105,18 +105,18 @@ def check_ray() -> None:
 
 @contextmanager
 def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
-    """A cluster for the length of the block; it stays.
+    """Connect to a cluster during the block; the cluster keeps running.
 
     Args:
-        address: `auto` or HOST:PORT of a running one that this machine is a node of.
+        address: `auto` or HOST:PORT of a running cluster with this machine as a node.
         announce: prints a line for the operator.
 
     Raises:
-        OptionError: no such cluster, or a node of it has another build.
+        OptionError: no such cluster, or one of its nodes has another build.
     """
     if "://" in address:
         raise OptionError(
-            f"--ray {address}: run the command on a machine of the cluster, with --ray auto or --ray HOST:PORT"
+            f"--ray {address}: run the command on a node of the cluster, with --ray auto or --ray HOST:PORT"
         )
     if address != AUTO:
         _check_reachable(address)
@@ -127,7 +127,7 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for two minutes."""
+    """Fail fast: Ray itself would try for two minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise OptionError(f"--ray {address}: write auto or HOST:PORT")
@@ -157,10 +157,10 @@ def _describe() -> tuple[Build, str]:
 
 
 def check_nodes(cluster: RayCluster) -> None:
-    """Ask every node what it is, before anything is started.
+    """Check every node's build and CPU before anything starts.
 
     Raises:
-        OptionError: a node can't be used; all of them are named.
+        OptionError: a node can't be used; names all such nodes.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -169,7 +169,7 @@ def check_nodes(cluster: RayCluster) -> None:
     known = ray.nodes()  # type: ignore[no-untyped-call]
     nodes = [node for node in known if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     if not nodes:
-        raise OptionError("no node of the Ray cluster has a CPU to offer")
+        raise OptionError("no node of the Ray cluster has a CPU")
     asked = [
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_cpus=0).remote()
         for node in nodes

@@ -1,7 +1,7 @@
-"""Simulations on a Ray cluster: RayRunner hands out the pieces of one run, RaySimulator hands out whole runs, several at once.
+"""Simulations on a Ray cluster: RayRunner distributes the pieces of one run, RaySimulator distributes whole runs in parallel.
 
-On one CPU model the results are those of one process, bit for bit. A worker or node that dies loses nothing: pieces are repeated,
-and a run continues after its last reported round.
+On one CPU model the results equal those of one process, bit for bit. If a worker or node dies, nothing is lost: pieces
+are repeated, and a run continues after its last reported round.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 
-MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
-GPU_SHARE = 0.25  # of a GPU per task: networks of this size leave most of it idle
+MAX_RETRIES = 3  # a task that kills four workers (probably out of memory) would kill the fifth
+GPU_SHARE = 0.25  # of a GPU per task: networks of this size use a small part of it
 
 
 @dataclass(frozen=True)
 class Demands:
-    """What a worker must be and do before it computes anything.
+    """The setup of a worker before it computes anything.
 
     Attributes:
-        build: its own must be the same.
-        threads: of torch.
-        splits: networks of the user's own that may be imported (`fedcg.learning.split_names`).
+        build: the required build of the worker.
+        threads: number of torch threads.
+        splits: the user's own networks that may be imported (`fedcg.learning.split_names`).
         weights: files and folders with weights of backbones (`fedcg.learning.split_names`).
     """
 
@@ -49,14 +49,14 @@ class Demands:
 
     @staticmethod
     def of_this_process(threads: int) -> Demands:
-        """That a worker is as this process."""
+        """Return the setup that makes a worker like this process."""
         return Demands(own_build(), threads, *(os.environ.get(name, "") for name in (ALLOW_VARIABLE, WEIGHTS_VARIABLE)))
 
     def meet(self) -> None:
-        """Make this process, a worker, so.
+        """Set up this process, a worker.
 
         Raises:
-            RunError: this node, perhaps one that joined later, has another build.
+            RunError: this node has another build; it may have joined later.
         """
         if found := differences(own_build(), self.build):
             raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(found)}")
@@ -66,24 +66,24 @@ class Demands:
 
 
 def resources(threads: int, device: str) -> dict[str, float]:
-    """What a task takes up, as Ray's options."""
+    """Return the resources of a task, as Ray's options."""
     return {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else GPU_SHARE}
 
 
 def _work(
     demands: Demands, function: Callable[..., Any], party: Party, common: ImageSet | None, *given: Any
 ) -> tuple[str, Any]:
-    """On a worker: the CPU model, and what the function came to."""
+    """On a worker: return the CPU model, and the result of the function."""
     demands.meet()
     return own_processor(), function(replace(party, common=common), *given)
 
 
 class RayRunner:
-    """A runner on the cluster that this process belongs to; it stays when the runner is closed.
+    """A runner on the cluster of this process; closing the runner keeps the cluster.
 
     Args:
-        threads: torch threads of each task, and the CPUs that it takes up.
-        met: called with the CPU model that each task ran on.
+        threads: torch threads and CPUs of each task.
+        met: called with the CPU model of each task.
     """
 
     def __init__(self, threads: int = 1, met: Callable[[str], object] = lambda _processor: None) -> None:
@@ -95,7 +95,7 @@ class RayRunner:
         self._resources = resources(threads, "cpu")
 
     def start(self, party: Party) -> None:
-        """Put a federation's data into the object store; the last one's go."""
+        """Put a federation's data into the object store, instead of the previous federation's."""
         import ray
 
         bare = replace(party, datasets={}, common=None, public=None)
@@ -108,16 +108,16 @@ class RayRunner:
         self._common = ray.put(None if party.common is None else sendable(party.common))
 
     def close(self) -> None:
-        """Let the data go."""
+        """Release the data."""
         self._clients, self._server, self._common = {}, None, None
 
     def answers(
         self, function: Callable[[Party, Task, Shared], Answer], tasks: Sequence[Task], shared: Shared
     ) -> Iterator[Answer]:
-        """Answers in the order in which they come; about as many tasks as can run at once are handed out, so that memory stays bounded.
+        """Yield answers in the order of arrival; only about as many tasks as can run are submitted, so that memory stays bounded.
 
         Raises:
-            RunError: a piece ended several workers.
+            RunError: a piece killed several workers.
         """
         import ray
 
@@ -144,7 +144,7 @@ class RayRunner:
 
 
 def _answer(reference: ObjectRef[Any]) -> Any:
-    """What a task came to; an exception that it met is raised as it was there."""
+    """Return the result of a task, or raise its exception."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -154,17 +154,17 @@ def _answer(reference: ObjectRef[Any]) -> Any:
         raise original(error) from error
     except RayError as error:
         raise RunError(
-            f"a task was lost {MAX_RETRIES + 1} times on the Ray cluster, probably for want of memory: {error}"
+            f"a task was lost {MAX_RETRIES + 1} times on the Ray cluster, probably out of memory: {error}"
         ) from error
 
 
 def original(error: Any) -> Exception:
-    """The exception that a task met, without what Ray adds to its text; Ray's own where it could not be sent."""
+    """Return the exception of a task, without Ray's additions; Ray's own if the exception could not be sent."""
     return error.cause if isinstance(error.cause, Exception) else RunError(f"a task on the Ray cluster failed: {error}")
 
 
 def roots_for(roots: Roots, client: str) -> Roots:
-    """What a client's tasks draw from; a task needs no other client's secrets."""
+    """Return the random streams of a client's tasks; a task needs no other client's secrets."""
     return Roots(roots.cohort, b"", {client: roots.devices[client]})
 
 
@@ -173,34 +173,34 @@ def _own(data: ClientData) -> ClientData:
 
 
 def sendable(images: ImageSet) -> ImageSet:
-    """The images without a larger tensor that they are a part of, which would be pickled with them."""
+    """Return the images as separate tensors: views would be pickled with the larger tensor."""
     if images.images.untyped_storage().nbytes() == images.images.nbytes:
         return images
     return replace(images, images=images.images.clone(), labels=images.labels.clone())
 
 
-MOST_LANES = 16  # the process that started the runs keeps the images and states of every one under way
-_ROUNDS_AHEAD = 2  # reported and not yet taken, each with all clients' states
+MOST_LANES = 16  # the process that started the runs keeps the images and states of every active run
+_ROUNDS_AHEAD = 2  # reported but not yet processed, each with all clients' states
 _WAKE_S = 0.5
 
 Reported = tuple[frozenset[str], Simulation]
 
 
 def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
-    """How many runs go on side by side: enough for every slot to have a client while the server half of one is at work.
+    """Return the number of parallel runs: enough that every slot has a client while one run's server half is working.
 
     Args:
-        runs: to be done.
-        clients: of a run.
-        slots: tasks that run at once on the cluster.
-        gpus: GPUs that runs share; each run's server half keeps a part of one. None for runs on CPUs.
+        runs: number of runs to do.
+        clients: number of clients of a run.
+        slots: number of parallel tasks on the cluster.
+        gpus: GPUs shared by the runs; each run's server half occupies a part of one. None for runs on CPUs.
     """
     useful = min(runs, slots // clients + 2, MOST_LANES)
     return max(1, useful if gpus is None else min(useful, gpus))
 
 
 def host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None) -> Iterator[Reported]:
-    """On a worker: run a federation, its pieces as tasks; after each round the CPU models met so far and where it stands."""
+    """On a worker: run a federation, with its pieces as tasks; yield the CPU models so far and the state after each round."""
     demands.meet()
     processors: set[str] = set()
     runner = RayRunner(demands.threads, processors.add)
@@ -209,12 +209,12 @@ def host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation 
 
 
 class RaySimulator:
-    """Runs federations on an open cluster; several threads may do so at once.
+    """Runs federations on an open cluster; several threads may call it concurrently.
 
     Args:
-        cluster: to compute on.
+        cluster: for the computations.
         threads: torch threads of each task.
-        stopping: ends the runs that are under way when it is set.
+        stopping: stops the active runs when set.
     """
 
     def __init__(self, cluster: RayCluster, threads: int, stopping: Event) -> None:
@@ -231,11 +231,11 @@ class RaySimulator:
         resume: Simulation | None = None,
         on_round: Callable[[Simulation], None] | None = None,
     ) -> Simulation:
-        """Run a federation; arguments as those of `simulate`.
+        """Run a federation; arguments as for `simulate`.
 
         Raises:
-            OptionError: it wants a GPU, and the cluster has none.
-            RunError: its processes kept dying, or it was stopped.
+            OptionError: the run needs a GPU, and the cluster has none.
+            RunError: its processes died repeatedly, or it was stopped.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -243,7 +243,7 @@ class RaySimulator:
         if party.device != "cpu":
             if self._cluster.gpus() == 0:
                 raise OptionError(f"--device {party.device}: no node of the Ray cluster has a GPU")
-            party = replace(party, device="cuda")  # Ray chooses a task's GPU and shows it that one alone
+            party = replace(party, device="cuda")  # Ray selects a GPU, which is the only one visible to the task
         kept, now, deaths = ray.put(party), resume, 0
         while True:
             try:
@@ -266,11 +266,11 @@ class RaySimulator:
     def _rounds(
         self, party: ObjectRef[Party], device: str, schedule: Schedule, resume: Simulation | None
     ) -> Iterator[Simulation]:
-        """The rounds that are left, from one process on the cluster."""
+        """Yield the remaining rounds from one process on the cluster."""
         import ray
 
         submit = ray.remote(host).options(
-            max_retries=0,  # it would begin again at `resume`; here it goes on after the last round
+            max_retries=0,  # Ray would restart at `resume`; here the run resumes after the last round
             scheduling_strategy="SPREAD",
             _generator_backpressure_num_objects=_ROUNDS_AHEAD,
             **resources(self._threads, device),
@@ -297,4 +297,4 @@ class RaySimulator:
 
     def _look_for_nodes(self) -> None:
         if slots(self._threads) == 0:
-            self._cluster.announce_once("no node of the Ray cluster can take a task; waiting for one")
+            self._cluster.announce_once("no node of the Ray cluster can accept a task; waiting for one")

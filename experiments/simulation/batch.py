@@ -1,6 +1,6 @@
-"""What `fedcg simulate` is asked for: a list of runs, made of options or of a published setting with options over it.
+"""The batch of `fedcg simulate`: a list of runs, from options or from a published setting overridden by options.
 
-Knows names and numbers only; runs nothing and imports no torch.
+Only handles names and numbers; runs nothing and imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH_FORMAT = 1
 STATE_FOLDER = ".state"
 _BATCH_FILE = "batch.json"
 _KEPT_ROUNDS = r"^(all|\d{1,6}(,\d{1,6})*)$"
-# Options that are a parameter of every method, and that parameter's name.
+# Options that set a parameter of every method, and that parameter's name.
 PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
 _NO_REDUCTION = frozenset(
     {
@@ -48,46 +48,44 @@ _NO_REDUCTION = frozenset(
 
 
 class RunSetting(Setting):
-    """Everything that decides the numbers of one run.
+    """Everything that determines the numbers of one run.
 
     Attributes:
-        precision: of training steps; "bf16" on CUDA devices alone.
-        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.payload`).
-        start: the root of the private parts' initial weights.
-        privacy: the mechanisms of every client; a setting without any has the JSON that it had before there were some.
-        paper: the published setting that this run started from.
+        precision: of training steps; "bf16" only on CUDA devices.
+        codec: codec of updates; `aggregate_codec`: codec of aggregates (`fedcg.wire.artifacts.payload`).
+        start: the seed of the private parts' initial weights.
+        privacy: the mechanisms of every client; a setting without any has the same JSON as before mechanisms existed.
+        paper: the published setting of this run.
     """
 
     quick: Annotated[bool, Field(description=Setting.model_fields["quick"].description)] = False
     device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$", description="torch device: cpu, cuda, cuda:1")] = "cpu"
     precision: Annotated[
         Literal["f32", "bf16"],
-        Field(description="of training steps: f32; bf16 on cuda, for convolutions and matrix products"),
+        Field(description="precision of training steps: f32; bf16 on cuda, for convolutions and matrix products"),
     ] = "f32"
     threads: Annotated[
-        int, Field(ge=1, le=1024, description="torch threads of each process; other numbers give other last digits")
+        int, Field(ge=1, le=1024, description="torch threads of each process; the number affects the last digits")
     ] = 1
-    evaluate_every: Annotated[
-        int, Field(ge=1, description="measure after every so many rounds, and after the last")
-    ] = 1
-    participation: Annotated[float, Field(gt=0, le=1, description="share of the clients that take part in a round")] = (
-        1.0
-    )
+    evaluate_every: Annotated[int, Field(ge=1, description="measure every this many rounds, and after the last")] = 1
+    participation: Annotated[
+        float, Field(gt=0, le=1, description="share of the clients that participate in a round")
+    ] = 1.0
     early_stop: Annotated[
-        int | None, Field(ge=1, description="end after so many rounds without a better validation of any client")
+        int | None, Field(ge=1, description="stop after this many rounds without better validation at any client")
     ] = None
-    shadow: Annotated[bool, Field(description="train local-only shadows beside")] = True
-    codec: Annotated[UpdateCodec, Field(description="of updates; a deployment's default is i8-delta")] = "f32"
-    aggregate_codec: Annotated[AggregateCodec, Field(description="of aggregates; a deployment's default is f16")] = (
-        "f32"
-    )
+    shadow: Annotated[bool, Field(description="also train local-only models")] = True
+    codec: Annotated[UpdateCodec, Field(description="codec of updates; default of a deployment: i8-delta")] = "f32"
+    aggregate_codec: Annotated[
+        AggregateCodec, Field(description="codec of aggregates; default of a deployment: f16")
+    ] = "f32"
     start: Annotated[
         Literal["cohort", "public", "random"],
-        # Records from before this field, and those that leave it at its default, are alike.
+        # Older records without this field match records with its default.
         Field(
             exclude_if=lambda start: start == "cohort",
             description="private parts start from one secret of all clients (cohort), from the public seed of the spec, or "
-            "each client's from a secret of its own (random)",
+            "from each client's own secret (random)",
         ),
     ] = "cohort"
     variant: Annotated[
@@ -102,7 +100,7 @@ class RunSetting(Setting):
         str | None,
         Field(
             exclude_if=lambda defence: defence is None,
-            description="what every client's training images go through before the first round: antigan, ats, etc",
+            description="defence of every client's training images before the first round: antigan, ats, etc",
         ),
     ] = None
     defence_params: dict[str, ParameterValue] = Field(default_factory=dict, exclude_if=lambda params: not params)
@@ -121,19 +119,19 @@ class RunSetting(Setting):
 
     @property
     def defence_label(self) -> str:
-        """The data defence with the parameters that differ from its defaults; empty without one."""
+        """Return the data defence with the parameters that differ from its defaults; empty without one."""
         return defence_label(self.defence, self.defence_params)
 
     @property
     def data_name(self) -> str:
-        """The data set without this machine's paths: a folder's or file's name, or a named data set without its folder."""
+        """Return the data set without this machine's paths: a folder's or file's name, or a named data set without its folder."""
         if self.data.startswith("torchvision:"):
             return ":".join(self.data.split(":")[:2])
         return Path(self.data).name if "/" in self.data else self.data
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending; codecs, defence, mechanisms and start are named where they are not the default."""
+        """Return the run's file name without ending; codecs, defence, mechanisms and start are included if not the default."""
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
         parts = (
             self.paper or self.data_name,
@@ -148,16 +146,16 @@ class RunSetting(Setting):
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
 
     def plan_for(self, classes: Sequence[str], form: InputForm) -> dict[str, object]:
-        """As a demo's, with the codecs that this run asks for."""
+        """Return the plan as for a demo, with the codecs of this run."""
         return {**super().plan_for(classes, form), "codec": self.codec, "aggregate_codec": self.aggregate_codec}
 
     def published(self) -> dict[str, Any]:
-        """The setting as a record shows it: no path of this machine in it."""
+        """Return the setting for a record, without paths of this machine."""
         weights = {} if self.weights is None else {"weights": Path(self.weights).name}
         return {**self.model_dump(mode="json"), "data": self.data_name, **weights}
 
     def is_same(self, published: object) -> bool:
-        """Whether a setting as a record shows it is this one; what it does not name has its default."""
+        """Return whether a record's setting equals this one; missing fields have their defaults."""
         try:
             return RunSetting.model_validate(published).published() == self.published()
         except ValidationError:
@@ -165,12 +163,12 @@ class RunSetting(Setting):
 
 
 class PlannedRun(BaseModel):
-    """One run to be done.
+    """One run to do.
 
     Attributes:
-        setting: what decides its numbers.
-        reduced: where that differs from the published setting: name to (published, run); empty without one.
-        keep_updates: the rounds whose updates are recorded, `all` or `1,5,10`; None: of none.
+        setting: everything that determines its numbers.
+        reduced: its differences from the published setting: name to (published, run); empty without one.
+        keep_updates: the rounds whose updates are recorded, `all` or `1,5,10`; None: no recording.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -188,27 +186,25 @@ class PlannedRun(BaseModel):
 
 
 class Batch(BaseModel):
-    """Runs that belong together, in the order they are done."""
+    """Runs that belong together, in order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: Annotated[tuple[PlannedRun, ...], Field(min_length=1)]
 
     def keeping(self, rounds: str) -> Batch:
-        """The same runs, with the updates of some rounds recorded.
+        """Return the same runs, with the updates of some rounds recorded.
 
         Args:
-            rounds: `all`, or numbers with commas between them.
+            rounds: `all`, or comma-separated numbers.
 
         Raises:
-            OptionError: something else, or a round that a run does not have.
+            OptionError: another form, or a round beyond a run's last.
         """
         if re.fullmatch(_KEPT_ROUNDS, rounds) is None:
-            raise OptionError(
-                f"--keep-updates {rounds!r}: write all, or rounds with commas between them such as 1,5,10"
-            )
+            raise OptionError(f"--keep-updates {rounds!r}: write all, or comma-separated rounds such as 1,5,10")
         if any(run.setting.backbones for run in self.runs):
-            raise OptionError("--keep-updates records one network for all clients: leave --backbones out")
+            raise OptionError("--keep-updates records one network for all clients: omit --backbones")
         kept = tuple(run.model_copy(update={"keep_updates": rounds}) for run in self.runs)
         for run in kept:
             if strange := run.kept_rounds - frozenset(range(1, run.setting.rounds + 1)):
@@ -225,14 +221,14 @@ def plan_batch(
     method_params: Mapping[str, Mapping[str, ParameterValue]],
     networks: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Batch:
-    """Every method with every seed; all methods of a seed before the next seed.
+    """Return a run for every method and seed; all methods of a seed before the next seed.
 
     Args:
         options: fields of `RunSetting` by name, without method, seed and params.
-        methods: names.
-        seeds: roots of all randomness.
-        method_params: parameters by method; those under "" are every method's.
-        networks: likewise fields of `RunSetting`, over those in `options`: what a method needs.
+        methods: names of methods.
+        seeds: seeds of all randomness.
+        method_params: parameters by method; those under "" apply to every method.
+        networks: likewise fields of `RunSetting` that a method needs; they override `options`.
 
     Raises:
         ValidationError: names every bad value.
@@ -257,11 +253,11 @@ def plan_batch(
 
 
 def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> PlannedRun:
-    """A published setting with some options over it.
+    """Return a published setting, overridden by some options.
 
     Args:
         published: fields of `RunSetting`, `params` among them.
-        given: such fields that the user asks for; each beats what is published, also where that stands in `params`.
+        given: the user's fields; each overrides the published value, also in `params`.
 
     Raises:
         ValidationError: names every bad value.
@@ -276,23 +272,23 @@ def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> Plann
 
 
 def _compared(setting: RunSetting) -> dict[str, Any]:
-    """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
+    """Return a setting for comparison: without fields that change no published figure, and with one name for each field."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
     values |= {"start": setting.start, "privacy": setting.privacy.label, "defence": setting.defence_label}
     return values | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 
 def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
-    """Remember in `folder` what is being run there, beside what was before; it stays on this machine, for it may hold paths.
+    """Store the batch in `folder`, in addition to earlier runs; the file stays on this machine, since it may contain paths.
 
     Args:
-        batch: a run of a name that is known takes its place.
-        folder: of the batch.
-        force: whether such a run may have other data than the one before.
+        batch: a run replaces an earlier one of the same name.
+        folder: the batch's folder.
+        force: whether such a run may have other data than the earlier one.
 
     Raises:
-        OptionError: a run of the same name had another setting, or other data, which its record would not show; nothing was
-            written.
+        OptionError: an earlier run of the same name had another setting, or other data, which its record would not
+        show; nothing was written.
     """
     known = _known_runs(folder)
     for run in batch.runs:
@@ -301,8 +297,8 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
         before = known.get(run.setting.name)
         if before is not None and before.setting.data != run.setting.data and not force:
             raise OptionError(
-                f"{folder}: {run.setting.name} was run with {before.setting.data} there, not {run.setting.data}; "
-                "choose another --out, or --force to run it again"
+                f"{folder}: {run.setting.name} was run on {before.setting.data} there, not on {run.setting.data}; "
+                "choose another --out, or --force to repeat it"
             )
     runs = {**known, **{run.setting.name: run for run in batch.runs}}
     state = folder / STATE_FOLDER
@@ -312,12 +308,12 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
 
 
 def record_path(folder: Path, run: PlannedRun) -> Path:
-    """Where the record of a run in `folder` lies."""
+    """Return the path of a run's record in `folder`."""
     return folder / f"{run.setting.name}.json"
 
 
 def has_record(folder: Path, run: PlannedRun) -> bool:
-    """Whether `folder` has the record of this very run.
+    """Return whether `folder` has the record of this run.
 
     Raises:
         OptionError: the record of another setting has its name.
@@ -337,7 +333,7 @@ def has_record(folder: Path, run: PlannedRun) -> bool:
 
 
 def _known_runs(folder: Path) -> dict[str, PlannedRun]:
-    """By name the runs that `folder` remembers; none where nothing that can be read does."""
+    """Return the runs stored in `folder` by name; empty without a readable file."""
     try:
         return {run.setting.name: run for run in load_batch(folder).runs}
     except OptionError:
@@ -345,10 +341,10 @@ def _known_runs(folder: Path) -> dict[str, PlannedRun]:
 
 
 def load_batch(folder: Path) -> Batch:
-    """What was being run in `folder`.
+    """Return the batch stored in `folder`.
 
     Raises:
-        OptionError: nothing was.
+        OptionError: no readable batch.
     """
     try:
         return Batch.model_validate(json.loads((folder / STATE_FOLDER / _BATCH_FILE).read_text())["batch"])

@@ -1,7 +1,7 @@
 """Runs a batch in this process, in a pool of processes or on a Ray cluster.
 
-Shows progress, writes files beside the records, and prints the results at the end. Uses torch; the command imports it when it
-runs.
+Shows progress, writes files next to the records, and prints the results at the end. Uses torch; the command imports it
+at run time.
 """
 
 import os
@@ -37,12 +37,12 @@ from fedcg.tracking import TrackedRun, Tracking
 
 @dataclass(frozen=True)
 class Workers:
-    """How the runs of a batch are done.
+    """How the runs of a batch are executed.
 
     Attributes:
-        simulator: who runs one; threads may call it at once where `count` is more than 1.
-        count: how many at once.
-        stopping: set to end those that are under way.
+        simulator: runs one; threads may call it concurrently if `count` is more than 1.
+        count: number of parallel runs.
+        stopping: set to stop active runs.
     """
 
     simulator: Simulator
@@ -51,16 +51,16 @@ class Workers:
 
 
 def default_workers(clients: int, device: str) -> int:
-    """One per CPU of this process, at most one per client; one for an accelerator, which processes would only share."""
+    """Return one per CPU of this process, at most one per client; one for an accelerator, which processes would have to share."""
     return min(len(os.sched_getaffinity(0)), clients) if device == "cpu" else 1
 
 
 @contextmanager
 def open_workers(workers: int, threads: int) -> Iterator[Workers]:
-    """One run at a time on this machine; everything is closed at the end of the block.
+    """Yield lanes for one run at a time on this machine; they are closed at the end of the block.
 
     Args:
-        workers: processes; 1 stays in this one.
+        workers: number of processes; 1: this process.
         threads: torch threads of each.
     """
     from experiments.parallel.pool_runner import PoolRunner
@@ -76,11 +76,11 @@ def open_workers(workers: int, threads: int) -> Iterator[Workers]:
 
 @contextmanager
 def open_ray_workers(address: str, settings: list[RunSetting], announce: Callable[[str], None]) -> Iterator[Workers]:
-    """Several runs at a time on a Ray cluster, which is left at the end of the block.
+    """Yield lanes for several runs at a time on a Ray cluster, which is disconnected at the end of the block.
 
     Args:
-        address: as `experiments.parallel.ray_cluster.open_cluster` takes it.
-        settings: of the runs to be done.
+        address: as for `experiments.parallel.ray_cluster.open_cluster`.
+        settings: of the runs to do.
         announce: prints a line for the operator.
 
     Raises:
@@ -116,9 +116,9 @@ class BatchRunner:
 
     Args:
         folder: of the batch.
-        lanes: who runs them, and how many at once.
-        console: for progress and lines.
-        tracks: the trackers that every run is sent to (`fedcg.tracking`).
+        lanes: how the runs are executed, and how many in parallel.
+        console: for progress and messages.
+        tracks: the trackers that receive every run (`fedcg.tracking`).
         picture: whether curves.png is drawn.
         given: the clients of all runs (`Runs`).
     """
@@ -138,7 +138,7 @@ class BatchRunner:
         self._tracks, self._has_picture = tracks, picture
         self._lanes = lanes
         self._tracked: dict[str, list[Tracking]] = {}
-        self._counted_rounds: dict[str, int] = {}  # rounds of a run that the bar knows of
+        self._counted_rounds: dict[str, int] = {}  # rounds of a run that are known to the bar
         self._writing = Lock()
         self._runs = Runs(folder, lanes.simulator, self._after_round, self._print, given)
         self._bar = Progress(
@@ -151,26 +151,26 @@ class BatchRunner:
             console=console,
             transient=True,
             disable=not console.is_terminal,
-            speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should look at several
+            speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should cover several
         )
         self._task = self._bar.add_task("", total=0)
 
     def stands(self, planned: PlannedRun) -> Simulation | None:
-        """Where a run stands after its newest checkpoint; None without one."""
+        """Return the state of a run after its newest checkpoint; None without one."""
         return self._runs.stands(planned)
 
     def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
-        """Do what is not done yet.
+        """Run all unfinished runs.
 
         Args:
             batch: the runs.
-            force: do finished ones again too.
+            force: whether to repeat finished runs too.
 
         Returns:
-            The records of the runs done now, and the runs that failed.
+            The records of the new runs, and the failed runs.
 
         Raises:
-            OptionError: a record of another setting is in the way; nothing was run.
+            OptionError: a record of another setting has the same name; nothing was run.
         """
         if force:
             for planned in batch.runs:
@@ -179,8 +179,8 @@ class BatchRunner:
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
             is_lacking = planned.keep_updates and not self._runs.recording(planned).exists()
-            note = ", without a recording of its updates; --force runs it again" if is_lacking else ""
-            self._print(f"{planned.setting.name}: done before{note}")
+            note = ", without a recording of its updates; --force repeats it" if is_lacking else ""
+            self._print(f"{planned.setting.name}: already done{note}")
         self._counted_rounds = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
         total = sum(planned.setting.rounds for planned in todo)
         self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))
@@ -192,12 +192,12 @@ class BatchRunner:
         return records, failed
 
     def _side_by_side(self, todo: Sequence[PlannedRun]) -> list[dict[str, Any] | FailedRun]:
-        """What the runs come to, as many at a time as there are lanes; in the order of the batch."""
+        """Yield the outcomes of the runs in the order of the batch, as many in parallel as there are lanes."""
         with ThreadPoolExecutor(self._lanes.count) as threads:
             asked = [threads.submit(self._one, planned) for planned in todo]
             try:
                 return [future.result() for future in asked]
-            except BaseException:  # Ctrl-C above all: leaving the block waits for the threads, so they must end
+            except BaseException:  # mainly Ctrl-C: leaving the block waits for the threads, so they must stop
                 self._lanes.stopping.set()
                 for future in asked:
                     future.cancel()
@@ -217,7 +217,7 @@ class BatchRunner:
             ]
             for tracking in self._tracked[setting.name]:
                 tracking.finish({"clients": clients, "files": files})
-        except Exception as error:  # noqa: BLE001 - one run's failure does not end the batch; it is recorded and printed
+        except Exception as error:  # noqa: BLE001 - one failed run does not stop the batch; it is recorded and printed
             if self._lanes.stopping.is_set():
                 return FailedRun(setting.name, "stopped")  # not printed: the whole batch was stopped
             trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
@@ -247,7 +247,7 @@ class BatchRunner:
             self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
 
     def _tracked_run(self, planned: PlannedRun) -> TrackedRun:
-        """The run for trackers; where it is continued, its identity is that of its earlier part."""
+        """Return the run for trackers; a resumed run keeps its identity."""
         setting, kept = planned.setting, self._folder / STATE_FOLDER / f"{planned.setting.name}.tracked"
         is_continued = self._runs.done_rounds(planned) > 0 and kept.exists()
         if not is_continued:
@@ -260,7 +260,7 @@ class BatchRunner:
 
 
 def _shown(name: str) -> str:
-    """A run's name without the digest of a program's clients, which their own names stand for."""
+    """Return a run's name without the digest of a program's clients."""
     return re.sub(r"^program-[0-9a-f]{16}-", "", name)
 
 
@@ -277,14 +277,14 @@ def _figures(record: Mapping[str, Any]) -> str:
 
 
 def _spent(record: Mapping[str, Any]) -> Iterator[str]:
-    """The epsilon of the client that spent most, where DP-SGD was on."""
+    """Return the largest epsilon of any client, with DP-SGD."""
     spent = [client["epsilon"] for client in record["clients"] if client.get("epsilon") is not None]
     if spent:
         yield f"epsilon at most {max(spent):.2f} at delta {record['setting']['privacy']['dp_sgd']['delta']:g}"
 
 
 def _so_far(now: Simulation) -> str:
-    """Mean accuracies of the round that was just done; nothing where it was not measured."""
+    """Return mean accuracies of the latest round; empty if it was not measured."""
     records = [curve[-1] for curve in now.curves.values() if curve and curve[-1].round == now.rounds]
     figures = {
         "own test personal": [record.accuracy for record in records],
@@ -296,12 +296,12 @@ def _so_far(now: Simulation) -> str:
 
 
 def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
-    """What limits the meaning of the figures: the record has all of it, with reasons."""
+    """Return the limitations of the figures; the record has all of them, with reasons."""
     clients = record["clients"]
     for name, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
         failures = [failure for client in clients for failure in client[name]]
         if failures:
-            yield f"{what} undone: {len(failures)} ({failures[0]['reason']})"
+            yield f"{what} reverted: {len(failures)} ({failures[0]['reason']})"
     warnings = [warning for client in clients for warning in client.get("warnings", ())]
     if warnings:
         yield f"warnings: {len(warnings)} ({warnings[0]['reason']})"
@@ -316,7 +316,7 @@ def _measured(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The runs for a person: means over clients, in percent. 80 columns are enough: only a run's name is broken."""
+    """Return the runs as a table: means over clients, in percent. It fits 80 columns: only a run's name is wrapped."""
     result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
     result.add_column("run", overflow="fold")
     for label in (*_COLUMNS, "below\nlocal", "seconds"):

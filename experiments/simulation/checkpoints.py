@@ -1,6 +1,7 @@
-"""Where a simulation stands after a round: one file of tensors and plain values, replaced in one rename.
+"""Checkpoints of a simulation after a round: one file of tensors and plain values, replaced atomically.
 
-For this machine alone: it holds private parts of all simulated clients. Read with `weights_only`, so no code in a file is run.
+Only for this machine: they contain private parts of all simulated clients. Read with `weights_only`, so that no code in
+a file is run.
 """
 
 import pickle
@@ -24,8 +25,8 @@ class Checkpoints:
     """The checkpoints of one run; only the newest is kept.
 
     Args:
-        folder: made when it is first written to.
-        setting: what decides the run's numbers; the checkpoint of another setting does not count.
+        folder: created at the first write.
+        setting: everything that determines the run's numbers; checkpoints of another setting are ignored.
     """
 
     def __init__(self, folder: Path, setting: RunSetting) -> None:
@@ -33,7 +34,7 @@ class Checkpoints:
         self._setting = setting
 
     def save(self, now: Simulation, seconds: float) -> None:
-        """Write a checkpoint, and how long the run has taken so far; a crash leaves the one before it in place."""
+        """Write a checkpoint with the run's duration so far; after a crash the previous one remains."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         target = self._folder / f"round-{now.rounds:06d}.pt"
         fresh = target.with_suffix(".new")
@@ -47,11 +48,11 @@ class Checkpoints:
                 other.unlink()
 
     def rounds(self) -> int:
-        """How many rounds were done then; tensors are not read."""
+        """Return the number of finished rounds, without reading tensors."""
         return max((int(path.stem.removeprefix("round-")) for path in self.files()), default=0)
 
     def newest(self) -> tuple[Simulation, float] | None:
-        """Where the newest whole checkpoint of this setting stands, and the run's seconds until then; None without one."""
+        """Return the state of the newest valid checkpoint of this setting, and the run's seconds so far; None without one."""
         found = (self._read(file) for file in reversed(self.files()))
         return next((one for one in found if one is not None), None)
 
@@ -61,22 +62,22 @@ class Checkpoints:
             if read["format"] == CHECKPOINT_FORMAT and self._setting.is_same(read["setting"]):
                 return TypeAdapter(Simulation).validate_python(read["now"]), float(read["seconds"])
         except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError):
-            return None  # cut off by a power loss: the one before it counts
+            return None  # truncated by a power loss: use the previous one
         return None
 
     def remove(self) -> None:
-        """Forget all of them."""
+        """Delete all checkpoints."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def files(self) -> list[Path]:
-        """The checkpoints that are there, the newest last."""
+        """Return the checkpoints, the newest last."""
         return sorted(self._folder.glob("round-*.pt"))
 
 
 def _plain(one: object) -> object:
-    """A value with all that is in it as tensors and builtins: what `weights_only` reads, and pydantic makes the value of again."""
+    """Return a value as tensors and builtins, which `weights_only` reads, and from which pydantic restores the value."""
     if isinstance(one, torch.Tensor):
-        return one.detach().clone()  # a view would bring the whole tensor that it is a part of
+        return one.detach().clone()  # a view would include the whole tensor
     if isinstance(one, Enum):
         return one.value
     if is_dataclass(one):

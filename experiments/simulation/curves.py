@@ -1,4 +1,4 @@
-"""Curves of simulated runs: runs.csv, curves.csv and curves.png made of the records of a folder; figures for trackers."""
+"""Curves of simulated runs: runs.csv, curves.csv and curves.png from the records of a folder; figures for trackers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 RUNS_FILE, CURVES_FILE, PICTURE_FILE = "runs.csv", "curves.csv", "curves.png"
 _ABOUT = ("name", "paper", "method", "variant", "seed", "data", "partition", "rounds")
-_BYTES = ("up", "up_artifact")  # of one update: its tensors as they are coded, and compressed as a whole
+_BYTES = ("up", "up_artifact")  # of one update: its encoded tensors, and the compressed file
 
 Record = Mapping[str, Any]
 
 
 def write_tables(folder: Path) -> None:
-    """Write one line per run, and one line per run, client and round, of all records in the folder."""
+    """Write one line per run, and one line per run, client and round, for all records in the folder."""
     records = read_records(folder)
     means = sorted({name for record in records for name in record["mean"]})
     runs = (
@@ -59,7 +59,7 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[objec
 
 
 def draw_curves(folder: Path) -> None:
-    """Draw the records of a folder into its picture; nothing where there are none."""
+    """Plot the records of a folder into its picture; does nothing without records."""
     if records := read_records(folder):
         picture = io.BytesIO()
         drawn(records).savefig(picture, dpi=110, format="png")
@@ -67,7 +67,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def drawn(records: Sequence[Record]) -> Figure:
-    """Accuracy on the clients' own test images over rounds: one colour per method, local-only shadows dashed.
+    """Plot accuracy on the clients' own test images over rounds: one colour per method, local-only models dashed.
 
     A line is the mean over clients and seeds, its band the standard deviation over them. One panel per data set, partition
     and published setting.
@@ -109,7 +109,7 @@ def _draw_panel(panel: Any, records: Sequence[Record]) -> None:
 
 
 def mean_curve(records: Sequence[Record], column: str) -> tuple[list[int], list[float], list[float]]:
-    """(rounds, means, standard deviations) of a column over all clients of some runs, in percent; gaps are left out."""
+    """Return (rounds, means, standard deviations) of a column over all clients of some runs, in percent; gaps are skipped."""
     values: dict[int, list[float]] = defaultdict(list)
     for record in records:
         for client in record["clients"]:
@@ -122,7 +122,7 @@ def mean_curve(records: Sequence[Record], column: str) -> tuple[list[int], list[
 
 
 def figures_of(now: Simulation) -> dict[str, float]:
-    """The figures of the round that just ended, for a tracker: by column of the curve and client, and means; empty where it was not measured."""
+    """Return the figures of the latest round for a tracker, by column of the curve and client, and means; empty if it was not measured."""
     latest = {name: curve[-1] for name, curve in now.curves.items() if curve and curve[-1].round == now.rounds}
     figures: dict[str, float] = {}
     for tag, name in [*COLUMNS.items()][1:]:  # the first one is the round

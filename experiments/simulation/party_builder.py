@@ -1,6 +1,6 @@
-"""Who takes part in a simulated run: its images, the secrets that a demo of the same seed has, and what the wire does to its numbers. Uses torch.
+"""Builds the participants of a simulated run: images, the secrets of a demo with the same seed, and the wire's effect on numbers. Uses torch.
 
-Updates and aggregates are packed and unpacked as those of a deployment.
+Updates and aggregates are packed and unpacked as in a deployment.
 """
 
 import itertools
@@ -33,10 +33,10 @@ from fedcg.wire.sealed_numbers import number_count
 
 
 def simulated_party(run: RunSetting, source: Source) -> Party:
-    """All participants of a run with the images of a source, which are undefended and no features.
+    """Return all participants of a run with a source's images, without a defence or frozen features.
 
     Raises:
-        SourceError: as `party_of`, or the images can't be dealt out.
+        SourceError: as for `party_of`, or the images can't be partitioned.
     """
     spec = complete_spec(plan_from_mapping(run.plan(source)))
     return party_of(run, spec, build_cohort(source, spec.input, run.deal()))
@@ -45,10 +45,10 @@ def simulated_party(run: RunSetting, source: Source) -> Party:
 def party_of(
     run: RunSetting, spec: FederationSpec, cohort: Cohort, trained_by: Mapping[str, FederationSpec] | None = None
 ) -> Party:
-    """All participants of a run; `trained_by` has the specs of clients with trainers of their own.
+    """Return all participants of a run; `trained_by` has the specs of clients with their own trainers.
 
     Raises:
-        SourceError: the method's server needs public images, and none were held out.
+        SourceError: the method's server needs public images, but none were held out.
     """
     if cohort.public is None and get_method(spec.method).needs.public:
         raise SourceError(f"{spec.method} distils on unlabelled public images: hold some out with --public-images N")
@@ -57,7 +57,7 @@ def party_of(
         roots = replace(roots, cohort=spec_root(spec.seed))
     elif run.start == "random":
         roots = replace(roots, starts=roots.devices)
-    # Where clients' own test images are those of the common set they are not measured on it again; the average of them is, on all.
+    # If clients' own test images are the common set, they are not tested on it again, but their average is tested on all.
     common, own = cohort.common if run.test == "proportional" else None, trained_by or own_specs(spec, cohort)
     coding = coding_of(spec)
     return Party(
@@ -66,7 +66,7 @@ def party_of(
 
 
 def own_specs(spec: FederationSpec, cohort: Cohort) -> dict[str, FederationSpec]:
-    """By client the spec with its own backbone, of those that the spec lists in turn; nothing where it lists no others."""
+    """Return, by client, the spec with its own backbone, from the spec's list in turn; empty if it lists no others."""
     if not spec.network.backbones:
         return {}
     names = itertools.cycle(spec.network.backbone_names)
@@ -74,27 +74,27 @@ def own_specs(spec: FederationSpec, cohort: Cohort) -> dict[str, FederationSpec]
 
 
 Facts = dict[str, dict[str, str]]
-"""What a defence noted of each client."""
+"""A defence's facts about each client."""
 
 
 def defended(
     cohort: Cohort, run: RunSetting, roots: Roots, folder: Path, note: Callable[[str], None]
 ) -> tuple[Cohort, Facts]:
-    """The cohort after the run's defence, with the streams that the devices have, and the defence's facts.
+    """Return the cohort after the run's defence, with the devices' random streams, and the defence's facts.
 
-    Training images are defended, the others as the defence's input layer leaves them.
+    The defence applies to training images; other images only pass its input layer.
 
     Args:
         cohort: the real images.
-        run: names the defence, which it has, and its parameters.
-        roots: the secrets of the clients, and that of the cohort.
-        folder: what was learned is kept below it; another run of the same images goes on from there.
-        note: gets a line for every tenth of a client's training that is done, and the warnings.
+        run: has the name and parameters of the defence.
+        roots: the secrets of the clients, and the cohort's.
+        folder: stores what was learned; another run of the same images resumes from there.
+        note: receives a line for every tenth of a client's training, and the warnings.
 
     Raises:
-        DataError: a client lacks the images that the defence needs; names it.
-        DefenceError: images or secrets that the defence does not allow.
-        NetworkError: weights that the defence asks for can't be had.
+        DataError: a client lacks the images that the defence needs; names the client.
+        DefenceError: the defence refuses images or secrets.
+        NetworkError: weights for the defence are not available.
         DivergedError: its training diverged.
     """
     assert run.defence is not None
@@ -127,10 +127,10 @@ def defended(
 
 
 def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
-    """A cohort with a frozen backbone's features in the place of images; itself where one client's images go through a layer first.
+    """Replace a cohort's images with a frozen backbone's features; unchanged if a client's images first pass a layer.
 
     Raises:
-        NetworkError: the backbone's weights are not here.
+        NetworkError: the backbone's weights are missing.
     """
     if any(data.input_layer is not None for data in cohort.clients.values()):
         return cohort
@@ -145,18 +145,18 @@ def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
 
 
 def _featured_by(data: ClientData, common: ImageSet, spec: FederationSpec, device: str) -> ClientData:
-    """A client's images, and the common ones, as features of its own backbone."""
+    """Return a client's images, and the common ones, as features of its own backbone."""
     train, val, test, shared = with_features(spec, [data.train, data.val, data.test, common], device)
     return ClientData(train, val, test, common=shared)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:
-    """The roots that a demo of this seed writes into its processes' folders."""
+    """Return the secrets that a demo with this seed writes into its processes' folders."""
     devices = {client: root_secret(seed, f"device {client}") for client in clients}
     return Roots(root_secret(seed, "cohort"), root_secret(seed, "coordinator"), devices)
 
 
-_BASE = "0" * 64  # whichever aggregate: a simulation has no other
+_BASE = "0" * 64  # any aggregate: a simulation has no other
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ class WireCoding:
     spec: FederationSpec
 
     def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
-        """An aggregate as both sides have it, and the size of its artifact."""
+        """Return an aggregate as both sides have it, and the size of its artifact."""
         return self._through("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
 
     def update(
         self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
     ) -> tuple[Mapping[Part, Weights], int]:
-        """An update as the server decodes it, and the size of its artifact."""
+        """Return an update as the server decodes it, and the size of its artifact."""
         known = {part: base[part] for part in self.spec.with_base}
         known_base = Base(_BASE, to_arrays(known)) if known else None
         return self._through("update", client, parts, self.spec.codec, known_base)
@@ -185,7 +185,7 @@ class WireCoding:
         codec: UpdateCodec,
         base: Base | None,
     ) -> tuple[Mapping[Part, Weights], int]:
-        """Sealed parts come back as they are: they travel as whole numbers, of four bytes each."""
+        """Sealed parts are returned unchanged: they travel as integers of four bytes."""
         spec = self.spec
         sealed = {part: parts[part] for part in spec.sealed if part in parts}
         clear = {part: weights for part, weights in parts.items() if part not in sealed}
@@ -198,7 +198,7 @@ class WireCoding:
             codecs = codecs_for(layouts, codec, frozenset() if base is None else frozenset(base.parts))
             decoded = unpack(packed, layouts, codecs=codecs, base=base).parts
         except WireError as error:
-            raise DivergedError(f"the {kind} can't be coded: {error}") from error
+            raise DivergedError(f"the {kind} can't be encoded: {error}") from error
         found = {
             part: {name: tensor.to(parts[part][name].device) for name, tensor in weights.items()}
             for part, weights in to_weights(decoded).items()
@@ -207,5 +207,5 @@ class WireCoding:
 
 
 def coding_of(spec: FederationSpec) -> WireCoding | None:
-    """What the wire does to the numbers of a federation; None where it does nothing."""
+    """Return the wire's effect on the numbers of a federation; None if there is none."""
     return None if (spec.codec, spec.aggregate_codec) == ("f32", "f32") else WireCoding(spec)

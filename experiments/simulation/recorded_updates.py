@@ -1,9 +1,9 @@
-"""Recordings of simulated runs, for the audit: the artifacts that a deployment's observer would have, and the truth beside them.
+"""Recordings of simulated runs, for the audit: the artifacts that an observer would have in a deployment, and the truth.
 
-A run's folder is an observer's folder (`wire.json`, `artifacts/`) with `truth/` (the clients' images and private parts; in `truth/real/`
-the images of clients with a data defence as they were), `auxiliary.npz` (images that an attacker could have) and `initial.json` (the
-start of the private parts). Folders have mode 0700, files 0600. Every file is a function of the run, so a round that is repeated after a
-crash writes the same bytes. Uses torch.
+A run's folder is an observer's folder (`wire.json`, `artifacts/`) with `truth/` (the clients' images and private parts;
+in `truth/real/` the original images of clients with a data defence), `auxiliary.npz` (images that an attacker could
+have) and `initial.json` (the start of the private parts). Folders have mode 0700, files 0600. Every file is a function
+of the run, so a round repeated after a crash writes the same bytes. Uses torch.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ UPDATES_FOLDER = "updates"
 MAX_AUXILIARY = 10_000
 _FORMAT = 1
 _TRUTH = "truth"
-REAL = "real"  # the folder of a defended client's images as they were
+REAL = "real"  # the folder of a defended client's original images
 _AUXILIARY_FILE, _INITIAL_FILE = "auxiliary.npz", "initial.json"
 _PRIVATE_FOLDER = 0o700
-# Written for methods that share them too: attacks on an update need the extractor that made the features.
+# Also written for methods that share them: attacks on an update need the extractor that computed the features.
 _WITH_TRUTH = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
 
 
@@ -55,10 +55,10 @@ class RecordedUpdates:
     """The recording of one run.
 
     Args:
-        folder: of the run, in the batch's folder `updates`; emptied where the run is at its beginning.
+        folder: the run's folder, in the batch's folder `updates`; emptied if the run has just started.
         party: of the run.
-        kept: the rounds that are recorded.
-        stood: where the run stands: its beginning, or its checkpoint.
+        kept: the recorded rounds.
+        stood: the state of the run: its start, or its checkpoint.
     """
 
     def __init__(self, folder: Path, party: Party, kept: frozenset[int], stood: Simulation) -> None:
@@ -77,11 +77,11 @@ class RecordedUpdates:
             self._capture.add(self._store.get(artifact))
 
     def begin(self, setting: RunSetting, auxiliary: ImageSet | None, real: Mapping[str, ClientData]) -> None:
-        """Write what is fixed before the first round: the clients' images, an attacker's, and the start of the private parts.
+        """Write what is fixed before the first round: images of the clients and of an attacker, and the start of the private parts.
 
         Args:
             setting: of the run.
-            auxiliary: images that no client holds; None: there are none.
+            auxiliary: images that no client holds, or None.
             real: the clients' images before a data defence; empty without one.
         """
         self._write_images(self._folder / _TRUTH, self._party.datasets)
@@ -96,17 +96,17 @@ class RecordedUpdates:
     def _write_images(self, folder: Path, datasets: Mapping[str, ClientData]) -> None:
         folder.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
         for client, data in datasets.items():
-            if len(data.train):  # an .npz without training images can't be read, and nothing was sent either
+            if len(data.train):  # an .npz without training images can't be read, and such a client sent nothing
                 replace_durably(folder / f"{client}.npz", _npz(_client_arrays(data, self._party.spec.input)))
 
     def add(self, now: Simulation) -> None:
-        """Record the round that was just done, if it is one of those that are kept.
+        """Record the latest round, if it is one of the recorded rounds.
 
         Args:
-            now: where the simulation stands; called after every round, in their order.
+            now: the state of the simulation; called after every round, in order.
 
         Raises:
-            FirewallError: an update that no device would send, with numbers that are not finite for one.
+            FirewallError: no device would send this update, for example because of numbers that are not finite.
             OSError: the disk is full.
         """
         before, self._before = self._before, now
@@ -128,7 +128,7 @@ class RecordedUpdates:
         last = self._take_aggregate(now).id
         if now.ended_early or now.rounds == self._party.spec.rounds:
             self._capture.finished_with = last
-        # Sorted: a resumed run reads its artifacts in another order, and the record shall not differ.
+        # Sorted: a resumed run reads its artifacts in another order, but the record must be the same.
         replace_durably(self._folder / WIRE_FILE, json.dumps(self._capture.record(), indent=1, sort_keys=True))
 
     def _take(self, data: bytes) -> str:
@@ -136,9 +136,9 @@ class RecordedUpdates:
         return self._capture.add(data)
 
     def _take_aggregate(self, now: Simulation) -> Base:
-        """Keep the aggregate that a round ended with, the initial one after round 0.
+        """Keep the aggregate at the end of a round; after round 0, the initial one.
 
-        Its header names no base: the earlier aggregate may not be among those that are kept.
+        Its header names no base, since the earlier aggregate may not be kept.
         """
         spec, plain = self._party.spec, to_arrays(now.aggregate.parts)
         parts, sums = self._behind_masks(plain, now.rounds)
@@ -155,7 +155,7 @@ class RecordedUpdates:
         return Base(self._take(pack(header, parts, spec.aggregate_codec)), parts)
 
     def _behind_masks(self, parts: PartArrays, number: int) -> tuple[PartArrays, tuple[SealedSum, ...]]:
-        """An aggregate's parts as they cross: sealed means as one device's numbers of a sum, under the mask of the cohort's secret."""
+        """Return an aggregate's parts as sent: sealed means as one device's numbers of a sum, under the mask of the cohort's secret."""
         spec, name = self._party.spec, min(self._party.datasets)
         if not spec.sealed:
             return parts, ()
@@ -174,7 +174,7 @@ class RecordedUpdates:
         return {**clear, Part.SEALED: numbers}, tuple(sums)
 
     def _write_parts(self, client: str, before: Simulation, now: Simulation) -> None:
-        """Write a client's private parts as the round found and left them, its extras; of shared parts, what came down and what was sent."""
+        """Write a client's private parts before and after the round, and its extras; for shared parts, the downloaded and sent ones."""
         found = {**before.states[client].parts, **before.aggregate.parts}
         left = {**now.states[client].parts, **now.sent[client].shared.parts}
         wanted = sorted((self._method.payload.private | _WITH_TRUTH) & self._method.payload.parts)
@@ -190,14 +190,14 @@ class RecordedUpdates:
 
 
 def truth_file(recording: Path, client: str, round_number: int) -> Path:
-    """Where the recording of a run has a client's private parts of a round."""
+    """Return the path of a client's private parts of a round in a run's recording."""
     return recording / _TRUTH / f"{client}-round-{round_number}.safetensors"
 
 
 def _report(client: str, now: Simulation) -> Report:
-    """The report of a simulated client: what its local round reports, and its accuracy where the round was measured.
+    """Return the report of a simulated client: that of its local round, and its accuracy if the round was measured.
 
-    There is no `health`: a simulated client has no machine of its own.
+    There is no `health`, since a simulated client is not a machine.
     """
     report, curve = now.sent[client].report, now.curves[client]
     is_measured = bool(curve) and curve[-1].round == now.rounds
@@ -205,9 +205,10 @@ def _report(client: str, now: Simulation) -> Report:
 
 
 def _client_arrays(data: ClientData, form: InputForm) -> dict[str, Any]:
-    """What the client trained on, and the images that no training saw, as validation and test images.
+    """Return the client's training images, and other images as validation and test images.
 
-    Both of these are there where there are two such images: a device divides a source that lacks one of them itself.
+    Both are present if there are at least two other images, because a device splits a source without one of them
+    itself.
     """
     unseen = ImageSet(
         torch.cat([data.val.images, data.test.images]),
@@ -225,7 +226,7 @@ def _client_arrays(data: ClientData, form: InputForm) -> dict[str, Any]:
 
 
 def _arrays(part: str, images: ImageSet, form: InputForm) -> dict[str, Any]:
-    """Images as [N, H, W, C] uint8, or tensors as they are, and labels as [N] int64, by their names in an `.npz`."""
+    """Return images as [N, H, W, C] uint8, or tensors unchanged, and labels as [N] int64, by their names in an `.npz`."""
     inputs = images.images.permute(0, 2, 3, 1) if isinstance(form, ImageForm) else images.images
     return {f"x_{part}": inputs.cpu().numpy(), f"y_{part}": images.labels.cpu().numpy()}
 
@@ -237,7 +238,7 @@ def _npz(arrays: Mapping[str, Any]) -> bytes:
 
 
 def audit_command(folder: Path) -> str | None:
-    """The command that audits a run's recording, for its first client with images, the real ones; None where `folder` holds no recording."""
+    """Return the command that audits a run's recording, for its first client with (original) images; None without a recording."""
     images = sorted((folder / _TRUTH / REAL).glob("*.npz")) or sorted((folder / _TRUTH).glob("*.npz"))
     if not images or not (folder / WIRE_FILE).exists():
         return None

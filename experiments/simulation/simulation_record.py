@@ -1,7 +1,7 @@
-"""The record of one simulated run, format 2: what was asked, what came out, what it takes to repeat it.
+"""The record of one simulated run, format 2: settings, results, and what is needed to repeat it.
 
-It may be published: no path of this machine, no weight, no image. Curves go column by column, rounded to five digits, so that
-250 rounds of ten clients stay below 150 KB.
+It may be published: it has no paths of this machine, weights or images. Curves are stored by column, rounded to five
+digits, so that 250 rounds of ten clients take less than 150 KB.
 """
 
 import json
@@ -28,7 +28,7 @@ from fedcg.wire.parts import Part, UpdateCodec
 
 RECORD_FORMAT = 2
 KIND = "simulation"
-# Columns of a client's curve, and the fields of `RoundRecord` that they show.
+# Columns of a client's curve, and their fields of `RoundRecord`.
 COLUMNS = {
     "round": "round",
     "accuracy": "accuracy",
@@ -51,14 +51,14 @@ def record_of(
     seconds: float,
     defended: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """The record of a finished run.
+    """Return the record of a finished run.
 
     Args:
-        planned: what was asked for, and what of it differs from the published setting.
-        party: who took part.
-        result: where the simulation ended.
-        skipped: (file, reason) of images that could not be used; names only, no folder.
-        seconds: of the whole run, all its parts together where it was interrupted.
+        planned: the run's setting, and its differences from the published setting.
+        party: the participants.
+        result: the final state of the simulation.
+        skipped: (file, reason) of unusable images; file names without folders.
+        seconds: duration of the whole run, including parts before interruptions.
         defended: facts about the data defence by client; None or empty without one.
     """
     run, spec = planned.setting, party.spec
@@ -116,7 +116,7 @@ def record_of(
 
 
 def _bytes(spec: FederationSpec, parts: frozenset[Part], codec: UpdateCodec) -> int:
-    """Bytes of the coded tensors of some parts, before compression."""
+    """Return the bytes of the encoded tensors of some parts, before compression."""
     layouts = {part: spec.layouts[part] for part in sorted(parts)}
     return data_bytes(layouts, codecs_for(layouts, codec, spec.with_base))
 
@@ -126,7 +126,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]:
-    """One client's figures, and the curves behind them."""
+    """Return one client's figures, and its curves."""
     data = party.datasets[name]
     curve = result.curves[name]
     best = result.best(name)
@@ -160,7 +160,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
 
 
 def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
-    """What a client's models came to, of which a record has the means over clients too."""
+    """Return the final figures of a client's models; the record also has their means over clients."""
     best, last, deployed = result.best(name), result.curves[name][-1], _deployed_of(result, name)
     local = _local(result, name, best)
     return {
@@ -180,7 +180,7 @@ def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that a client could use at the end, as its agent would choose: by the least calibrated loss on validation images."""
+    """A model that a client could deploy at the end, with its calibrated validation loss."""
 
     name: str
     loss: float | None
@@ -189,7 +189,7 @@ class Candidate:
 
 
 def _deployed_of(result: Simulation, name: str) -> Candidate:
-    """Of a client's own of the best round, the moving average and the downloaded one of the last, and the local-only one."""
+    """Return the model with the lowest calibrated validation loss: own of the best round, last average or download, or local-only."""
     best, last = result.best(name), result.curves[name][-1]
     local = _local(result, name, best)
     candidates = (
@@ -202,7 +202,7 @@ def _deployed_of(result: Simulation, name: str) -> Candidate:
 
 
 def _local(result: Simulation, name: str, best: RoundRecord) -> RoundRecord:
-    """The record that holds the local-only figures: the shadow's best; for the method `local`, which has none, its own."""
+    """Return the record with the local-only figures: the local-only model's best; for the method `local`, its own."""
     if name in result.shadows:
         return result.best_local(name)
     if result.server.aggregate.parts:
@@ -221,25 +221,25 @@ def _rounded(value: float | None) -> float | int | None:
 
 
 def label_of(record: Mapping[str, Any]) -> str:
-    """What a run is called beside runs of other seeds: method, variant, data defence and mechanisms."""
+    """Return a run's name without the seed: method, variant, data defence and mechanisms."""
     return " ".join(
         filter(None, (record["method"], record["variant"], record.get("defence"), record.get("mechanisms")))
     )
 
 
 def write_json(value: Mapping[str, Any], path: Path) -> None:
-    """Write a record in one rename."""
+    """Write a record atomically."""
     replace_durably(path, json.dumps(value, separators=(",", ":")) + "\n", READABLE)
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """All run records of a folder, by file name; the stem of its file is added to each as "name"."""
+    """Return all run records of a folder, by file name; each gets its file's stem as "name"."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # not one of ours
+            continue  # not a run record
         if isinstance(record, dict) and record.get("format") == RECORD_FORMAT and record.get("kind") == KIND:
             records.append({**record, "name": path.stem})
     return records

@@ -1,7 +1,7 @@
-"""Runs the runs of a batch and keeps their outcomes: one JSON per run. Uses torch.
+"""Executes the runs of a batch and stores their outcomes: one JSON per run. Uses torch.
 
-A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
-Knows nothing of options and terminals.
+A finished run is not repeated, an interrupted run resumes after its last finished round, a failed run does not stop the
+batch. Independent of options and terminals.
 """
 
 import shutil
@@ -33,12 +33,12 @@ FAILURES_FILE = "failures.json"
 
 OnRound = Callable[[PlannedRun, Simulation], None]
 Simulator = Callable[..., Simulation]
-"""Runs a federation: takes (party, schedule, resume=, on_round=) as `fedcg.learning.simulation.simulation.simulate` does."""
+"""Runs a federation; takes (party, schedule, resume=, on_round=) like `fedcg.learning.simulation.simulation.simulate`."""
 
 
 @dataclass(frozen=True)
 class FailedRun:
-    """A failed run, the reason, and the error that it comes from."""
+    """A failed run, the reason, and the original error."""
 
     name: str
     reason: str
@@ -47,7 +47,7 @@ class FailedRun:
 
 @dataclass(frozen=True)
 class Given:
-    """Clients of the user's own code, in the place of a source whose images are dealt out.
+    """Clients of the user's own code, instead of a partitioned source.
 
     Attributes:
         own: by client, the spec with its own trainer.
@@ -62,11 +62,11 @@ class Runs:
     """The runs of one folder.
 
     Args:
-        folder: records go here; checkpoints into a folder below.
-        simulator: who runs a federation; `simulate` does so in this process.
+        folder: for records; checkpoints are in a subfolder.
+        simulator: runs a federation; `simulate` does so in this process.
         on_round: called after every round.
-        note: gets lines about what comes before the first round.
-        given: the clients of all runs, whose last checkpoints are kept; None: those that the settings name.
+        note: receives messages about the preparation before the first round.
+        given: the clients of all runs, with their last checkpoints kept; None: clients from the settings.
     """
 
     def __init__(
@@ -83,48 +83,48 @@ class Runs:
         self._simulator = simulator
         self._on_round = on_round
         self._dealing = Lock()
-        # The last ones are kept: the next run is mostly another method on the same images.
+        # The last ones are cached: the next run is usually another method on the same images.
         self._opened: tuple[str, Source] | None = None
         self._dealt: tuple[tuple[str, DealOptions, InputForm], Cohort] | None = None
         self._defended: tuple[object, Cohort, Facts] | None = None
         self._featured: tuple[object, Cohort] | None = None
 
     def forget(self, planned: PlannedRun) -> None:
-        """Drop a run's record, checkpoints and recorded updates."""
+        """Delete a run's record, checkpoints and recorded updates."""
         record_path(self._folder, planned).unlink(missing_ok=True)
         self._checkpoints(planned).remove()
         shutil.rmtree(self.recording(planned), ignore_errors=True)
 
     def recording(self, planned: PlannedRun) -> Path:
-        """Where the recorded updates of a run lie, if they were kept."""
+        """Return the folder of a run's recorded updates, whether or not they were kept."""
         return self._folder / UPDATES_FOLDER / planned.setting.name
 
     def files(self, planned: PlannedRun) -> list[Path]:
-        """The record of a finished run, and the checkpoint with all its models where that is kept."""
+        """Return the record of a finished run, and the checkpoint with all its models if it was kept."""
         return [record_path(self._folder, planned), *self._checkpoints(planned).files()]
 
     def done_rounds(self, planned: PlannedRun) -> int:
-        """How many rounds of a run a checkpoint holds."""
+        """Return the number of rounds of a run in its checkpoint."""
         return self._checkpoints(planned).rounds()
 
     def stands(self, planned: PlannedRun) -> Simulation | None:
-        """Where a run stands after its newest checkpoint; None without one."""
+        """Return the state of a run after its newest checkpoint; None without one."""
         found = self._checkpoints(planned).newest()
         return None if found is None else found[0]
 
     def run(self, planned: PlannedRun) -> dict[str, Any]:
-        """Run or go on with a run; its record.
+        """Start or resume a run; return its record.
 
-        Several threads may do so at once, each with another run.
+        Several threads may call it concurrently, each for another run.
 
         Raises:
             RunError: no client could train in any round.
             ExperimentError: the data can't be used.
-            LearningError: the networks can't be built, or the data not be read.
+            LearningError: the networks can't be built, or the data can't be read.
         """
         setting = planned.setting
         torch.set_num_threads(setting.threads)
-        with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
+        with self._dealing:  # data sets are downloaded, decoded and partitioned one at a time
             spec, real = self._cohort_of(setting)
             cohort, facts = self._defence_of(setting, real)
             auxiliary = self._auxiliary(setting, spec) if planned.keep_updates else None
@@ -133,7 +133,7 @@ class Runs:
         party = party_of(setting, spec, cohort, own)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
-        started = time.monotonic() - spent  # what was done before an interruption counts too
+        started = time.monotonic() - spent  # includes the time before an interruption
 
         schedule = Schedule(
             shadow=setting.shadow,
@@ -150,7 +150,7 @@ class Runs:
             recorded.begin(setting, auxiliary, real.clients if setting.defence else {})
 
         def keep(now: Simulation) -> None:
-            if recorded is not None:  # before the checkpoint: a round that is lost is trained, and recorded, again
+            if recorded is not None:  # before the checkpoint: a lost round is trained and recorded again
                 recorded.add(now)
             checkpoints.save(now, time.monotonic() - started)
             self._on_round(planned, now)
@@ -166,7 +166,7 @@ class Runs:
         return record
 
     def _cohort_of(self, setting: RunSetting) -> tuple[FederationSpec, Cohort]:
-        """The spec of a run, and the images of its clients."""
+        """Return the spec of a run, and the images of its clients."""
         if self._given is not None:
             return self._given.spec, self._given.cohort
         if self._opened is None or self._opened[0] != setting.data:
@@ -175,12 +175,12 @@ class Runs:
         spec = complete_spec(plan_from_mapping(setting.plan(source)))
         key = setting.data, deal, spec.input
         if self._dealt is None or self._dealt[0] != key:
-            self._dealt = None  # two of them need not fit into memory
+            self._dealt = None  # memory may not hold two of them
             self._dealt = key, build_cohort(source, spec.input, deal)
         return spec, self._dealt[1]
 
     def _defence_of(self, setting: RunSetting, cohort: Cohort) -> tuple[Cohort, Facts]:
-        """The cohort as the setting's defence leaves it, and facts about that; every method of a batch trains on the same images."""
+        """Return the cohort after the setting's defence, and the defence's facts; all methods of a batch train on the same images."""
         if setting.defence is None:
             return cohort, {}
         assert self._dealt is not None
@@ -193,7 +193,7 @@ class Runs:
         return self._defended[1:]
 
     def _features_of(self, setting: RunSetting, spec: FederationSpec, cohort: Cohort) -> Cohort:
-        """The cohort with features of a frozen backbone in the place of images; every method of a batch trains on the same ones."""
+        """Return the cohort with a frozen backbone's features instead of images; all methods of a batch train on the same ones."""
         if not keeps_features(spec):
             return cohort
         assert self._dealt is not None
@@ -208,13 +208,13 @@ class Runs:
         if self._featured is None or self._featured[0] != key:
             self._featured = None
             self._note(
-                f"{', '.join(spec.network.backbone_names)}: the frozen backbone's features of all images are computed once"
+                f"{', '.join(spec.network.backbone_names)}: computing the frozen backbone's features of all images once"
             )
             self._featured = key, featured(cohort, spec, setting.device)
         return self._featured[1]
 
     def _auxiliary(self, setting: RunSetting, spec: FederationSpec) -> ImageSet | None:
-        """Images of the opened source that no client holds; None where the clients are given."""
+        """Return images of the opened source that no client holds; None if the clients are given."""
         if self._given is not None:
             return None
         assert self._opened is not None
@@ -225,13 +225,13 @@ class Runs:
 
 
 def _names(cohort: Cohort) -> list[tuple[str, str]]:
-    """(file, reason) of what was skipped; of a path only the class folder and the file are kept."""
+    """Return (file, reason) of skipped images; of a path only the class folder and the file are kept."""
     names = (("/".join(Path(skipped.file).parts[-2:]), skipped) for skipped in cohort.skipped)
     return [(name, skipped.reason.replace(skipped.file, name)) for name, skipped in names]
 
 
 def _worthless(result: Simulation) -> str | None:
-    """Why a run is worthless: no client trained in any round; None for others."""
+    """Return why a run has no result: no client trained in any round; None for others."""
     idle = sum(failure.reason == NONE_TRAINED for failure in result.server_failures)
     if idle < result.rounds:
         return None
@@ -240,7 +240,7 @@ def _worthless(result: Simulation) -> str | None:
 
 
 def write_failures(folder: Path, failed: Sequence[FailedRun]) -> None:
-    """Write which runs failed into the folder; no file when none did."""
+    """Write the failed runs to the folder; no file if none failed."""
     path = folder / FAILURES_FILE
     if not failed:
         path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ def test_sealed_numbers_cross_the_broker_and_show_nothing_to_its_observer(tmp_pa
     observed = _summary(tmp_path / "run")["observer"]["sealed"]
     assert observed["tensors"] >= 4 + 1
     assert observed["is_fair"], observed["text"]
-    assert "of sealed numbers show nothing" in done.stdout
+    assert "of sealed numbers reveal nothing" in done.stdout
     words = "--updates run/observer --client client-1 --data run/data/client-1 --attacks labels --effort quick"
     audited = _fedcg("audit", "run", *words.split(), "--out", "audit", "--json", cwd=tmp_path)
     assert audited.returncode == 0, audited.stderr
@@ -136,7 +136,7 @@ def test_what_crossed_the_broker_in_the_demo_can_be_attacked(demo: Path, tmp_pat
     report = data_of(done.stdout)
     assert report["subject"]["sent"].keys() == {"classifier", "generator"}
     assert {figure["name"] for figure in report["attacks"][0]["figures"]} == {"label_l1", "label_accuracy"}
-    assert "What came back from the update of client-1" in (tmp_path / "out" / "report.html").read_text()
+    assert "Privacy audit: update of client-1" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Updates of small simulated federations as cases for an audit, the same as files, and findings made by hand."""
+"""Updates of small simulated federations as cases for an audit, also as files, and findings made by hand."""
 
 import functools
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ TRANSLATING: dict[str, Any] = {
 
 @functools.lru_cache(maxsize=8)
 def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: Any) -> Case:
-    """The last round of a simulation, as an audit has it of one client.
+    """Return the last round of a simulation as an audit's case for one client.
 
     Args:
         auxiliary: images that no client holds, from the common test set.
-        client: whose update.
-        helped: another box of the cohort tells the attacker what it has.
-        setting: of the run (`RunSetting`); small by default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
+        client: the client whose update is audited.
+        helped: whether another device of the cohort colludes.
+        setting: of the run (`RunSetting`); default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
     """
     small = {"clients": 3, "rounds": 2, "images_per_client": 100, "local_epochs": 2, "quick": True, "partition": "iid"}
     run = RunSetting.model_validate({**small, **setting})
@@ -77,7 +77,7 @@ def _some(parts: Mapping[Part, Weights], wanted: frozenset[Part]) -> dict[Part, 
 
 
 def carried_out(attack: str, case: Case, effort: Effort = Effort.QUICK) -> Outcome:
-    """What an attack comes to on a case that lacks nothing."""
+    """Return the outcome of an attack on a complete case."""
     found = get_attack(attack)
     assert found.lacks(case) is None
     return found.run(case, effort, lambda done, total: None)
@@ -85,12 +85,12 @@ def carried_out(attack: str, case: Case, effort: Effort = Effort.QUICK) -> Outco
 
 @functools.lru_cache(maxsize=16)
 def outcome_of(attack: str, **setting: Any) -> Outcome:
-    """What a quick attack comes to on a `simulated_case` of this setting."""
+    """Return the outcome of a quick attack on a `simulated_case` of this setting."""
     return carried_out(attack, simulated_case(**setting))
 
 
 def write_recording(case: Case, folder: Path) -> dict[str, str]:
-    """Spec, aggregate and all updates of the case's round below `folder/artifacts`; their ids by name."""
+    """Write spec, aggregate and all updates of the case's round below `folder/artifacts`; return their ids by name."""
     spec, view = case.view.spec, case.view
     (folder / "artifacts").mkdir(parents=True)
 
@@ -114,7 +114,7 @@ def write_recording(case: Case, folder: Path) -> dict[str, str]:
 
 
 def write_images(images: ImageSet, held_out: ImageSet | None, file: Path) -> Path:
-    """Images as an .npz in which a device finds its own split."""
+    """Write images as an .npz with the device's own split."""
     arrays = {"train_images": _pixels(images), "train_labels": images.labels.numpy()}
     if held_out is not None:
         for name, first in (("val", 0), ("test", 1)):
@@ -125,7 +125,7 @@ def write_images(images: ImageSet, held_out: ImageSet | None, file: Path) -> Pat
 
 
 def write_private(case: Case, file: Path) -> Path:
-    """The private parts before and after the round."""
+    """Write the private parts before and after the round."""
     tensors = {
         f"{when}/{part.value}/{name}": tensor.contiguous().clone()
         for when, parts in (("before", case.truth.before), ("after", case.truth.after))
@@ -141,21 +141,21 @@ def _pixels(images: ImageSet) -> np.ndarray:
 
 
 def write_case(case: Case, folder: Path) -> None:
-    """A coordinator's artifacts (`home`), a device's images and its private weights."""
+    """Write a coordinator's artifacts (`home`), a device's images and its private weights."""
     write_recording(case, folder / "home")
     write_images(case.truth.train, case.truth.held_out, folder / "data.npz")
     write_private(case, folder / "private.safetensors")
 
 
 def audit_command(place: Path, out: Path, *more: object) -> tuple[object, ...]:
-    """The words of `fedcg audit run` on what `write_case` wrote."""
+    """Return the arguments of `fedcg audit run` for the files of `write_case`."""
     given = ("--updates", place / "home", "--data", place / "data.npz", "--private", place / "private.safetensors")
     return ("audit", "run", *given, "--client", "client-1", "--effort", "quick", "--processes", 1, "--out", out, *more)
 
 
 SUBJECT = Subject(
     "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),
-    0, ("3 frames that the observer could not keep up with",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
+    0, ("3 frames dropped because the observer was too slow",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
     "public spec seed",
 )  # fmt: skip
 VERDICTS = (GateResult("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
@@ -164,19 +164,19 @@ VERDICTS = (GateResult("reid_gain<0.02", passed=False, why="at most 0.31 (95 %):
 def figure(
     name: str, gain: Interval, *, given: bool = False, unit: str = "share", setting: str = "classifier alone"
 ) -> Figure:
-    """A figure with this gain over a floor of 0.1."""
+    """Return a figure with this gain over a floor of 0.1."""
     knowledge = (Knowledge.UPDATE, Knowledge.PRIVATE) if given else (Knowledge.UPDATE, Knowledge.START)
     value = Interval(0.1 + gain.value, 0.1 + gain.low, 0.1 + gain.high)
     return Figure(name, f"title of {name}", setting, knowledge, value, 0.1, "a random guess", gain, 200, 0.9, unit)
 
 
 def attack(name: str) -> Attack:
-    """An attack that is only described."""
+    """Return an attack with texts only."""
     return Attack(name, f"Attack {name}", f"Does {name} get something?", "Paper, eq. 1", lambda _: ())
 
 
 def findings() -> tuple[Finding, ...]:
-    """One that leaked (with pictures and a curve), one that did not, one without a control that passed, one that was not tried."""
+    """Return a leak (with pictures and a curve), no leak, a failed control, and an attack that was not tried."""
     image = png(torch.linspace(0, 1, 3 * 8 * 8).view(3, 8, 8))
     passed = Control("the whole model, one image", 24.1, "at least 3 dB over the best guess", passed=True)
     failed = Control("a planted generator", 0.5, "over 0.9", passed=False)

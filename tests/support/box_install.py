@@ -1,4 +1,4 @@
-"""What tests of `deploy/box/install.sh` share: wheels of this checkout under any version, boxes with private stores, runs of the script."""
+"""Shared by tests of `deploy/box/install.sh`: wheels of this checkout with any version, devices with private stores, runs of the script."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "deploy" / "box" / "install.sh"
 GOLDEN_STORE = REPOSITORY / "tests" / "golden" / "stores" / f"format-{STORE_FORMAT}"
 NEXT_FORMAT = STORE_FORMAT + 1
-"""Of private stores in a version that is made up: it brings stores of the present format to it when it takes them over."""
+"""The store format of a fictitious version, which migrates stores of the present format."""
 AGENT_TOML = """federation = "shapes"
 device = "site-1"
 [broker]
@@ -33,9 +33,9 @@ root = "images"
 
 
 def make_wheel(folder: Path, version: str, replaced: Mapping[str, str] | None = None) -> Path:
-    """The checkout as a wheel of that version, some files replaced; what it depends on is borrowed from the test's environment.
+    """Build the checkout as a wheel of that version, with some files replaced and dependencies from the test's environment.
 
-    A .pth file in the wheel names that environment's folder, after the installation's own: pip has nothing to download.
+    A .pth file in the wheel adds that environment's folder after the installation's own, so pip downloads nothing.
     """
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     facts, packages = project["project"], project["tool"]["setuptools"]["packages"]["find"]["include"]
@@ -71,7 +71,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def next_format() -> dict[str, str]:
-    """The files that differ in the version whose stores have `NEXT_FORMAT`."""
+    """Return the files that differ in the version with `NEXT_FORMAT`."""
     name = "edge_client/store/private_store.py"
     text = (REPOSITORY / name).read_text()
     for old, new in (
@@ -93,24 +93,24 @@ def next_format() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Box:
-    """A scratch root in which the script installs."""
+    """A scratch root for the script's installations."""
 
     root: Path
 
     @property
     def prefix(self) -> Path:
-        """Where the program is."""
+        """The folder of the program."""
         return self.root / "opt" / "fedcg"
 
     @property
     def stores(self) -> Path:
-        """Where private stores are."""
+        """The folder of private stores."""
         return self.root / "var" / "lib" / "fedcg"
 
     def run(
         self, *words: str | Path, script: Path = SCRIPT, depends: bool = False, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        """The script with these words, this root and more of an environment, without a terminal; with `depends` pip installs what is needed."""
+        """Run the script with these arguments, this root and extra environment, without a terminal; with `depends` pip installs dependencies."""
         env = environment(**more)
         if depends:
             del env["PIP_NO_DEPS"]
@@ -124,24 +124,24 @@ class Box:
         return self.run(action, "--source", wheel, "--python", sys.executable)
 
     def version(self) -> str:
-        """What the installed program says that it is."""
+        """Return the version that the installed program prints."""
         command = [str(self.prefix / "venv" / "bin" / "fedcg"), "--version"]
         return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.split()[-1]
 
     def add_store(self, name: str, version: int) -> None:
-        """A device of the federation `name` with a private store of any format."""
+        """Make a device of the federation `name` with a private store of any format."""
         fill_store(self.stores / name, version)
         config = self.root / "etc" / "fedcg" / name
         config.mkdir(parents=True)
         (config / "agent.toml").write_text(AGENT_TOML)
 
     def units(self) -> dict[str, str]:
-        """Installed units by name."""
+        """Return installed units by name."""
         return {path.name: path.read_text() for path in (self.root / "etc" / "systemd" / "system").glob("*.service")}
 
 
 def fill_store(place: Path, version: int) -> None:
-    """The golden private store with any number of a format, for its owner alone, and with a checked secret."""
+    """Copy the golden private store with any format number, readable by its owner only, and with a checked secret."""
     shutil.copytree(GOLDEN_STORE, place)
     write_json(place / "format.json", {**read_json(place / "format.json"), "format": version})
     (place / "secrets" / "device.key").write_bytes(checked_secret(b"d" * SECRET_BYTES))
@@ -150,5 +150,5 @@ def fill_store(place: Path, version: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder but locks, by its path."""
+    """Return every file below a folder, except locks, by path."""
     return {name: data for name, data in files_of(folder).items() if not name.endswith("lock")}

@@ -1,4 +1,4 @@
-"""Runs the command `fedcg` inside a test's process or in one of its own, and names all that it has."""
+"""Runs the command `fedcg` in a test's process or in a separate one, and lists all commands."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from fedcg.cli import fedcg
 
 
 def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str, str] | None = None) -> Result:
-    """`fedcg` with these words: its exit code, what it printed on stdout and stderr. Log handlers that it installs go with it."""
+    """Run `fedcg` with these arguments; return exit code, stdout and stderr. Log handlers that it installs are removed."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -25,21 +25,21 @@ def run_fedcg(*words: object, typed: str | None = None, environment: Mapping[str
 
 
 def succeeds(*words: object, typed: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """What a command that ends with exit code 0 writes to stdout."""
+    """Return the stdout of a command that ends with exit code 0."""
     ended = run_fedcg(*words, typed=typed, environment=environment)
     assert ended.exit_code == 0, ended.output
     return ended.stdout
 
 
 def fails(code: int, *words: object, typed: str | None = None) -> str:
-    """What a command that ends with this exit code writes to stderr, on one line."""
+    """Return the stderr of a command that ends with this exit code, on one line."""
     ended = run_fedcg(*words, typed=typed)
     assert ended.exit_code == code, ended.output
     return " ".join(ended.stderr.split())
 
 
 def start_fedcg(*words: object) -> subprocess.Popen[str]:
-    """A `fedcg` command on one thread, in a process group of its own."""
+    """Start a `fedcg` command on one thread, in its own process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "fedcg", *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -51,21 +51,21 @@ def start_fedcg(*words: object) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    """What a command printed on stderr until its good end."""
+    """Return the stderr of a command until its successful end."""
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     return errors
 
 
 def data_of(output: str | bytes) -> Any:
-    """The data in the one envelope that a command printed with `--json`; a failure of the command fails the test."""
+    """Return the data in the single envelope that a command printed with `--json`; a failed command fails the test."""
     envelope = json.loads(output.splitlines()[0])
     assert envelope["ok"] is True, envelope
     return envelope["data"]
 
 
 def commands_of(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command below a command line's whole or a group of it, with its words."""
+    """Yield every command below a command line or one of its groups, with its words."""
     if not hasattr(command, "list_commands"):
         yield name, command
         return

@@ -1,7 +1,7 @@
-"""A broker that drops, delays, repeats, alters and injects, between the real coordinator and real agents of one process.
+"""A broker that drops, delays, repeats, alters and injects messages between a real coordinator and real agents in one process.
 
 `Federation` runs whole small federations over it. Nothing is trained, but every update depends on its device, round and base,
-and every aggregate on exactly the updates that were merged: two runs with the same participants end with the same bytes.
+and every aggregate on exactly the merged updates: two runs with the same participants end with the same bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNKS = (TopicKind.AGGREGATE, TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK)
 
 @dataclass(frozen=True)
 class Passing:
-    """One publish on its way through the broker; `after_s` seconds later where it is late."""
+    """One publish on its way through the broker; delivered `after_s` seconds late."""
 
     identity: str
     topic: str
@@ -57,7 +57,7 @@ class Passing:
 
     @property
     def message(self) -> AnyMessage:
-        """What a control message says."""
+        """Return the content of a control message."""
         return decode(self.payload[OVERHEAD_BYTES:])
 
 
@@ -69,7 +69,7 @@ def honest(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
 
 
 class HostileBroker(MemoryBroker):
-    """Delivers what its behaviour makes of each publish, to whom it likes; forgets nothing."""
+    """Delivers its behaviour's version of each publish, to any recipient; keeps all of them."""
 
     def __init__(self, behaviour: Behaviour = honest, seed: int = 1) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class HostileBroker(MemoryBroker):
         return True
 
     def deliver(self, passing: Passing) -> None:
-        """Pass something on, or something of its own."""
+        """Deliver this publish or another."""
         if passing.after_s:
             timer = threading.Timer(passing.after_s, self._pass, (passing,))
             timer.daemon = True
@@ -107,7 +107,7 @@ class HostileBroker(MemoryBroker):
 
 
 def alter(passing: Passing, rng: random.Random) -> bytes:
-    """Other bytes of the same length; a chunk is framed anew, so that only the sha256 of the whole can tell."""
+    """Return other bytes of the same length; a chunk is framed again, so that only the sha256 of the whole can detect it."""
     if passing.is_chunk:
         chunk = parse_chunk(passing.payload)
         return chunk_frame(chunk.artifact, chunk.index, bytes([chunk.data[0] ^ 1]) + chunk.data[1:])
@@ -116,7 +116,7 @@ def alter(passing: Passing, rng: random.Random) -> bytes:
 
 
 class DigestWorker(PlainWorker):
-    """Merges without torch into something that depends on every update."""
+    """Merges without torch, into a result that depends on every update."""
 
     def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         self.merged = updates
@@ -128,10 +128,10 @@ class DigestWorker(PlainWorker):
 
 
 class DrawingTrainer(FakeTrainer):
-    """Commits an update that depends on device, round and base; remembers every round that it was asked for."""
+    """Commits an update that depends on device, round and base; records every requested round."""
 
     device = ""
-    images = ""  # tells a copy of a box with images of its own from the box
+    images = ""  # distinguishes a device's copy with other images from the device
 
     def commit(self, command: TrainRound) -> None:
         round_attempt = command.round_attempt
@@ -145,7 +145,7 @@ class DrawingTrainer(FakeTrainer):
 
 @dataclass
 class Box:
-    """One real agent in a thread of its own, with its private store."""
+    """One real agent in its own thread, with its private store."""
 
     name: str
     root: Path
@@ -193,7 +193,7 @@ class Box:
         return [event for event in read_events(self.root / "store" / "events.jsonl") if event["event"] == name]
 
     def refused(self) -> set[str]:
-        """The reasons under which the agent refused something, so far."""
+        """Return the reasons of the agent's refusals so far."""
         return {str(event["reason"]) for event in self.events("refused")}
 
 
@@ -230,7 +230,7 @@ class Federation:
             self.world.store.add_device(box.name, box.key.public.hex, 1.0)
 
     def run(self, deadline_s: float = 150.0) -> Federation:
-        """From the first hello to the last agent's end, or to a pause with its reason."""
+        """Run from the first hello to the last agent's end, or to a pause with its reason."""
         with RunningService(self.world) as running:
             self.service = running.service
             self.start_boxes()
@@ -255,11 +255,11 @@ class Federation:
 
     @property
     def final(self) -> str:
-        """The sha256 of the final aggregate."""
+        """Return the sha256 of the final aggregate."""
         return str(self.world.events("finished")[-1]["aggregate"])
 
     def assert_nothing_counted_or_trained_twice(self) -> None:
-        """One accepted update per device and attempt, one receipt per update, no round trained again after its commit."""
+        """Check for one accepted update per device and attempt, one receipt per update, and no round trained again after its commit."""
         for box in self.boxes.values():
             trained = [(round_attempt.round, round_attempt.attempt) for round_attempt in box.trainer.rounds()]
             assert len(trained) == len(set(trained)), f"{box.name} trained {trained}"
@@ -273,7 +273,7 @@ class Federation:
             assert len(clients) == len(set(clients)), clients
 
     def assert_completed(self) -> None:
-        """Every round was closed at its first attempt, with an update of every device."""
+        """Check that every round was closed at its first attempt, with an update of every device."""
         rounds = self.world.spec.rounds
         assert [(e["round"], e["attempt"]) for e in self.world.events("attempt_opened")] == [
             (number + 1, 1) for number in range(rounds)

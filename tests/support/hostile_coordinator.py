@@ -1,4 +1,4 @@
-"""A coordinator that attacks sealed sums: the real program with one lie in it.
+"""A coordinator that attacks sealed sums: the real program with one malicious change.
 
 python -m tests.support.hostile_coordinator ATTACK coordinator run ...
 """
@@ -17,12 +17,12 @@ LAST = "site-5"
 
 
 def views_of(device: str) -> str:
-    """The device that a view of the members lacks which is shown to this one."""
+    """Return the device that is missing in the members shown to this one."""
     return "site-1" if device in ("site-4", LAST) else LAST
 
 
 def split_view() -> None:
-    """Shows some devices other members than the rest, and opens a list that three of its four have signed."""
+    """Shows some devices other members than the rest, and opens a list that three of its four members have signed."""
     sent, received = Publisher.sum_step, SumBoard.receive
 
     def sum_step(publisher: Publisher, device: str, at: Any, exchange: Any, step: Any) -> bool:
@@ -46,7 +46,7 @@ def split_view() -> None:
 
 
 def freeze() -> None:
-    """Withholds the mean, has the devices stand still in round 2, and leaves one of them out of it: what differs is that one's."""
+    """Withholds the mean, so that numbers repeat in round 2, and omits one device there: the difference shows its numbers."""
     opened, invited, received = SealedSums._opened, Publisher.invite, SealedSums.receive
 
     def withheld(sums: SealedSums, board: SumBoard) -> OpenedSum:
@@ -68,11 +68,11 @@ def freeze() -> None:
 
 
 STILL = 0.05
-"""The least share of the local steps that a device's policy allows as it comes."""
+"""The smallest share of local steps that a device's default policy allows."""
 
 
 def hurry() -> None:
-    """Asks for next to no training at all."""
+    """Requests almost no training."""
     invited = Publisher.invite
     Publisher.invite = lambda publisher, device, at, share=1.0: invited(publisher, device, at, 1e-6)  # type: ignore[assignment,method-assign]
 

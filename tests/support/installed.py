@@ -1,4 +1,4 @@
-"""A package of a user's own, installed in a folder on the import path."""
+"""A user's package, installed in a folder on the import path."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from fedcg.learning import registry
 
 
 def register(folder: Path, package: str, group: str, name: str, target: str) -> None:
-    """Metadata of an installed package with one entry point."""
+    """Write metadata of an installed package with one entry point."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -18,7 +18,7 @@ def register(folder: Path, package: str, group: str, name: str, target: str) -> 
 
 
 def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder on the import path, for this process and its children; what was imported from it is forgotten at the end."""
+    """Put the folder on the import path, for this process and its children; modules imported from it are removed at the end."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -1,4 +1,4 @@
-"""A second machine that can vanish: a network namespace, whose link to this one is cut without a word to either side."""
+"""A second machine that can vanish: a network namespace, whose link to this one is cut without notice to either side."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-ADDRESS, OTHER = "10.213.77.1", "10.213.77.2"  # of this machine and of the other one, on the link between them
+ADDRESS, OTHER = "10.213.77.1", "10.213.77.2"  # of both machines, on the link between them
 
 needs_machines = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="makes a network namespace: needs root and `ip` of iproute2"
@@ -19,7 +19,7 @@ needs_machines = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Machine:
-    """The other machine; programs run there behind the words `enter`."""
+    """The other machine; programs with the prefix `enter` run there."""
 
     name: str
 
@@ -28,7 +28,7 @@ class Machine:
         return ("ip", "netns", "exec", self.name)
 
     def vanish(self) -> None:
-        """Cut its link: nothing that either side sends arrives, and no connection is closed."""
+        """Cut its link: no data arrives on either side, and no connection is closed."""
         _ip("-n", self.name, "link", "set", self.name, "down")
 
 

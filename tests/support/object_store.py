@@ -1,4 +1,4 @@
-"""An S3 of one's own: moto_server on loopback, in a process that tests kill and start again. It keeps objects in memory."""
+"""A private S3 server: moto_server on loopback, in a process that tests kill and restart. It keeps objects in memory."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ class Moto:
         self.process.wait(10)
 
     def objects(self) -> set[str]:
-        """The names of all objects under the prefix."""
+        """Return the names of all objects under the prefix."""
         listed = self._client().list_objects_v2(Bucket=BUCKET, Prefix="of/one/")
         return {item["Key"].removeprefix("of/one/") for item in listed.get("Contents", [])}
 
@@ -72,7 +72,7 @@ class Moto:
 
 @contextmanager
 def running_moto(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moto]:
-    """A server, and the environment by which this process and its children use it."""
+    """Run a server, and set the environment for its use by this process and its children."""
     moto = Moto()
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": moto.endpoint, "AWS_ALLOW_HTTP": "true"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""A PostgreSQL of one's own: a throw-away cluster on loopback, and a database in it for each test."""
+"""A private PostgreSQL: a throw-away cluster on loopback, and a database in it for each test."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ WHY_MISSING = "needs PostgreSQL's initdb and pg_ctl: apt-get install postgresql"
 
 
 def programs() -> Path | None:
-    """The folder of PostgreSQL's programs; Debian keeps them off PATH."""
+    """Return the folder of PostgreSQL's programs, which Debian keeps off PATH."""
     found = shutil.which("pg_ctl")
     if found is not None:
         return Path(found).resolve().parent
@@ -45,13 +45,13 @@ class Cluster:
         engine.dispose()
 
     def make_database(self) -> URL:
-        """A new, empty database."""
+        """Create a new, empty database."""
         name = f"test_{secrets.token_hex(6)}"
         self.execute(f"CREATE DATABASE {name}")
         return self.url(name)
 
     def end_sessions(self, database: URL) -> None:
-        """Break every connection to a database, as a restart of the server does."""
+        """Break every connection to a database, like a restart of the server."""
         self.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database.database}'")  # noqa: S608
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class Cluster:
 
 @contextmanager
 def running_cluster(address: str = Cluster.address) -> Iterator[Cluster]:
-    """A cluster for as long as the block runs; `programs` must have found some."""
+    """Run a cluster during the block; `programs` must have found the folder."""
     found = programs()
     assert found is not None, WHY_MISSING
     folder = Path(tempfile.mkdtemp(prefix="fedcg-postgres-"))

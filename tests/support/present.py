@@ -1,4 +1,4 @@
-"""A value that must be there."""
+"""A value that must not be None."""
 
 from typing import TypeVar
 
@@ -6,6 +6,6 @@ T = TypeVar("T")
 
 
 def present(value: T | None) -> T:
-    """The value, which must not be None."""
+    """Return the value, which must not be None."""
     assert value is not None
     return value

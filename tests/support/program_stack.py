@@ -1,4 +1,4 @@
-"""A federation of real processes that train a program of the user's own, by the commands of docs/how-to/programs.md."""
+"""A federation of real processes that train the user's own program, with the commands of docs/python.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.stack import Stack
 
 @dataclass
 class ProgramStack(Stack):
-    """Four devices that run `client.py` of a project, which lies beside each agent.toml."""
+    """Four devices that run a project's `client.py`, which is next to each agent.toml."""
 
     devices: tuple[str, ...] = ("site-1", "site-2", "site-3", "site-4")
     project: Path = Path()

@@ -1,11 +1,11 @@
-"""A function that fails, to stand in for one that works."""
+"""A function that fails, to replace one that works."""
 
 from collections.abc import Callable
 from typing import NoReturn
 
 
 def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
-    """A function that takes whatever it is given and raises this error."""
+    """Return a function that accepts any arguments and raises this error."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise error

@@ -1,4 +1,4 @@
-"""A coordinator that a test moves step by step, over the in-process broker."""
+"""A coordinator that a test controls step by step, over the in-process broker."""
 
 import queue
 import time
@@ -22,7 +22,7 @@ MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 @dataclass
 class ScriptedCoordinator:
-    """The coordinator's side of the protocol, moved by the test step by step."""
+    """The coordinator's side of the protocol, controlled by the test step by step."""
 
     federation: str
     device: str
@@ -65,7 +65,7 @@ class ScriptedCoordinator:
         self._transport.publish(topic, seal(message, key or self.key), retain=retain)
 
     def tell(self, message: schemas.AnyMessage) -> None:
-        """A control message to the device, in the session."""
+        """Send a control message to the device, in the session."""
         assert self.session is not None
         self.publish(self.topics.down_control(self.device), self.session.stamp(message))
 
@@ -77,7 +77,7 @@ class ScriptedCoordinator:
         )
 
     def restart(self) -> None:
-        """As a new process with a new lease: sessions are forgotten."""
+        """Behave as a new process with a new lease: sessions are dropped."""
         self.epoch += 1
         self.session = None
         self.come_online()
@@ -121,7 +121,7 @@ class ScriptedCoordinator:
         self.tell(schemas.Receipt(**address, artifact=manifest.artifact.id, outcome=outcome, reason=reason))
 
     def wait(self, kind: type[MessageT], what: str = "", deadline_s: float = DEADLINE_S) -> MessageT:
-        """Work until the device sends a message of a kind; returns it."""
+        """Work until the device sends a message of a kind; return it."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             message = self.step()
@@ -151,7 +151,7 @@ class ScriptedCoordinator:
             self.step()
 
     def step(self) -> schemas.AnyMessage | None:
-        """Take one delivery; hellos and needs are answered as the real one does."""
+        """Handle one delivery; hellos and needs are answered as by the real coordinator."""
         try:
             delivery = self._inbox.get(timeout=0.02)
         except queue.Empty:
@@ -168,7 +168,7 @@ class ScriptedCoordinator:
                 self._welcome(message)
         elif not isinstance(message, schemas.DeviceStatus):
             if self.session is None or message.session != self.session.session_id:
-                return None  # as the real one: an unknown session is ignored
+                return None  # like the real one: ignore an unknown session
             self.session.admit(message)
             if isinstance(message, schemas.Need) and message.artifact in self.served:
                 ref, data = self.served[message.artifact]

@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Which error it is."""
+        """The error's code."""
         return str(self.document["error"]["code"])
 
 
 class Server:
-    """A server process and where it listens."""
+    """A server process and its address."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -72,7 +72,7 @@ class Server:
             connection.close()
 
     def metric(self, sample: str) -> float:
-        """The value of one sample of /metrics, by its name and labels; 0 where there is none."""
+        """Return the value of one sample of /metrics, by its name and labels; 0 if it is missing."""
         lines = self.ask("/metrics").text.splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == sample), 0.0)
 
@@ -83,7 +83,7 @@ class Server:
         wait_for(lambda: self.ask("/readyz").document.get("version") == version, f"version {version}", deadline_s=30)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """End it; its exit code and stderr."""
+        """Stop it; return its exit code and stderr."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
@@ -93,7 +93,7 @@ class Server:
 def serving(
     model: Path, *options: str | int, command: Sequence[str] = (sys.executable, "-m", "fedcg")
 ) -> Iterator[Server]:
-    """A server on a free port, killed at the end if it still runs."""
+    """Run a server on a free port; it is killed at the end if still running."""
     words = [*command, "infer", "serve", "--model", str(model), "--port", "0", *map(str, options)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -105,7 +105,7 @@ def serving(
 
 
 def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[bytes, dict[str, str]]:
-    """A multipart body and its headers."""
+    """Return a multipart body and its headers."""
     pieces = [
         f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode() + content
         for name, content in files.items()
@@ -115,13 +115,13 @@ def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[byt
 
 
 def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
-    """Versions 0001, 0002, … of rounds 1, 2, … whose answers differ; the last is in use."""
+    """Install versions 0001, 0002, … of rounds 1, 2, … with different answers; the last is in use."""
     for number in range(1, count + 1):
         install_model(root, seed=number, images=images, takes=takes)
 
 
 def install_one_that_names_one_class(root: Path) -> None:
-    """A new version, of the weights of `install_versions(root, 1)` but for the class that these name least, which it always names."""
+    """Install a version with the weights of `install_versions(root, 1)`, except that it always predicts their least frequent class."""
     torch.set_num_threads(1)
     spec = make_spec()
     parts = {part: dict(weights) for part, weights in make_parts(spec).items()}

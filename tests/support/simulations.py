@@ -1,4 +1,4 @@
-"""Small simulations: one setting, the same by `fedcg simulate`, and folders of images."""
+"""Small simulations: one setting, also as a call of `fedcg simulate`, and folders of images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,22 +29,22 @@ QUIET = "--workers 1 --no-plot --no-tensorboard"
 
 
 def ignore(_planned: PlannedRun, _now: Simulation) -> None:
-    """Take no notice of a finished round."""
+    """Ignore a finished round."""
 
 
 def run_of(setting: RunSetting, folder: Path, simulator: Any = simulate, rounds: str | None = None) -> dict[str, Any]:
-    """The record of a run; `rounds` as for `--keep-updates`."""
+    """Run and return the record; `rounds` as for `--keep-updates`."""
     folder.mkdir(exist_ok=True)
     return Runs(folder, simulator, ignore).run(PlannedRun(setting=setting, keep_updates=rounds))
 
 
 def fedcg_simulate(out: Path, text: str = "", *words: object) -> Result:
-    """`fedcg simulate` of a small federation; of an option that is given twice, the later one counts."""
+    """Run `fedcg simulate` on a small federation; if an option is repeated, the last one counts."""
     return run_fedcg("simulate", *WORDS.split(), *QUIET.split(), *text.split(), *words, "--out", out)
 
 
 def records_of(done: Result) -> list[dict[str, Any]]:
-    """The records that `fedcg simulate --json` printed."""
+    """Return the records that `fedcg simulate --json` printed."""
     assert done.exit_code == 0, done.output
     runs: list[dict[str, Any]] = data_of(done.stdout)["runs"]
     return runs
@@ -53,7 +53,7 @@ def records_of(done: Result) -> list[dict[str, Any]]:
 def image_tree(
     root: Path, per_class: int, classes: Sequence[str] = ("cat", "dog"), mode: str = "RGB", seed: int = 0
 ) -> Path:
-    """A folder with so many random images of 6 x 6 pixels in the folder of each class."""
+    """Make a folder with this many random images of 6 x 6 pixels in the folder of each class."""
     generator = np.random.default_rng(seed)
     for name in classes:
         (root / name).mkdir(parents=True, exist_ok=True)

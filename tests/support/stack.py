@@ -65,9 +65,9 @@ class Stack:
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     sealed: tuple[str, ...] = ()  # parts that the plan seals
-    weights: str = ""  # digest of those of a frozen backbone, which take grey images normalised as they were trained
-    attack: str = ""  # of the coordinator, by `hostile_coordinator`
-    liar: str = ""  # a device whose sealed numbers are not its own (`lying_device`)
+    weights: str = ""  # digest of a frozen backbone's weights, for grey images normalised as in its training
+    attack: str = ""  # attack of the coordinator, in `hostile_coordinator`
+    liar: str = ""  # a device that seals false numbers (`lying_device`)
     min_clients: int | None = None  # all devices when None
     deadline_s: float | None = None  # of a round
     shadow_every: int = 1
@@ -91,7 +91,7 @@ class Stack:
         return self.root / "devices" / device / "agent.toml"
 
     def command(self, *arguments: str) -> str:
-        """Run one `fedcg` command to its end, on a thread: a browser's driver keeps an event loop in the test's own."""
+        """Run one `fedcg` command to its end, on a thread: the test's own thread has the browser driver's event loop."""
         with ThreadPoolExecutor(1) as threads:
             done = threads.submit(run_fedcg, *arguments).result()
         assert done.exit_code == 0, f"fedcg {' '.join(arguments)}: {done.output}"
@@ -105,7 +105,7 @@ class Stack:
             ports += ["--enrol-port", str(self.enrol_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
         (self.home / "coordinator.secret").write_bytes(checked_secret(b"s" * 32))
-        (self.home / "high-water.mark").unlink()  # the secret of before signed it
+        (self.home / "high-water.mark").unlink()  # the previous secret signed it
         storage = {("storage", name): value for name, value in self.storage.items()}
         set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): 0.5, **storage})
         if self.certificate_days is not None:
@@ -138,7 +138,7 @@ class Stack:
                 self.command("cohort", "roster", str(roster), "--config", str(self.config(device)))
 
     def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
-        """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
+        """Create a token and enrol a device with it, like an operator and an owner; return the device's folder."""
         made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
         out, data = folder or self.config(device).parent, self.root / "data" / device
         self.command("enrol", "--token", data_of(made)["token"], "--out", str(out), "--data", str(data))
@@ -159,7 +159,7 @@ class Stack:
         )
 
     def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
-        """Point the generated agent.toml at the data of this test."""
+        """Set the test's data in the generated agent.toml."""
         path = config or self.config(device)
         set_values(
             path,
@@ -206,14 +206,14 @@ class Stack:
             self.start_agent(device)
 
     def start_observer(self, *options: str) -> None:
-        """An observer of the federation, which writes to `<root>/wire` and listens when this returns."""
+        """Start an observer of the federation, which writes to `<root>/wire`; it is subscribed when this returns."""
         where = ["--out", str(self.root / "wire"), "--port", str(self.broker_port), "--tls", str(self.home / "pki")]
         self.start("observer", "audit", "observe", "--federation", "shapes", *where, *options)
         wait_for(lambda: b"ready" in (self.root / "observer.log").read_bytes(), "the observer listens", 30)
 
     @contextmanager
     def up(self, *, agents: bool = False, observer: Sequence[str] | None = None) -> Iterator[Stack]:
-        """Broker and coordinator with its link, and on request an observer and all agents, for as long as the context lasts."""
+        """Run broker and connected coordinator, and optionally an observer and all agents, while the context lasts."""
         if not self.home.exists():
             self.prepare()
         try:
@@ -229,7 +229,7 @@ class Stack:
             self.stop()
 
     def doctor(self, device: str) -> dict[str, dict[str, Any]]:
-        """What `fedcg doctor` finds on a device, by what it checked; its exit code says whether anything failed."""
+        """Return the findings of `fedcg doctor` on a device, by check; its exit code is 0 if nothing failed."""
         command = [sys.executable, "-m", "fedcg", "doctor", "--config", str(self.config(device)), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         findings = {one["check"]: one for one in data_of(done.stdout)["findings"]}
@@ -238,7 +238,7 @@ class Stack:
         return findings
 
     def events(self, of: str) -> list[dict[str, Any]]:
-        """The event log of a device or of "coordinator"; a torn last line is left out."""
+        """Return the event log of a device or of "coordinator", without an incomplete last line."""
         path = (self.home if of == "coordinator" else self.store(of)) / "events.jsonl"
         if not path.exists():
             return []
@@ -273,11 +273,11 @@ class Stack:
         process.wait(timeout=10)
 
     def wait_finished(self, deadline_s: float = 150.0) -> None:
-        """All agents end with exit code 0 (they run with --until-finished)."""
+        """Check that all agents end with exit code 0 (they run with --until-finished)."""
         await_ends({device: self.running[device] for device in self.devices}, self.tail, deadline_s)
 
     def final_aggregate(self) -> str:
-        """The sha256 of the final aggregate, from the coordinator's event log."""
+        """Return the sha256 of the final aggregate, from the coordinator's event log."""
         return str(
             next(event for event in reversed(self.events("coordinator")) if event["event"] == "finished")["aggregate"]
         )

@@ -1,4 +1,4 @@
-"""A folder to start programs in whose modules have the names of what they import, and leave a mark when one is imported."""
+"""A working folder with modules that shadow the imports of a program, and leave a mark when imported."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ _NAMES = ("json", "multiprocessing", "threading", "typing", "numpy", "torch", "p
 
 
 def lay_traps(folder: Path) -> Path:
-    """Fill a folder with such modules, a package `fedcg` among them."""
+    """Fill a folder with such modules, including a package `fedcg`."""
     trap = f"open({str(folder / MARK)!r}, 'a').write(__name__ + ' ')\nraise SystemExit(f'{{__name__}} of the current folder')\n"
     (folder / "fedcg").mkdir()
     for file in ("fedcg/__init__.py", *(f"{name}.py" for name in _NAMES)):
@@ -16,6 +16,6 @@ def lay_traps(folder: Path) -> Path:
 
 
 def imported_in(folder: Path) -> str:
-    """The modules of a folder of traps that were imported."""
+    """Return the imported modules of a folder of traps."""
     mark = folder / MARK
     return mark.read_text() if mark.exists() else ""

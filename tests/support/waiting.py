@@ -1,4 +1,4 @@
-"""One way to wait for what another thread or process does."""
+"""Waits for another thread or process."""
 
 import socket
 import subprocess
@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
 
 
 def await_ends(processes: Mapping[str, subprocess.Popen[bytes]], tail: Callable[[str], str], deadline_s: float) -> None:
-    """Every process ends with exit code 0; AssertionError with the tail of its log where one does not."""
+    """Check that every process ends with exit code 0; else AssertionError with the tail of its log."""
     end = time.monotonic() + deadline_s
     for name, process in processes.items():
         try:
@@ -30,7 +30,7 @@ def await_ends(processes: Mapping[str, subprocess.Popen[bytes]], tail: Callable[
 
 
 def free_port() -> int:
-    """A TCP port of loopback that is free now."""
+    """Return a TCP port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""How often the server takes a good version back, and how many predictions a bad one makes before it goes; by seeded streams."""
+"""How often the server rolls a good version back, and how many predictions a bad one makes before its rollback; with seeded streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ HUNDRED = np.full(100, 0.01)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a version says of the images that come.
+    """The behaviour of a version on incoming images.
 
     Attributes:
         shares: of the predicted classes.
-        run: images of one class that come one after the other, on average; 1 where each is drawn for itself.
+        run: average number of consecutive images of one class; 1: each is drawn separately.
         confidence: mean probability of the likeliest class.
         failing: share of requests that fail.
     """
@@ -33,7 +33,7 @@ class Traffic:
     failing: float = 0.0
 
     def rows(self, count: int, random: np.random.Generator) -> Floats:
-        """Probabilities of so many images, [count, classes]."""
+        """Return probabilities of `count` images, [count, classes]."""
         fresh = random.random(count) < 1 / self.run
         fresh[0] = True
         drawn = random.choice(len(self.shares), size=count, p=self.shares)
@@ -46,7 +46,7 @@ class Traffic:
 
 
 def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[VersionFault | None, int]:
-    """One change of versions, looked at twice a second of 50 requests: the verdict, and after how many requests it came."""
+    """Simulate one change of versions, checked twice a second at 50 requests per second: the verdict, and its number of requests."""
     watch, requests = Watch(WINDOW), LONGEST * WINDOW
     watch.answered("0001", before.rows(requests, random))
     assert watch.verdict() is None
@@ -65,14 +65,14 @@ def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[
 
 
 def taken_back(before: Traffic, after: Traffic, swaps: int, seed: int = 0) -> tuple[float, float]:
-    """Share of changes after which the new version is taken back, and the median requests that this took (nan without any)."""
+    """Return the share of changes that are rolled back, and the median requests before that (nan without any)."""
     random = np.random.default_rng(seed)
     taken = [requests for verdict, requests in (swap(before, after, random) for _ in range(swaps)) if verdict]
     return len(taken) / swaps, float(np.median(taken)) if taken else float("nan")
 
 
 def collapsed(shares: Shares, part: float) -> Shares:
-    """As when the least frequent class is named for a part of the images of all others."""
+    """Predict the least frequent class for a part of the images of all others."""
     moved = shares * (1 - part)
     moved[int(shares.argmin())] += part
     return moved

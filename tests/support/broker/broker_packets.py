@@ -1,4 +1,4 @@
-"""What a broker writes, by the standard and by hand: nothing here comes from the code that reads it. And a broker by script."""
+"""Broker packets, written by hand from the standard and independent of the code that reads them; and a scripted broker."""
 
 import contextlib
 import socket
@@ -34,7 +34,7 @@ def connack(protocol: str = "5", reason: int = 0, properties: bytes = b"") -> by
 
 
 def message(protocol: str, topic: str, payload: bytes, number: int = 0) -> bytes:
-    """A PUBLISH at QoS 1 under a number, or at QoS 0 without."""
+    """Return a PUBLISH at QoS 1 with a packet number, or at QoS 0 without."""
     body = text(topic) + (number.to_bytes(2, "big") if number else b"")
     body += b"\x00" if protocol == "5" else b""
     return packet(0x30 | (2 if number else 0), body + payload)
@@ -53,7 +53,7 @@ def hang_up(rest: bytes = b"") -> bytes:
 
 
 class Peer:
-    """One client's connection, seen from the broker; a test reads and answers packet by packet."""
+    """One client's connection, from the broker's side; a test reads and answers packet by packet."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(DEADLINE_S)
@@ -61,7 +61,7 @@ class Peer:
         self._file = sock.makefile("rb")
 
     def next(self) -> tuple[int, bytes] | None:
-        """Kind and body of the client's next packet; None when it has hung up."""
+        """Return kind and body of the client's next packet; None if the client disconnected."""
         try:
             head = self._file.read(1)
             length = shift = 0
@@ -76,20 +76,20 @@ class Peer:
         return None
 
     def expect(self, kind: int) -> bytes:
-        """The body of the next packet, which is of this kind."""
+        """Return the body of the next packet, which must be of this kind."""
         found = self.next()
-        assert found is not None, f"the client hung up instead of sending a packet of kind {kind}"
+        assert found is not None, f"the client disconnected instead of sending a packet of kind {kind}"
         assert found[0] == kind, f"a packet of kind {found[0]} came, not {kind}: {found[1][:80]!r}"
         return found[1]
 
     def expect_message(self) -> tuple[int, bytes]:
-        """Packet id and payload of the next packet, a PUBLISH of MQTT 5 at QoS 1."""
+        """Return packet id and payload of the next packet, a PUBLISH of MQTT 5 at QoS 1."""
         body = self.expect(PUBLISH)
         after = 2 + int.from_bytes(body[:2], "big")
         return int.from_bytes(body[after : after + 2], "big"), body[after + 3 :]
 
     def rest(self) -> list[int]:
-        """The kinds of all further packets until the client hangs up."""
+        """Return the kinds of all further packets until the client disconnects."""
         kinds = []
         while (found := self.next()) is not None:
             kinds.append(found[0])
@@ -104,7 +104,7 @@ class Peer:
 
 
 class ScriptedBroker:
-    """Listens on loopback, in plain text; what it answers is up to the test."""
+    """Listens on loopback, in plain text; the test decides its answers."""
 
     def __init__(self, receive_bytes: int = 0) -> None:
         self._server = socket.socket()
@@ -117,18 +117,18 @@ class ScriptedBroker:
         self._peers: list[Peer] = []
 
     def config(self, protocol: Protocol = "5") -> MqttConfig:
-        """To reach it as client `a`."""
+        """The configuration for client `a`."""
         return MqttConfig(
             HOST, self.port, "a", insecure=True, protocol=protocol, keepalive_s=KEEPALIVE_S, max_inbound=50_000
         )
 
     def accept(self) -> Peer:
-        """The next connection, before its CONNECT is read."""
+        """Return the next connection, before its CONNECT is read."""
         self._peers.append(Peer(self._server.accept()[0]))
         return self._peers[-1]
 
     def welcome(self, protocol: str = "5", properties: bytes = b"") -> Peer:
-        """The next connection, its CONNECT read and granted."""
+        """Return the next connection, with its CONNECT read and granted."""
         peer = self.accept()
         peer.expect(CONNECT)
         peer.send(connack(protocol, 0, properties))

@@ -1,4 +1,4 @@
-"""A coordinator's home with devices a, b and c, and a real broker that the product configured, in a process of its own."""
+"""A coordinator's home with devices a, b and c, and a real broker in a separate process, configured by the product."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ class Plant:
     """The home, its broker, and connections to it.
 
     Attributes:
-        folder: what the broker runs from, when that is not the home.
+        folder: the folder that the broker runs from, if not the home.
     """
 
     root: Path
@@ -55,7 +55,7 @@ class Plant:
         return credential_of(self.home.pki, CA_NAME).certificate
 
     def tls(self, name: str) -> TlsFiles:
-        """The files of a device's bundle, or what the home has for the coordinator and the observer."""
+        """Return the TLS files of a device's bundle, or those of the home for the coordinator and the observer."""
         folder = bundle(self.home, name) / "tls"
         if folder.exists():
             return TlsFiles(folder / "ca.pem", folder / "device.pem", folder / "device.key")
@@ -70,7 +70,7 @@ class Plant:
         shown: str | None = None,
         kind: type[MqttTransport] = MqttTransport,
     ) -> Client:
-        """A client that subscribes to these topics, with its own certificate or the one of `shown`; not started."""
+        """Return a client that subscribes to these topics, with its own certificate or that of `shown`; not started."""
         connection = "" if shown or not bundle(self.home, name).exists() else message_key(self.home, name)
         config = MqttConfig(
             "127.0.0.1",
@@ -87,7 +87,7 @@ class Plant:
         return made
 
     def connect(self, name: str, *, wait: bool = True) -> Client:
-        """A client with the subscriptions of its identity."""
+        """Return a client with the subscriptions of its identity."""
         made = self.client(name, *SUBSCRIBED.get(name, (TOPICS.down_control(name),))).start()
         return made.await_link() if wait else made
 
@@ -113,7 +113,7 @@ class Plant:
             self.clients.pop().transport.close()
 
     def close(self) -> None:
-        """Close the clients and end the processes."""
+        """Close the clients and stop the processes."""
         self.close_clients()
         for process in reversed(self.processes):
             end(process)
@@ -143,9 +143,9 @@ def open_plant(
     Args:
         root: an empty folder.
         kind: "run" for the broker in the coordinator's directory, "deployed" for one in a folder of `fedcg deploy mosquitto`, moved.
-        devices: that have a bundle.
+        devices: devices with a bundle.
         federation: its id.
-        options: of the federation, see `add_federation`.
+        options: options of the federation, see `add_federation`.
     """
     assert find_mosquitto() is not None, "mark the test with `broker`"
     config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))

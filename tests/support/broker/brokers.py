@@ -1,4 +1,4 @@
-"""Real brokers for tests, and clients that remember what they received."""
+"""Real brokers for tests, and clients that record received messages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class QueueLimits:
 
     Attributes:
         packet_bytes: largest packet.
-        in_flight: QoS 1 messages sent and not acknowledged.
-        messages, bytes: queued for a session that is slow or away; further messages are dropped.
+        in_flight: unacknowledged QoS 1 messages.
+        messages, bytes: queued for a slow or disconnected session; further messages are dropped.
     """
 
     packet_bytes: int = 2_000_000
@@ -43,7 +43,7 @@ class QueueLimits:
     bytes: int = 64_000_000
 
     def lines(self) -> list[str]:
-        """The limits as lines of mosquitto.conf."""
+        """Return the limits as lines of mosquitto.conf."""
         return [
             f"max_packet_size {self.packet_bytes}",
             f"max_inflight_messages {self.in_flight}",
@@ -79,7 +79,7 @@ class Pki:
 
 @dataclass
 class RunningMosquitto:
-    """One Mosquitto with mutual TLS, as a real deployment configures it."""
+    """One Mosquitto with mutual TLS, configured as in a real deployment."""
 
     mosquitto: Mosquitto
     pki: Pki
@@ -111,7 +111,7 @@ class RunningMosquitto:
             *self.extra,
         ]
         if os.geteuid() == 0:
-            lines.append("user root")  # else it drops to user mosquitto, who can't read our 0600 keys
+            lines.append("user root")  # else it switches to user mosquitto, who can't read our 0600 keys
         configuration = self.folder / "mosquitto.conf"
         configuration.write_text("\n".join(lines) + "\n")
         with (self.folder / "mosquitto.log").open("ab") as log:
@@ -140,7 +140,7 @@ class RunningMosquitto:
 
 
 class Intruder(MqttTransport):
-    """Stays where its subscriptions are refused, as somebody who listens to others would."""
+    """Stays connected if its subscriptions are refused, like an eavesdropper."""
 
     def _subscribed(self, link: Any, data: Any, packet: int, reasons: list[ReasonCode], properties: Any) -> None:
         granted = [ReasonCode(PacketTypes.SUBACK, identifier=0) for _ in reasons]
@@ -148,7 +148,7 @@ class Intruder(MqttTransport):
 
 
 class Client:
-    """A transport and everything it received."""
+    """A transport and everything that it received."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport

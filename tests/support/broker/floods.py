@@ -1,4 +1,4 @@
-"""A federation with one device that floods: broker and coordinator in processes of their own, three honest devices, the flooder.
+"""A federation with one flooding device: broker and coordinator in separate processes, three honest devices, the flooder.
 
 Nothing is trained. The broker is Mosquitto as `fedcg broker run` configures it, the coordinator the real service over a real
 home, with a worker that merges nothing.
@@ -43,11 +43,11 @@ KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks")
 CHUNK = 2 * 1024
 READY = 200
 DECLINE_S = 0.2
-PACE_S = 0.01  # a flood leaves in bursts of so long
+PACE_S = 0.01  # duration of a burst of the flood
 TRAINING_S = 0.5
-DEADLINE_S = 3.0  # a device that says hello all the time has no session to decline in
-BLOCK = 3  # so many rounds undisturbed, then so many in a flood, in turns: the machine may have other work
-HARD_FROM = 4 * BLOCK  # the round from which on the flooder sends as much as it can, and answers nothing
+DEADLINE_S = 3.0  # a device that constantly sends hellos has no session for declining
+BLOCK = 3  # undisturbed rounds, then the same number in a flood, in turns, since the machine may have other work
+HARD_FROM = 4 * BLOCK  # from this round on the flooder sends as much as it can, and answers nothing
 ROUNDS = HARD_FROM + 2
 
 
@@ -57,7 +57,7 @@ def is_flooded(round_number: int) -> bool:
 
 
 class _AnyBroker:
-    """What a FakeDevice asks of the broker in memory; the real one is behind its transport."""
+    """The interface of the in-memory broker for a FakeDevice; the real broker is behind its transport."""
 
     def is_attached(self, _transport: object) -> bool:
         return True
@@ -74,10 +74,10 @@ class Box(FakeDevice):
         return MqttTransport(MqttConfig("127.0.0.1", self.home.config().broker.port, self.name, tls=tls), will)
 
     def send_update(self, round_number: int, attempt: int, data: bytes) -> Any:
-        """After a while, as if it had trained."""
+        """Answer after a delay, as if it had trained."""
 
         def send() -> None:
-            with self.lock, suppress(TransportError, AssertionError):  # the link or the session ended meanwhile
+            with self.lock, suppress(TransportError, AssertionError):  # the link or the session ended in the meantime
                 FakeDevice.send_update(self, round_number, attempt, data)
 
         timer = threading.Timer(TRAINING_S, send)
@@ -95,13 +95,13 @@ class Box(FakeDevice):
 
 
 class Flooder:
-    """An enrolled device that floods in every other block of rounds, and in the end for ever.
+    """An enrolled device that floods in every other block of rounds, and finally without end.
 
     Args:
         box: its keys and its link.
         kind: one of `KINDS`.
-        rate: messages a second in the blocks, in which it declines all invitations.
-        hard_rate: messages a second in the end, when it was invited and answers nothing.
+        rate: messages per second in the blocks, in which it declines all invitations.
+        hard_rate: messages per second at the end, when it does not answer invitations.
     """
 
     def __init__(self, box: Box, kind: str, rate: int, hard_rate: int) -> None:
@@ -119,7 +119,7 @@ class Flooder:
         self.box.decline = schemas.DeclineReason.NOT_ELIGIBLE
         self.box.start()
         due, last, declined_at = 0.0, time.monotonic(), 0.0
-        ready: list[tuple[str, bytes]] = []  # making and signing them takes longer than sending them
+        ready: list[tuple[str, bytes]] = []  # creating and signing them takes longer than sending them
         pause = threading.Event()
         while not pause.wait(PACE_S):
             is_hard = self.round >= HARD_FROM
@@ -141,7 +141,7 @@ class Flooder:
             self.box.transport.publish(topic, payload, qos=0)
 
     def _decline(self) -> None:
-        """Again and again: in a flood of its own some get lost."""
+        """Repeatedly, since some get lost in the device's own flood."""
         with self.box.lock, suppress(TransportError):
             if self.box.session is not None and self.round:
                 self.box.tell(
@@ -179,13 +179,13 @@ class Flooder:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed.
+    """The results of a run.
 
     Attributes:
-        calm_s: from the opening of an undisturbed round to the last honest update, on average.
-        flooded_s: the same in the flood.
-        silenced_s: from the opening of the first round in the hard flood to the silence of the flooder; None when it was not silenced, or before.
-        log_bytes: of the coordinator's event log.
+        calm_s: mean time from the opening of an undisturbed round to the last honest update.
+        flooded_s: the same during the flood.
+        silenced_s: from the opening of the first round in the hard flood to the silencing; None if never or earlier.
+        log_bytes: size of the coordinator's event log.
     """
 
     calm_s: float
@@ -196,7 +196,7 @@ class Outcome:
 
 
 def box(root: Path, name: str) -> Box:
-    """A device of the plant in a folder."""
+    """Make a device of the plant in a folder."""
     home = Home(root / "home")
     key = SigningKey.load(bundle(home, name) / "signing.key")
     coordinator = SigningKey.load(home.signing_key)
@@ -206,7 +206,7 @@ def box(root: Path, name: str) -> Box:
 
 @contextmanager
 def plant(root: Path) -> Iterator[Plant]:
-    """A running broker and coordinator, no device yet."""
+    """Run a broker and coordinator, without devices."""
     policy = policy_of(ROUNDS, len(HONEST), 10, DEADLINE_S)
     devices = (*HONEST, FLOODER)
     with open_plant(root, "run", devices, FEDERATION, spec=tiny_spec(ROUNDS), policy=policy) as made:

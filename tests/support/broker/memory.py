@@ -1,7 +1,7 @@
-"""A broker and its transports inside one process: the same laws as MQTT, without a network.
+"""A broker and its transports in one process: the same laws as MQTT, without a network.
 
-The contract suite holds it to the laws of `fedcg.wire.transport.transport`; `MemoryBroker.drop` takes a client's link away as a dead
-radio would.
+The contract suite holds it to the laws of `fedcg.wire.transport.transport`; `MemoryBroker.drop` cuts a client's link,
+like a radio that fails.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class MemoryBroker:
     """Routes between the transports of one process.
 
     Args:
-        rules: whether an identity may publish on, or read from, a concrete topic (by itself it may); only its publisher learns that a publish is refused.
+        rules: whether an identity may publish on, or read from, a topic; only the publisher learns of a refusal.
 
     Attributes:
-        record: called with (identity, topic, payload) for every publish that was let through, wills included.
-        max_payload: the largest payload taken.
+        record: called with (identity, topic, payload) for every accepted publish, including wills.
+        max_payload: the largest accepted payload.
     """
 
     def __init__(self, rules: Rules = lambda _identity, _action, _topic: True) -> None:
@@ -44,7 +44,7 @@ class MemoryBroker:
         self._retained: dict[str, bytes] = {}
 
     def drop(self, identity: str) -> None:
-        """Take a client's link away: its will is published, and it stays off until `restore`."""
+        """Cut a client's link: its will is published, and it stays offline until `restore`."""
         with self._lock:
             transport = self._sessions.pop(identity, None)
             if transport is None:
@@ -54,14 +54,14 @@ class MemoryBroker:
             self._publish_will(transport)
 
     def restore(self, identity: str) -> None:
-        """Give a dropped client its link back; its subscriptions stand again."""
+        """Restore a dropped client's link and its subscriptions."""
         with self._lock:
             transport = self._down.pop(identity, None)
             if transport is not None:
                 self.attach(transport)
 
     def attach(self, transport: MemoryTransport) -> None:
-        """Connect a transport; a client of the same identity is disconnected, as MQTT demands."""
+        """Connect a transport; a client with the same identity is disconnected, as MQTT requires."""
         with self._lock:
             if transport.identity in self._sessions:
                 self.drop(transport.identity)
@@ -71,19 +71,19 @@ class MemoryBroker:
             transport.link_changed(up=True)
 
     def detach(self, transport: MemoryTransport) -> None:
-        """Disconnect a transport for good, without its will."""
+        """Disconnect a transport permanently, without its will."""
         with self._lock:
             for table in (self._sessions, self._down):
                 if table.get(transport.identity) is transport:
                     del table[transport.identity]
 
     def is_attached(self, transport: MemoryTransport) -> bool:
-        """Whether this very transport is connected."""
+        """Return whether this transport is connected."""
         with self._lock:
             return self._sessions.get(transport.identity) is transport
 
     def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> bool:
-        """Deliver a publish to every connected client that subscribed to the topic and may read it; returns whether it is let through."""
+        """Deliver a publish to every connected client that subscribed to the topic and may read it; return whether it is accepted."""
         with self._lock:
             if not self._rules(identity, "publish", topic):
                 return False
@@ -125,7 +125,7 @@ _ROUTED = _Routed()
 
 
 class MemoryTransport:
-    """A client of a `MemoryBroker`; its callbacks run on a thread of its own."""
+    """A client of a `MemoryBroker`; its callbacks run on its own thread."""
 
     def __init__(self, broker: MemoryBroker, identity: str, will: Will | None = None) -> None:
         self.identity = identity
@@ -137,7 +137,7 @@ class MemoryTransport:
         self._thread: threading.Thread | None = None
 
     def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
-        """Connect and begin to deliver."""
+        """Connect and start delivery."""
         if self._thread is not None:
             raise TransportError(f"the transport of {self.identity} was started twice")
         self._thread = threading.Thread(
@@ -167,7 +167,7 @@ class MemoryTransport:
         return _ROUTED
 
     def change_will(self, will: Will) -> None:
-        """Replace the will; this connects anew, without triggering the old one."""
+        """Replace the will; this reconnects, without triggering the old one."""
         self.will = will
         if self._broker.is_attached(self):
             self._broker.detach(self)
@@ -175,23 +175,23 @@ class MemoryTransport:
             self._broker.attach(self)
 
     def be_patient(self, retry_s: float) -> None:
-        """Give up the link for good, as long as a test lasts; 0 changes nothing."""
+        """Drop the link for the rest of the test; 0 changes nothing."""
         if retry_s and self._broker.is_attached(self):
             self._broker.detach(self)
             self.link_changed(up=False)
 
     @property
     def backlog(self) -> Backlog:
-        """Nothing: a publish is with the broker when `publish` returns."""
+        """Do nothing: the broker has a publish when `publish` returns."""
         return Backlog()
 
     @property
     def max_payload(self) -> int:
-        """Largest payload in bytes that the broker takes."""
+        """The largest payload in bytes that the broker accepts."""
         return self._broker.max_payload
 
     def close(self) -> None:
-        """Disconnect without the will, deliver what is queued, stop the thread."""
+        """Disconnect without the will, deliver queued messages, stop the thread."""
         self._broker.detach(self)
         if self._thread is not None:
             self._inbox.put(None)
@@ -199,7 +199,7 @@ class MemoryTransport:
             self._thread = None
 
     def enqueue(self, delivery: Delivery) -> None:
-        """Take a message from the broker.
+        """Receive a message from the broker.
 
         Raises:
             TransportError: the client's callback has not kept up with a whole queue of messages.
@@ -210,7 +210,7 @@ class MemoryTransport:
             raise TransportError(f"{self.identity} does not read: {QUEUE_MAX} messages wait for it") from error
 
     def link_changed(self, *, up: bool) -> None:
-        """Take from the broker that the link was made or lost."""
+        """Receive from the broker that the link was established or lost."""
         self._inbox.put(_Link(up))
 
     def _deliver(self, on_delivery: OnDelivery, on_link: OnLink) -> None:

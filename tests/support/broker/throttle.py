@@ -17,13 +17,13 @@ BUFFER = 16 * 1024
 
 @dataclass(frozen=True)
 class Weather:
-    """What a link does to bytes, in each direction.
+    """The behaviour of a link, in each direction.
 
     Attributes:
-        bytes_per_s: its rate; 0 for no limit.
-        delay_s, jitter_s: each piece comes later by `delay_s`, give or take up to `jitter_s`; order is kept.
-        stall_s: range of a stall, which comes with probability `stalls` before a piece.
-        reset_after: bytes after which the connection is reset, once for each number.
+        bytes_per_s: its rate; 0: unlimited.
+        delay_s, jitter_s: each piece is delayed by `delay_s` ± at most `jitter_s`; order is kept.
+        stall_s: range of a stall, which occurs with probability `stalls` before a piece.
+        reset_after: byte counts after which the connection is reset, once for each.
     """
 
     bytes_per_s: float = 0.0
@@ -61,14 +61,14 @@ class Throttle:
         self._spawn(self._accept)
 
     def hold(self) -> None:
-        """Carry nothing any more; the connections stay open."""
+        """Stop carrying data; the connections stay open."""
         self._flowing.clear()
 
     def release(self) -> None:
         self._flowing.set()
 
     def cut(self) -> None:
-        """End all connections and refuse new ones until `mend`."""
+        """Close all connections and refuse new ones until `mend`."""
         with self._lock:
             self._cut.set()
             self._shut_all()
@@ -135,7 +135,7 @@ class Throttle:
             sock.close()
 
     def _carry(self, source: socket.socket, sink: socket.socket, over: threading.Event) -> None:
-        """One direction: pieces wait until they are due, at most a second's worth of them."""
+        """Carry one direction: pieces wait until they are due, at most one second of data."""
         waiting: list[tuple[float, bytes]] = []
         free_at = time.monotonic()
         for sock in (source, sink):

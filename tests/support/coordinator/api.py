@@ -1,4 +1,4 @@
-"""A coordinator's HTTP interface over a loopback socket, without a broker, and requests to it as a person or program makes them."""
+"""A coordinator's HTTP interface over a loopback socket, without a broker, and requests to it from a person or a program."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 
 
 class Api:
-    """A running interface over the directory of a coordinator; with `coordinator`, over one that runs federations."""
+    """A running interface on a coordinator's directory; with `coordinator`, on one that runs federations."""
 
     def __init__(self, home: Home, store: Store, port: int, application: FastAPI) -> None:
         self.home, self.store, self.port, self.application = home, store, port, application
@@ -31,19 +31,19 @@ class Api:
 
     @property
     def access(self) -> Access:
-        """Who may make requests of it, with the sessions."""
+        """The accounts and sessions for requests."""
         access: Access = self.application.state.access
         return access
 
     def as_(self, role: Role | None, **headers: str) -> httpx.Client:
-        """A client with a token of this role, or without one."""
+        """Return a client with a token of this role, or without one."""
         own = {} if role is None else {"Authorization": f"Bearer {self.tokens.create(role.value, role).text}"}
         return httpx.Client(base_url=self.url, headers={**own, **headers}, timeout=60)
 
 
 @contextmanager
 def running_api(home: Home, coordinator: Coordinator | None = None, **settings: Any) -> Iterator[Api]:
-    """Serve the interface of a directory whose federations need no broker: none is started unless `coordinator` runs some."""
+    """Serve the interface of a directory whose federations need no broker: none is started unless `coordinator` runs one."""
     store = Store(home.database) if coordinator is None else coordinator.store
     made = coordinator or Coordinator(
         store, ArtifactStore(home.artifacts), coordinator_log(home.events_file, store.events), no_context

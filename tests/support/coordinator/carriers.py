@@ -1,4 +1,4 @@
-"""The real listener of the HTTPS carrier beside a running service, and requests to it as any program could make them."""
+"""The real listener of the HTTPS carrier next to a running service, and requests to it from any program."""
 
 import http.client
 import ssl
@@ -22,7 +22,7 @@ from tests.support.coordinator.federations import hosting
 async def carrying(
     pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
-    """Serve boxes on a loopback port."""
+    """Serve devices on a loopback port."""
     application = create_carrier_app(hosting(service), clock)
     tls = server_context(pki, credential_of(pki, "carrier"), ssl.CERT_REQUIRED)
     with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
@@ -51,7 +51,7 @@ def ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request with an identity's certificate."""
+    """Make one request with an identity's certificate."""
     connection = connect(port, pki.tls(identity).context(ServerRole.CARRIER))
     try:
         connection.request(method, path, body, dict(headers or {}))

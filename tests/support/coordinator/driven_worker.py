@@ -1,4 +1,4 @@
-"""The aggregation worker's handle, driven as the service's loop does it, and child processes that stand in for the worker and the trainer."""
+"""The aggregation worker's handle, driven as by the service's loop, and child processes that replace the worker and the trainer."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def worker_settings(folder: Path) -> jobs.WorkerSettings:
 
 
 class DrivenWorker:
-    """Collects what the worker's replies mean."""
+    """Collects the events of the worker's replies."""
 
     def __init__(self, settings: jobs.WorkerSettings) -> None:
         self.events: list[jobs.WorkerEvent] = []
@@ -43,7 +43,7 @@ class DrivenWorker:
         self.worker.stop()
 
     def until(self, *kinds: type[jobs.WorkerEvent]) -> Any:
-        """Go on until an event of one of these kinds came, and return it."""
+        """Continue until an event of one of these kinds, and return it."""
         end = time.monotonic() + DEADLINE_S
         while not any(isinstance(event, kinds) for event in self.events):
             assert time.monotonic() < end, self.events
@@ -55,7 +55,7 @@ class DrivenWorker:
         return next(event for event in self.events if isinstance(event, kinds))
 
     def drain(self, seconds: float) -> None:
-        """Go on for a while."""
+        """Continue for a while."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.worker.tick()
@@ -68,16 +68,16 @@ STALL_S = 1.0
 
 def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
     connection.send(TrainerReady())
-    for command in requests_of(connection):  # with nothing to do it may be silent for ever
+    for command in requests_of(connection):  # when idle it may be silent forever
         idle = threading.Event()
-        for _ in range(8):  # twice as long as a silent one may be
+        for _ in range(8):  # twice the allowed silence
             idle.wait(STALL_S / 4)
             connection.send(Working())
         connection.send(RoundCommitted(command.round_attempt))
 
 
 def serve(connection: Connection, settings: jobs.WorkerSettings, first_time: Callable[[Connection], None]) -> None:
-    """As the real worker without torch; what is asked first in its first life does `first_time`."""
+    """Work like the real worker without torch; the first request in its first life runs `first_time`."""
     connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     marker = settings.artifacts / "was here"
     for request in requests_of(connection):
@@ -101,7 +101,7 @@ def hang_once(connection: Connection, settings: jobs.WorkerSettings) -> None:
 
 
 def break_the_card_once(connection: Connection, settings: jobs.WorkerSettings) -> None:
-    """The real worker, whose job runner meets an error of the card the first time that it opens a job."""
+    """Run the real worker, with an error of the GPU when its job runner first opens a job."""
     import coordinator.aggregation.worker as real
 
     marker = settings.artifacts / "was here"
@@ -114,7 +114,7 @@ def break_the_card_once(connection: Connection, settings: jobs.WorkerSettings) -
             self._send(jobs.JobDone(1, 1, "9" * 64, 1, "8" * 64))
 
         def serve(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
-            """Nothing more: the job is done."""
+            """Do nothing: the job is done."""
 
     real.JobRunner = Runner  # type: ignore[misc]
     real.worker_main(connection, settings)
@@ -133,7 +133,7 @@ def die_over_b(connection: Connection, _settings: jobs.WorkerSettings) -> None:
 
 
 def die_over_the_merge_until_it_averages(connection: Connection, _settings: jobs.WorkerSettings) -> None:
-    """Killed by SIGKILL over every merge with a distillation, as by a kernel that is out of memory."""
+    """Run a worker that is killed at every merge with a distillation, as if the kernel were out of memory."""
     connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     job: jobs.Job | None = None
     for request in requests_of(connection):
@@ -149,7 +149,7 @@ THREADS_FILE = "threads.txt"
 
 
 class NotingConnection:
-    """A connection that notes on which thread a request was received."""
+    """A connection that records the thread on which a request was received."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -165,7 +165,7 @@ class NotingConnection:
 
 
 def count_and_note_threads(connection: Connection, settings: jobs.WorkerSettings) -> None:
-    """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
+    """Write the names of the threads that receive and serve the request for an update to a file."""
     connection.send(jobs.WorkerReady(os.getpid(), 1, "cpu"))
     noting = NotingConnection(connection)
     for request in requests_of(cast(Connection, noting)):

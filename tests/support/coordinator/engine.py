@@ -6,7 +6,7 @@ from fedcg.learning.spec import DEFAULT_MIN_COHORT, RoundPolicy
 
 
 def policy_of(rounds: int, min_clients: int, max_attempts: int = 3, deadline_s: float = 100.0) -> RoundPolicy:
-    """A policy under which so many clients are a cohort."""
+    """Return a policy with this cohort size."""
     return RoundPolicy(
         rounds=rounds,
         min_clients=min_clients,
@@ -17,7 +17,7 @@ def policy_of(rounds: int, min_clients: int, max_attempts: int = 3, deadline_s: 
 
 
 def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:
-    """Apply events at one time; returns the last state and all commands."""
+    """Apply events at one time; return the last state and all commands."""
     commands: list[Command] = []
     for event in events:
         state, more = transition(state, event, now)

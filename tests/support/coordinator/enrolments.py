@@ -1,4 +1,4 @@
-"""A real enrolment listener in a thread, and servers that only pretend to be one."""
+"""A real enrolment listener in a thread, and servers that imitate one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_home(root: Path) -> Home:
 
 @dataclass
 class Desk:
-    """A listener at work, with a clock that tests can move."""
+    """A running listener, with a clock that tests can move."""
 
     home: Home
     store: Store
@@ -66,7 +66,7 @@ class Desk:
         return credential_of(self.home.pki, CA_NAME).certificate
 
     def context(self) -> ssl.SSLContext:
-        """For a client that knows the authority and shows no certificate."""
+        """Return a TLS context for a client that knows the authority and shows no certificate."""
         return trusting(load_certificate(self.authority.read_bytes()))
 
     def clock(self) -> float:
@@ -81,7 +81,7 @@ class Desk:
 
 @contextmanager
 def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS) -> Iterator[Desk]:
-    """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
+    """Run the listener of a home, as in `fedcg coordinator run`, without a coordinator."""
     config, store = home.config(), Store(home.database)
     desk = Desk(home, store)
     admission = Admission(home, store, config, EventLog(home.events_file, time.time), desk.clock)
@@ -126,7 +126,7 @@ def desk(home: Home) -> Iterator[Desk]:
 
 @final
 class Pretender:
-    """A TLS server, open for a block, that shows `authority` when asked for it and remembers every decrypted byte."""
+    """A TLS server during a block that sends `authority` on request and records every decrypted byte."""
 
     def __init__(self, authority: bytes, own: Credential, respond: Callable[[bytes], bytes] | None = None) -> None:
         self.heard = bytearray()
@@ -163,7 +163,7 @@ class Pretender:
     def _serve(self, secured: ssl.SSLSocket) -> None:
         request = secured.recv(65_536)
         if not request:
-            return  # the client did not like the certificate
+            return  # the client refused the certificate
         self.heard += request
         body = self._authority if request.startswith(b"GET") else self._answer(request, secured)
         secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -177,6 +177,6 @@ class Pretender:
 
 
 def json_of(raw: bytes) -> dict[str, Any]:
-    """The body of a recorded HTTP request."""
+    """Return the body of a recorded HTTP request."""
     values: dict[str, Any] = json.loads(raw[raw.index(b"{") :])
     return values

@@ -1,4 +1,4 @@
-"""A scripted device, over a broker in memory."""
+"""A scripted device on an in-memory broker."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ REPEAT_S = 1.0
 
 @dataclass
 class FakeDevice:
-    """A scripted device: takes part in everything, unless its fields differ. Works on its transport's thread."""
+    """A scripted device: joins everything, unless its fields differ. Works on its transport's thread."""
 
     name: str
     broker: MemoryBroker
@@ -32,11 +32,11 @@ class FakeDevice:
     coordinator: SigningKey
     key: SigningKey = field(default_factory=SigningKey.generate)
     silent: bool = False
-    carrier: schemas.Carrier = schemas.Carrier.MQTT  # over HTTPS the test puts what is granted
+    carrier: schemas.Carrier = schemas.Carrier.MQTT  # over HTTPS the test uploads granted chunks
     decline: schemas.DeclineReason | None = None
-    full_round_s: float | None = None  # what it tells of the time that all steps of a round take
+    full_round_s: float | None = None  # its report of the time for all steps of a round
     heartbeat_s: int | None = None
-    remembers: dict[str, Any] = field(default_factory=dict)  # epoch, round and message key that its hello names
+    remembers: dict[str, Any] = field(default_factory=dict)  # epoch, round and message key in its hello
     received: list[schemas.AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class FakeDevice:
         self.trained: set[tuple[int, int]] = set()
 
     def make_transport(self, will: Will) -> MemoryTransport:
-        """Its link; another one where the broker is real."""
+        """Return its link; overridden for a real broker."""
         return MemoryTransport(self.broker, self.name, will)
 
     def start(self) -> Self:
@@ -73,12 +73,12 @@ class FakeDevice:
         self.transport.close()
 
     def act(self) -> None:
-        """Do what can be done now, as after a message."""
+        """Do everything that is possible now, as after a message."""
         with self.lock:
             self._train()
 
     def _repeat(self) -> None:
-        """What was not answered is sent again, as a real device does."""
+        """Resend unanswered messages, like a real device."""
         while not self.stopped.wait(REPEAT_S):
             with self.lock:
                 if self.session is None or not self.broker.is_attached(self.transport):
@@ -96,7 +96,7 @@ class FakeDevice:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
     def hello(self) -> None:
-        with self.lock:  # not while another thread makes an update of the session that this ends
+        with self.lock:  # not while another thread creates an update in the session that this ends
             self.nonces += 1
             self.nonce = f"{self.nonces:032x}"
             self.session = None
@@ -105,7 +105,7 @@ class FakeDevice:
             self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: schemas.AnyMessage) -> None:
-        with self.lock:  # the device's own thread may send at the same time
+        with self.lock:  # the device's own thread may send concurrently
             assert self.session is not None
             self.transport.publish(self.topics.up_control(self.name), seal(self.session.stamp(message), self.key))
 
@@ -122,7 +122,7 @@ class FakeDevice:
         return pack(header, parts, self.spec.codec, self._base(base))
 
     def _base(self, artifact: str) -> Base | None:
-        """What a delta codec's updates are taken to."""
+        """The base of a delta codec's updates."""
         if not self.spec.with_base:
             return None
         decoded = unpack(self.artifacts[artifact], shared_layouts(self.spec)).parts
@@ -162,7 +162,7 @@ class FakeDevice:
             self._want(message.aggregate)
         elif (
             isinstance(message, schemas.Invite | schemas.Need | schemas.Receipt) and self.session is not None
-        ):  # else of an earlier session
+        ):  # else from an earlier session
             self.session.admit(message)
             self.in_session(message)
 
@@ -181,7 +181,7 @@ class FakeDevice:
                 for frame in frames_for(self.pending[1], self.pending[0].artifact, message.ranges):
                     self.transport.publish(self.topics.up_chunk(self.name), frame)
         elif isinstance(message, schemas.Receipt) and self.pending and message.artifact == self.pending[0].artifact.id:
-            self.pending = None  # a late answer to an earlier update ends nothing
+            self.pending = None  # a late answer to an earlier update has no effect
 
     def _want(self, ref: schemas.ArtifactRef) -> None:
         if ref.id not in self.artifacts:
@@ -207,7 +207,7 @@ class FakeDevice:
             self._ask(chunk.artifact)
 
     def _train(self) -> None:
-        """Answer the open offer once invited and once its aggregate is here; a stand-in for training."""
+        """Answer the open offer after the invitation and the aggregate's arrival; replaces training."""
         offer = self.offer
         if not isinstance(offer, schemas.Offer) or self.session is None or self.silent or self.decline is not None:
             return

@@ -21,12 +21,12 @@ from tests.support.coordinator.world import World, rules_of
 
 
 def no_context(record: FederationRecord) -> ServiceContext:
-    """In place of what a service needs, where none is to be started."""
-    raise AssertionError(f"{record.id} was not to be started")
+    """Replaces the dependencies of services, if none may be started."""
+    raise AssertionError(f"{record.id} must not be started")
 
 
 def hosting(service: Service) -> Coordinator:
-    """A coordinator whose one service runs already."""
+    """A coordinator whose only service is already running."""
     context = service.context
     made = Coordinator(context.store, context.artifacts, context.events, no_context)
     made._running[context.federation.id] = _Running(service, ThreadPoolExecutor(1), Future())
@@ -34,7 +34,7 @@ def hosting(service: Service) -> Coordinator:
 
 
 class _Follower(FakeDevice):
-    """A device that opens a new session when a coordinator of a higher epoch comes, as a real one does."""
+    """A device that opens a new session for a coordinator of a higher epoch, like a real one."""
 
     epoch = 0
 
@@ -48,7 +48,7 @@ class _Follower(FakeDevice):
 
 
 class Federations:
-    """Federations in the database of a world, each with a broker and devices of its own; `names` are added to the world's one."""
+    """Federations in the database of a world, each with its own broker and devices; `names` are added to the world's federation."""
 
     def __init__(self, world: World, *names: str) -> None:
         self.world = world

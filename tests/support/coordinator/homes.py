@@ -1,4 +1,4 @@
-"""A coordinator's directory with a federation in it, and one way to call commands."""
+"""A coordinator's directory with a federation, and a function to call commands."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 def add_federation(
     home: Home, name: str, devices: Sequence[str] = (), *, spec: FederationSpec | None = None, **record: Any
 ) -> None:
-    """Open a federation with spec and initial aggregate; the bundles of its devices go to `bundles` beside the home."""
+    """Open a federation with spec and initial aggregate; its devices' bundles are in `bundles` next to the home."""
     spec, artifacts = spec or tiny_spec(), ArtifactStore(home.artifacts)
     base = aggregate_bytes(spec, 0, 0, seed=1)
     federation = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), policy_of(3, 2, 2, 600.0), 1.0)
@@ -37,12 +37,12 @@ def add_federation(
 
 
 def bundle(home: Home, device: str) -> Path:
-    """Where `add_federation` has put a device's bundle."""
+    """Return the folder of a device's bundle from `add_federation`."""
     return home.root.parent / "bundles" / device
 
 
 def message_key(home: Home, device: str) -> str:
-    """The public message key of a device, in hex."""
+    """Return the public message key of a device, in hex."""
     with closing(Store.of(home)) as store:
         known = store.device(device)
     assert known is not None
@@ -50,14 +50,14 @@ def message_key(home: Home, device: str) -> str:
 
 
 def call(*words: object) -> tuple[int, str]:
-    """Run a `fedcg` command in this process; returns its exit code and output."""
+    """Run a `fedcg` command in this process; return its exit code and output."""
     done = run_fedcg(*words)
     return done.exit_code, done.output
 
 
 @contextmanager
 def closing_engine(database: Path | URL) -> Iterator[Engine]:
-    """Connections of another process to a database."""
+    """Yield connections to a database, like those of another process."""
     engine = make_engine(database)
     yield engine
     engine.dispose()

@@ -1,4 +1,4 @@
-"""An aggregation worker that learns nothing, and federations that share one tensor of any size."""
+"""An aggregation worker without learning, and federations that share one tensor of any size."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from tests.support.coordinator.toy_artifacts import tiny_spec
 
 @dataclass
 class NoWorker:
-    """The aggregate of every round is the one it started from."""
+    """Every round's aggregate is its base."""
 
     settings: jobs.WorkerSettings
     notify: Callable[[jobs.WorkerReady | jobs.Assessed | jobs.JobDone], None]
@@ -46,7 +46,7 @@ class NoWorker:
         return (reply,)
 
     def tick(self) -> None:
-        """Nothing is to be started again."""
+        """Do not restart anything."""
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -60,9 +60,9 @@ def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
 
 
 def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
-    """An artifact of a federation of `classifier_spec` that zstd can't make smaller."""
+    """Return an artifact of a federation of `classifier_spec` that zstd can't compress."""
     count = spec.layouts[Part.CLASSIFIER][0].shape[0]
-    # Random bytes as weights, with moderate exponents, so that the norm stays in its bound.
+    # Random bytes as weights, with moderate exponents, so that the norm stays within its bound.
     words = np.frombuffer(random.Random(seed).randbytes(count * 4), dtype="<u4")
     weights = ((words & 0x807FFFFF) | 0x3A000000).view("<f4").astype(np.float32)
     head = ArtifactHeader(method=spec.method, federation=spec.federation, **header)

@@ -1,4 +1,4 @@
-"""A publisher of the coordinator that only remembers, and a receiver that uses it."""
+"""A publisher of the coordinator that only records, and a receiver that uses it."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.support.coordinator.world import World
 
 
 class Published:
-    """What grants and receipts were sent."""
+    """Records sent grants and receipts."""
 
     def __init__(self) -> None:
         self.used_carrier = Carrier.MQTT
@@ -37,7 +37,7 @@ class Published:
 
 
 def receiver_of(world: World, published: Published, notify: Callable[[Any], None]) -> Receiver:
-    """The receiver of a world, not started."""
+    """Return the receiver of a world, not started."""
     context = world.service_context()
     return Receiver(
         UpdateChecks(context.spec, context.store, context.artifacts, context.clock),

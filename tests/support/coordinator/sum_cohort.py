@@ -1,4 +1,4 @@
-"""Devices that take part in sealed sums, each with a key for sums and a keeper on a disk."""
+"""Devices in sealed sums, each with a key for sums and a keeper on a disk."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.present import present
 AT = SumRound("shapes", 3, 1)
 SIZE = 5 + TAGS
 SECRET = bytes(range(32))
-"""Of the cohort."""
+"""The secret of the cohort."""
 
 
 class Disk(PrivateStore):
-    """A device's store as far as sums go, in memory; outlives its keeper."""
+    """The part of a device's store for sums, in memory; outlives its keeper."""
 
     def __init__(self, cohort: Cohort, name: str) -> None:
         self.cohort, self.name, self.writes = cohort, name, list[dict[str, Any]]()
@@ -50,12 +50,12 @@ class Disk(PrivateStore):
 
 
 class Cohort:
-    """Devices with keys, disks and keepers; a keeper is made anew for each step, as after a power cut.
+    """Devices with keys, disks and keepers; a keeper is created again for each step, as after a power cut.
 
     Attributes:
-        weights: images of each; `votes` likewise.
-        numbered: what the training process of each told of its numbers.
-        alone: the devices whose owners consent that their numbers are seen alone.
+        weights: number of images of each; `votes` likewise.
+        numbered: facts about its numbers from each training process.
+        alone: the devices whose owners allow their numbers to be seen alone.
     """
 
     def __init__(self, count: int, *names: str) -> None:
@@ -74,12 +74,12 @@ class Cohort:
         self.least = MIN_SUM_DEVICES
 
     def later(self) -> float:
-        """A time at which all that was waited for is late."""
+        """Return a time after all deadlines."""
         self.now += KEYS_WAIT_S
         return self.now
 
     def late(self, board: SumBoard) -> Sends:
-        """What the board does without those that have not answered."""
+        """Return the board's steps without the devices that have not answered."""
         return board.tick(self.names, self.now) if board.phase is Phase.OFF else self._late(board)
 
     def _late(self, board: SumBoard) -> Sends:
@@ -94,7 +94,7 @@ class Cohort:
         return masks.mask(self.numbers[name])
 
     def opened(self, total: Numbers, digest: str, survivors: Iterable[str], at: SumRound = AT) -> Numbers:
-        """What a device of the cohort reads in the sum that the coordinator publishes."""
+        """Return a device's reading of the sum that the coordinator publishes."""
         found = unsealed(total, at, digest, survivors, SECRET)
         check_tags(at, SECRET, found)
         found[1 : 1 + TAGS] = 0
@@ -108,7 +108,7 @@ class Cohort:
         return SumKeeper(self.disks[name], name, self.least, exchange)
 
     def answer(self, board: SumBoard, sends: Sends, deaf: set[str], at: SumRound = AT) -> Sends:
-        """Hand messages to devices, and their answers to the board; `deaf` ones never answer. What the board says next."""
+        """Pass messages to devices, and their answers to the board; `deaf` ones never answer. Return the board's next messages."""
         following: Sends = []
         for name, step in sends:
             if name in deaf:
@@ -141,7 +141,7 @@ class Cohort:
         return self.keeper(name, at.exchange).announce(at, self.weights[name], self.votes[name])
 
     def announced(self, name: str) -> schemas.SumKeys:
-        """The same as other devices get it."""
+        """Return it as other devices receive it."""
         keys = present(self.keys_of(name))
         return keys.model_copy(update={"key": None})
 

@@ -1,4 +1,4 @@
-"""A spec of three small parts, and updates and aggregates of it."""
+"""A spec with three small parts, and its updates and aggregates."""
 
 from typing import Any
 

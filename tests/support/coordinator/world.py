@@ -1,4 +1,4 @@
-"""A coordinator's directory and service with scripted devices and a worker without torch, on a broker in memory."""
+"""A coordinator's directory and service with scripted devices and a worker without torch, on an in-memory broker."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ MakeWorld = Callable[..., "World"]
 
 
 def rules_of(federation: str) -> Callable[[str, str, str], bool]:
-    """Who may publish and read which topic of a federation."""
+    """Return the rules for publishing and reading a federation's topics."""
     topics = Topics(federation)
     return lambda identity, action, topic: (
         topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
@@ -51,10 +51,10 @@ def rules_of(federation: str) -> Callable[[str, str, str], bool]:
 
 
 class PlainWorker(NoWorker):
-    """Merges without torch and at once: the aggregate depends on the round only. Remembers what it was asked.
+    """Merges immediately and without torch: the aggregate only depends on the round. Records its requests.
 
     Attributes:
-        result: fields of the merge's result that differ.
+        result: changed fields of the merge's result.
     """
 
     result: ClassVar[Mapping[str, Any]] = {}
@@ -90,7 +90,7 @@ class PlainWorker(NoWorker):
 
 @dataclass
 class World:
-    """A coordinator's directory without certificates, on a broker in memory, with devices; and its running service."""
+    """A coordinator's directory without certificates, on an in-memory broker, with devices; and its running service."""
 
     root: Path
     spec: FederationSpec = field(default_factory=tiny_spec)
@@ -157,16 +157,16 @@ class World:
         self.store.set_policy(self.spec.federation, policy.model_copy(update=fields))
 
     def known(self, service: Service | None = None, spec: FederationSpec | None = None) -> Known:
-        """What facts are made of, with the running service where there is one, and with another spec where one is given."""
+        """Return the sources of facts, with the running service if there is one, and with another spec if given."""
         services = {} if service is None else {self.spec.federation: service}
         return Known(self.store, lambda _: spec or self.spec, self.root, services)
 
     def problems(self, service: Service | None = None) -> dict[str, Problem]:
-        """The open problems by kind."""
+        """Return the open problems by kind."""
         return {each.kind: each for each in open_problems(self.known(service))}
 
     def merges(self) -> list[Updates]:
-        """What the workers were asked to merge."""
+        """Return the merge requests to the workers."""
         return [item[1] for worker in self.workers for item in worker.asked if item[0] == "finish"]
 
     def start_devices(self) -> None:
@@ -174,7 +174,7 @@ class World:
             device.start()
 
     def run(self, until: str = "finished") -> dict[str, Any]:
-        """Run the service with all devices until an event, and return that."""
+        """Run the service with all devices until an event, and return the event."""
         with RunningService(self):
             self.start_devices()
             return self.wait_event(until)
@@ -194,7 +194,7 @@ class World:
         return self.events(name)[count - 1]
 
     def wait_finished(self) -> str:
-        """All devices have the final aggregate; returns its id."""
+        """Wait until all devices have the final aggregate; return its id."""
         final = str(self.wait_event("finished")["aggregate"])
         for device in self.devices.values():
             wait_until(partial(device.artifacts.__contains__, final), f"{device.name} has the final aggregate")
@@ -205,7 +205,7 @@ Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
 class RunningService:
-    """A service on an event loop of its own thread."""
+    """A service on the event loop of its own thread."""
 
     def __init__(self, world: World, beside: Beside = lambda service: nullcontext()) -> None:
         self._world = world
@@ -234,7 +234,7 @@ class RunningService:
             self._thread.join(DEADLINE_S)
 
     def vanish(self) -> None:
-        """End as a killed process does: the link drops with the will, and nothing is flushed."""
+        """End like a killed process: the link drops with the will, and nothing is flushed."""
         self._world.broker.drop(COORDINATOR)
         self.stop()
 
@@ -253,7 +253,7 @@ class RunningService:
                     await loop.run_in_executor(thread, self._service.run)
             finally:
                 await loop.run_in_executor(thread, self._service.close)
-        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
             self._failure = error
         finally:
             self._up.set()
@@ -265,7 +265,7 @@ TOO_LONG = "its step is 3.5 times as long as the median (at most 3)"
 
 
 class OddC(PlainWorker):
-    """Measures that c goes the other way; in every round without `rounds`."""
+    """Report that c's step points away; in every round without `rounds`."""
 
     def __init__(self, *arguments: Any, rounds: Container[int] = range(1, 1000)) -> None:
         super().__init__(*arguments)

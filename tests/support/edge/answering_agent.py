@@ -1,4 +1,4 @@
-"""The part of an agent that answers its owner's requests, without the rest of it."""
+"""The part of an agent that answers its owner's requests."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from edge_client.agent.owner import OwnerRequest, OwnerRequests, Reply
 
 @contextmanager
 def answering_agent(store: Path, reply: Any) -> Iterator[list[OwnerRequest]]:
-    """Answers all requests to a store alike while the context lasts; the requests so far."""
+    """Give all requests to a store the same answer while the context lasts; yield the requests so far."""
     taken: list[OwnerRequest] = []
     requests, ended = OwnerRequests(store), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A box that greets its coordinator, or leaves it, without its agent, over the in-process broker."""
+"""A device that greets its coordinator, or leaves it, without its agent, over the in-process broker."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from tests.support.edge.world import make_config
 
 
 def box_config(root: Path) -> AgentConfig:
-    """Device `a` of the coordinator's federation, with a broker that does not answer."""
+    """Return device `a` of the coordinator's federation, with a broker that does not answer."""
     broker = BrokerSection(host="127.0.0.1", port=1, insecure=True)
     return make_config(root).model_copy(update={"federation": FEDERATION, "device": "a", "broker": broker})
 
 
 def talk(world: World, root: Path, key: SigningKey, timeout_s: float, *, is_leaving: bool = False) -> float | None:
-    """Device `a` greets the coordinator or leaves, signing with `key`; returns how far its clock is ahead by the answer."""
+    """Let device `a` greet the coordinator or leave, signing with `key`; return its clock's lead according to the answer."""
     config = box_config(root)
     store = PrivateStore.open(config.store, config.federation, config.device)
     keys = AgentKeys(key, world.key.public)

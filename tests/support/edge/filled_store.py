@@ -1,4 +1,4 @@
-"""A private store in which every file of an agent at work exists, with two generations."""
+"""A private store with every file of a running agent, and two generations."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ COHORT = b"cohort secret of thirty-two byte"
 
 
 def fill(store: PrivateStore) -> None:
-    """Put in what two rounds leave."""
+    """Add the files of two rounds."""
     store.device_secret()
     store.sum_key()
     store.keep_cohort_secret(COHORT)
@@ -62,7 +62,7 @@ def fill(store: PrivateStore) -> None:
 
 
 def contents(store: PrivateStore) -> dict[str, Any]:
-    """All that an agent and its training process read of a store when they start, by name; an error in place of what is refused."""
+    """Return everything that an agent and its training process read from a store at their start, by name; errors for refused files."""
     looks = {
         "generation": lambda: _described(store),
         "device secret": store.device_secret,
@@ -103,5 +103,5 @@ def _described(store: PrivateStore) -> tuple[object, ...]:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path."""
+    """Return every file below a folder, by path."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

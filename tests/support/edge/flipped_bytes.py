@@ -1,4 +1,4 @@
-"""One byte of a device's files flipped at a time, and what `fedcg doctor` then says."""
+"""Flips one byte of a device's files at a time, and checks the output of `fedcg doctor`."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from tests.support.commands import data_of, run_fedcg
 from tests.support.edge.filled_store import files_of
 
 UNCHECKED = ("agent.toml", "checkpoint.bin", "events.jsonl", "lock", "trainer.lock", "generations/1/", "models/")
-"""Beginnings of files below a device's folder or its store that have no check, or one where they are used."""
+"""Prefixes of files below a device's folder or its store that have no check, or only one at their use."""
 CURES = ("estore", "delete it", "move it away", "enrol", "again", "anew", "the agent goes on")
 _CHECKS = ("keys", "certificate", "broker", "store", "cohort secret")
 
 
 def unnamed(device: Path, share: float) -> list[str]:
-    """Files with a check of which a flipped byte is not named together with a cure.
+    """Return files with a check whose flipped byte is not reported together with a remedy.
 
     Args:
         device: the folder with agent.toml and the store.
@@ -25,8 +25,8 @@ def unnamed(device: Path, share: float) -> list[str]:
 
 
 def undocumented() -> list[str]:
-    """Those in `UNCHECKED` that the documentation does not except."""
-    text = Path("docs/how-to/troubleshooting.md").read_text().partition("## A file is damaged")[2].partition("\n## ")[0]
+    """Return those in `UNCHECKED` that the documentation does not exclude."""
+    text = Path("docs/operations.md").read_text().partition("## A damaged private store")[2].partition("\n## ")[0]
     return [name for name in UNCHECKED if f"`{name.replace('/1/', '/')}`" not in text]
 
 

@@ -1,4 +1,4 @@
-"""The other side of a transfer for scripted peers: an artifact put together in memory, over the product's own grants."""
+"""The other side of a transfer for scripted peers: an artifact assembled in memory, with the product's own grants."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from fedcg.wire.transfer.windows import ChunkRecord, Ranges, Window
 
 
 class Receiver:
-    """Puts one artifact together in memory and says which chunks to ask for; see `ChunkRecord` for the arguments."""
+    """Assembles one artifact in memory and returns the chunks to request; see `ChunkRecord` for the arguments."""
 
     def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
         self._grants = ChunkRecord(ref, window or Window(), stall_s)
@@ -22,21 +22,21 @@ class Receiver:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Chunks received and chunks in all."""
+        """The number of received chunks and of all chunks."""
         return len(self._have), self.ref.chunks
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is here (their sum is checked by `data`)."""
+        """Whether every chunk was received (`data` checks their sum)."""
         return self._grants.complete
 
     def feed(self, chunk: Chunk, now: float) -> bool:
-        """Take a chunk, asked for or not; True when it brought something new.
+        """Add a chunk, requested or not; return True if it was new.
 
         A chunk of another artifact and a repeated chunk change nothing.
 
         Raises:
-            MalformedError: an index or a length that this artifact can't have.
+            MalformedError: invalid index or length for this artifact.
         """
         if not check_chunk(self.ref, chunk) or not self._grants.received(chunk.index, now):
             return False
@@ -44,15 +44,15 @@ class Receiver:
         return True
 
     def next_need(self, now: float) -> Ranges | None:
-        """Chunks to grant now as (first, count) pairs, or None when there is nothing to ask for at the moment."""
+        """Return chunks to grant now as (first, count) pairs, or None if there is nothing to request now."""
         return self._grants.next_need(now)
 
     def data(self) -> bytes:
-        """The whole artifact.
+        """Return the whole artifact.
 
         Raises:
             MalformedError: not complete yet.
-            IntegrityError: the chunks don't add up to the announced sha256; the receiver starts again from nothing.
+            IntegrityError: the chunks don't have the announced sha256; the receiver starts again from nothing.
         """
         if not self.complete:
             raise MalformedError("an artifact was read before all its chunks arrived")

@@ -1,4 +1,4 @@
-"""A device's folder with everything that a trainer needs, for tests that train for real."""
+"""A device's folder with everything that a trainer needs, for tests with real training."""
 
 import time
 from datetime import datetime, timezone
@@ -81,19 +81,19 @@ class Site:
         return TrainRound(RoundAttempt(number, attempt), self.spec.digest, self.aggregate)
 
     def data(self, number: int = 1) -> RoundData:
-        """The images of a round, without the device's defence, accepted for it if they were not."""
+        """Return the images of a round, without the device's defence; accepts them for it if needed."""
         return LocalData(self.config.data.root, None, self.store).for_round(self.spec, number)
 
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
 
     def train(self, number: int = 1, attempt: int = 1) -> None:
-        """Train a round and commit it; each time another process, as it were."""
+        """Train a round and commit it, as if in a new process each time."""
         report = self.trainer().do(self.round(number, attempt))
         assert report == RoundCommitted(RoundAttempt(number, attempt)), report
 
     def declined(self, reason: DeclineReason, number: int = 1, attempt: int = 1) -> str:
-        """Why a round can't be trained, in words; it must be declined for this reason."""
+        """Return why a round can't be trained, in words; it must be declined for this reason."""
         report = self.trainer().do(self.round(number, attempt))
         assert isinstance(report, RoundFailed), report
         assert (report.round_attempt, report.reason) == (RoundAttempt(number, attempt), reason), report
@@ -101,11 +101,11 @@ class Site:
 
     @property
     def end(self) -> ChooseModel:
-        """The command that ends the federation."""
+        """Return the command that ends the federation."""
         return ChooseModel(self.spec.digest, self.aggregate)
 
     def configure(self, **changes: Any) -> None:
-        """Change the configuration: a mapping changes settings of a section, any other value takes the section's place."""
+        """Change the configuration: a mapping changes settings of a section, any other value replaces the section."""
         for name, value in changes.items():
             section = getattr(self.config, name).model_copy(update=value) if isinstance(value, dict) else value
             self.config = self.config.model_copy(update={name: section})
@@ -115,14 +115,14 @@ class Site:
         self.store.keep_cohort_secret(b"c" * 32)
 
     def finding(self, check: str) -> Finding:
-        """What the doctor says of the device by one of its checks."""
+        """Return the doctor's result for one of its checks of the device."""
         return examine(self.config, datetime.now(timezone.utc), (check,))[0]
 
     def state(self) -> StoredState:
         return present(self.store.generations.load())
 
     def weights(self, slot: str = "personal", *parts: Part) -> dict[str, bytes]:
-        """Tensors of a slot as bytes, of all its parts or of some."""
+        """Return tensors of a slot as bytes, of all its parts or of some."""
         held = self.state().slots[slot]
         chosen = {part: held[part] for part in parts or held}
         return {
@@ -133,12 +133,12 @@ class Site:
         return self.store.generations.update_bytes(self.state().generation)
 
     def report(self) -> Report:
-        """What the update reports."""
+        """Return the update's report."""
         return present(read_header(self.update()).report)
 
     @property
     def shared(self) -> dict[Part, tuple[TensorLayout, ...]]:
-        """The layouts of an update's parts."""
+        """Return the layouts of an update's parts."""
         return {part: self.spec.layouts[part] for part in self.spec.upload}
 
     def brought(self) -> PartArrays:

@@ -59,7 +59,7 @@ def toy_spec(
     params: Mapping[str, ParameterValue] | None = None,
     rounds: int = 2,
 ) -> FederationSpec:
-    """A spec with tiny tensors that no network has: for everything that does not train."""
+    """Return a spec with tiny tensors that match no network, for tests without training."""
     return FederationSpec(
         federation=federation,
         classes=CLASSES,
@@ -76,7 +76,7 @@ def toy_spec(
 
 
 def toy_parts(seed: int, parts: tuple[Part, ...] = tuple(LAYOUTS)) -> dict[Part, dict[str, Array]]:
-    """Tensors of the toy layouts."""
+    """Return tensors of the toy layouts."""
     random = np.random.default_rng(seed)
     return {
         part: {
@@ -90,20 +90,20 @@ def toy_parts(seed: int, parts: tuple[Part, ...] = tuple(LAYOUTS)) -> dict[Part,
 
 
 def toy_snapshot(images: int = 3) -> Snapshot:
-    """A snapshot of files that are not there."""
+    """Return a snapshot of missing files."""
     return Snapshot(tuple(SnapshotFile(f"bar/{n}.png", f"{n:064x}", 0, "train") for n in range(images)))
 
 
 def toy_generation(
     spec: FederationSpec, attempt: RoundAttempt, update: bytes | None = b"update", seed: int = 1
 ) -> NewGeneration:
-    """What a round of the toy spec commits."""
+    """Return the commit of a round of the toy spec."""
     slots = {"personal": toy_parts(seed), "best": toy_parts(seed, (Part.EXTRACTOR, Part.CLASSIFIER))}
     return NewGeneration(attempt, spec.digest, slots, toy_snapshot(), {"best.val": 0.5, "best.round": 1.0}, update)
 
 
 def newest(generations: Generations) -> tuple[Generation, tuple[str, ...]]:
-    """The generation that counts, which must be there, and the problems that were found on the way to it."""
+    """Return the valid generation, which must exist, and the problems found before it."""
     generation, problems = generations.current()
     assert generation is not None
     return generation, problems
@@ -121,7 +121,7 @@ def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec
 
 
 def update_of(spec: FederationSpec, attempt: RoundAttempt) -> bytes:
-    """The packed update that the fake trainer makes of a round attempt."""
+    """Return the fake trainer's packed update of a round attempt."""
     report = Report(examples=3, accuracy=0.5)
     header = header_of(spec, attempt, kind="update", client=DEVICE, report=report)
     return pack(header, toy_parts(attempt.round, SHARED))
@@ -144,7 +144,7 @@ def draw_images(root: Path, per_class: int, seed: int) -> None:
 def make_config(
     root: Path, *, policy: PolicySection | None = None, shadow: int = 0, export: bool = False
 ) -> AgentConfig:
-    """A device's configuration with everything under `root`."""
+    """Return a device's configuration with everything under `root`."""
     reproducible = VOLUNTARY_REPORT - {ReportField.COST}
     return AgentConfig(
         federation=FEDERATION,
@@ -159,7 +159,7 @@ def make_config(
 
 
 def write_device(folder: Path, device: str = DEVICE, port: int = 1) -> Path:
-    """A device's folder with its keys and an agent.toml for a broker without TLS; returns the agent.toml."""
+    """Make a device's folder with its keys and an agent.toml for a broker without TLS; return the agent.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     SigningKey.generate().save(folder / "signing.key")
     (folder / "coordinator.pub").write_text(SigningKey.generate().public.hex)
@@ -171,7 +171,7 @@ def write_device(folder: Path, device: str = DEVICE, port: int = 1) -> Path:
 
 
 class FakeTrainer:
-    """A training process without torch: commits toy generations when the test lets it."""
+    """A training process without torch: commits toy generations when the test allows it."""
 
     def __init__(self, store: PrivateStore, spec: FederationSpec, deliver: Callable[[TrainerReport], None]) -> None:
         self.store = store
@@ -219,7 +219,7 @@ class FakeTrainer:
 
 
 MakeWorld = Callable[..., "World"]
-"""Makes a world of given fields, which ends with the test (fixture `make_world`)."""
+"""Makes a world with given fields, which ends with the test (fixture `make_world`)."""
 
 
 @dataclass
@@ -272,13 +272,13 @@ class World:
         return agent
 
     def connect(self, *, until_finished: bool = False) -> None:
-        """Bring coordinator and agent up, until the device's hello."""
+        """Start coordinator and agent, until the device's hello."""
         self.coordinator.come_online()
         self.start_agent(until_finished=until_finished)
         self.coordinator.wait(Hello)
 
     def aggregate(self, number: int = 0) -> bytes:
-        """What a round came to; 0: what the first one starts from."""
+        """Return the aggregate of a round; 0: the initial one."""
         return aggregate_of(toy_parts(50 + number, SHARED), self.spec, number)
 
     def open_round(self, number: int = 1, attempt: int = 1) -> None:
@@ -287,7 +287,7 @@ class World:
         self.coordinator.invite(number, attempt)
 
     def deliver(self) -> bytes:
-        """Fetch the update that the device announces next; it gets its receipt, and records it."""
+        """Fetch the update that the device announces next, and send its receipt, which the device records."""
         known, manifest = len(self.events("receipt")), self.coordinator.wait(Manifest)
         update = self.coordinator.collect(manifest)
         self.coordinator.receipt(manifest)
@@ -295,7 +295,7 @@ class World:
         return update
 
     def start_training(self) -> None:
-        """Open round 1, until its training has begun; the training process works once the test lets it go on."""
+        """Open round 1 until its training has started; the training process continues when the test allows it."""
         self.open_round()
         self.coordinator.work_until(lambda: bool(self.trainer.rounds()), "training starts")
 
@@ -317,7 +317,7 @@ class World:
 
 
 def connected(make_world: MakeWorld, **changes: object) -> World:
-    """A device whose hello has come."""
+    """A device whose hello has arrived."""
     world = make_world(**changes)
     world.connect()
     return world
@@ -331,7 +331,7 @@ def in_round(make_world: MakeWorld, **changes: object) -> World:
 
 
 def in_training(make_world: MakeWorld, **changes: object) -> World:
-    """A device in round 1 whose training process works until the test lets it go on."""
+    """A device in round 1 whose training process waits until the test lets it continue."""
     world = connected(make_world, is_automatic=False, **changes)
     world.start_training()
     return world

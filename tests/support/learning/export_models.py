@@ -32,18 +32,18 @@ loaded = [name for name in ("torch", "paho", "onnx", "safetensors", "fedcg.wire"
 print("LOADED", loaded, file=sys.stderr)
 sys.exit(code)
 """
-"""A program that runs `fedcg` with its arguments and prints on stderr what of the learning core and the wire it loaded."""
+"""A program that runs `fedcg` with its arguments and prints the loaded modules of the learning core and the wire on stderr."""
 
 
 def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageForm:
-    """A form whose channels are normalised differently, so that a mix-up of channels or sides shows."""
+    """A form with different normalisation per channel, so that mixed-up channels or sides are detected."""
     statistics = {"L": ((0.4,), (0.3,)), "RGB": ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))}[mode]
     values = {"mode": mode, "height": height, "width": width, "mean": statistics[0], "std": statistics[1]}
     return ImageForm.model_validate(values)
 
 
 def make_spec(form: InputForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
-    """A small federation's spec."""
+    """Return a small federation's spec."""
     return FederationSpec(
         federation="garden",
         classes=CLASSES,
@@ -60,7 +60,7 @@ def make_spec(form: InputForm | None = None, split: str = "lenet5_relu") -> Fede
 
 
 def make_parts(spec: FederationSpec, seed: int = 1) -> Mapping[Part, Mapping[str, torch.Tensor]]:
-    """Weights larger than usual, so that the logits of different images differ clearly (sigmoids flatten them more)."""
+    """Return weights larger than usual, so that the logits of different images differ clearly (sigmoids flatten them more)."""
     scale = 5 if spec.network.split == "lenet5" else 2
     stream = torch.Generator().manual_seed(seed)
     parts = {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
@@ -70,7 +70,7 @@ def make_parts(spec: FederationSpec, seed: int = 1) -> Mapping[Part, Mapping[str
 def install_model(
     root: Path, *, seed: int = 1, spec: FederationSpec | None = None, images: TestImages | None = None, **options: Any
 ) -> Path:
-    """A new version under `root`, put in use, of a model whose weights come from `seed`; options as of `package_personal`."""
+    """Install a new version under `root`, of a model with weights from `seed`; options as for `package_personal`."""
     torch.set_num_threads(1)
     spec = spec or make_spec()
     tested = {} if images is None else {"test_files": images.files, "test_labels": images.labels}
@@ -78,7 +78,7 @@ def install_model(
 
 
 def picture(seed: int, height: int = 33, width: int = 47) -> Image.Image:
-    """A colourful picture with edges and gradients, of an odd size."""
+    """Return a colourful picture with edges and gradients, of an odd size."""
     random = np.random.default_rng(seed)
     rows, columns = np.mgrid[0:height, 0:width]
     waves = [
@@ -89,14 +89,14 @@ def picture(seed: int, height: int = 33, width: int = 47) -> Image.Image:
 
 
 def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
-    """The bytes of an image file."""
+    """Return the bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, format=file_format, **options)
     return buffer.getvalue()
 
 
 def random_pixels(form: ImageForm, count: int) -> np.ndarray:
-    """Noise images: [N, H, W, C] uint8, the same in every call."""
+    """Return noise images, [N, H, W, C] uint8, the same in every call."""
     shape = (count, form.height, form.width, form.channels)
     return np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
 
@@ -109,7 +109,7 @@ def flip_bit(path: Path, position: int) -> None:
 
 
 def labels_by(directory: Path, images: Sequence[Pixels | Path]) -> list[int]:
-    """The labels under which an installed model is always right."""
+    """Return the labels for which an installed model is always correct."""
     model = Model.load(directory, threads=1)
     return [int(label) for label in model.predict(load_all(images, model.manifest.input)).argmax(axis=1)]
 

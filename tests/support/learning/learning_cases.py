@@ -36,7 +36,7 @@ QUICK: dict[str, dict[str, ParameterValue]] = {
 def plan_of(
     method: str, network: NetworkChoice, image: ImageForm, params: Mapping[str, ParameterValue]
 ) -> FederationPlan:
-    """A plan of a quick federation; `params` overrides its parameters."""
+    """Return a plan of a quick federation; `params` overrides its parameters."""
     return FederationPlan(
         federation="tests",
         classes=CLASSES,
@@ -52,12 +52,12 @@ def plan_of(
 def plan(
     method: str, network: NetworkChoice | None = None, image: ImageForm = GREY, **params: ParameterValue
 ) -> FederationPlan:
-    """The same, with parameters as keywords."""
+    """Return the plan, with parameters as keywords."""
     return plan_of(method, network or NetworkChoice(noise_dim=8), image, params)
 
 
 def usual_plan(method: str, **params: ParameterValue) -> FederationPlan:
-    """The same with the networks and images that a method names as its example."""
+    """Return the plan with a method's example networks and images."""
     example = get_method(method).example
     return plan_of(method, example.network, example.image, params)
 
@@ -65,14 +65,14 @@ def usual_plan(method: str, **params: ParameterValue) -> FederationPlan:
 def quick_spec(
     method: str, *, augment_flip: ParameterValue = False, augment_crop: ParameterValue = 0, **params: ParameterValue
 ) -> FederationSpec:
-    """A complete spec of a quick federation."""
+    """Return a complete spec of a quick federation."""
     return complete_spec(
         usual_plan(method, **params).model_copy(update={"augment_flip": augment_flip, "augment_crop": augment_crop})
     )
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES, form: ImageForm = GREY) -> ImageSet:
-    """Noisy images whose brightness depends on their class."""
+    """Return noisy images whose brightness depends on their class."""
     stream = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % len(classes)
     level = 40 + 80 * labels.view(-1, 1, 1, 1)
@@ -81,7 +81,7 @@ def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES, for
 
 
 def context(spec: FederationSpec, round_number: int = 3, root: bytes = b"device") -> RoundContext:
-    """The context of a round, in which every method trains, scoped as the trainer scopes it, with public images where they are needed."""
+    """Return the context of a round for any method, scoped as by the trainer, with public images if needed."""
     streams = Streams(root).at(spec.federation, round_number, 1)
     public = bright_images(10, 77, form=spec.image).images if get_method(spec.method).needs.public else None
     cohort = Cohort(Streams(b"cohort").at(spec.federation))
@@ -94,7 +94,7 @@ def same(first: Weights, second: Weights) -> bool:
 
 
 def roots_from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
-    """All roots of randomness from one public seed."""
+    """Return all roots of randomness from one public seed."""
     streams = Streams(f"fedcg simulation {seed}".encode())
 
     def secret(*purpose: object) -> bytes:
@@ -116,7 +116,7 @@ def client_data(name: str, train: int = 24, form: ImageForm = GREY) -> ClientDat
 
 
 def party_of(method: str, names: Iterable[str] = NAMES, **params: ParameterValue) -> Party:
-    """A quick federation of up to three clients, with public images for the methods that need some."""
+    """Return a quick federation of up to three clients, with public images for methods that need them."""
     spec = quick_spec(method, **params)
     public = bright_images(10, 77, form=spec.image).images if get_method(method).needs.public else None
     datasets = {name: client_data(name, form=spec.image) for name in names}
@@ -125,7 +125,7 @@ def party_of(method: str, names: Iterable[str] = NAMES, **params: ParameterValue
 
 
 def assert_same_simulation(one: Simulation, other: Simulation) -> None:
-    """Two simulations that differ in nothing but the time they took."""
+    """Check that two simulations only differ in their duration."""
     assert one.rounds == other.rounds
     for name, curve in one.curves.items():
         assert [replace(record, seconds=None) for record in curve] == [
@@ -140,33 +140,33 @@ def assert_same_simulation(one: Simulation, other: Simulation) -> None:
 def local_round_of(
     spec: FederationSpec, data: ImageSet, aggregate: Aggregate | None = None, ctx: RoundContext | None = None
 ) -> LocalResult:
-    """The first local round of a client that starts from the cohort's initial weights."""
+    """Run the first local round of a client from the cohort's initial weights."""
     method = get_method(spec.method)
     state = method.init_client(spec, initial_parts(spec, b"cohort"))
     return method.local_round(state, data, aggregate, ctx or context(spec))
 
 
 def aggregator_of(spec: FederationSpec, ctx: RoundContext | None = None) -> Aggregator:
-    """The server half of a round that starts from the cohort's initial weights."""
+    """Run the server half of a round from the cohort's initial weights."""
     method = get_method(spec.method)
     server = method.init_server(spec, initial_parts(spec, b"cohort"))
     return server_half(method, server, ctx or context(spec, root=b"coordinator"), MemorySpill())
 
 
 def loaders(updates: Mapping[str, Update], *present: str) -> dict[str, Callable[[], Update]]:
-    """How an aggregator loads the updates of those who are present; all of them when none is named."""
+    """Return a loader for the updates of the present clients; all of them by default."""
     return {client: partial(updates.__getitem__, client) for client in present or updates}
 
 
 def merged(merge: Aggregator, updates: Mapping[str, Update], added: Iterable[str] | None = None) -> Aggregate:
-    """Add updates, all unless some are named, and merge all of them."""
+    """Add updates, all by default, and merge them."""
     for client in updates if added is None else added:
         merge.add(updates[client])
     return merge.finish(loaders(updates))[0]
 
 
 def round_of_one_client(ctx: RoundContext, images: int) -> tuple[LocalResult, Aggregate]:
-    """The local round of one client and the aggregate of its update alone."""
+    """Return the local round of one client and the aggregate of its update only."""
     method, initial, data = get_method(ctx.spec.method), initial_parts(ctx.spec, b"cohort"), bright_images(images, 0)
     server = method.init_server(ctx.spec, initial)
     result = method.local_round(method.init_client(ctx.spec, initial), data, server.aggregate, ctx)
@@ -175,7 +175,7 @@ def round_of_one_client(ctx: RoundContext, images: int) -> tuple[LocalResult, Ag
 
 
 def teacher_pairs(count: int) -> tuple[RoundContext, list[Pair]]:
-    """A round of FedMD-CG, and generators and classifiers in eval mode with different initial weights."""
+    """Return a round of FedMD-CG, and generators and classifiers in eval mode with different initial weights."""
     spec = quick_spec("fedmd_cg", server_iterations=2, server_batch=6)
     ctx, pairs = context(spec), []
     for seed in range(count):

@@ -1,4 +1,4 @@
-"""Networks for tests: outputs that can be worked out by hand, networks on whole images, and a small network of timm's in a file."""
+"""Networks for tests: outputs that can be computed by hand, networks on whole images, and a small timm network in a file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ PATTERN = torch.tensor([FIRST, FIRST, FIRST, SECOND]).log()
 
 
 class Answer(nn.Module):
-    """A generator that answers every request with the same features, or row by row; with a parameter, so that it can be trained."""
+    """A generator that returns the same features for every request, or row by row; with a parameter, so that it can be trained."""
 
     def __init__(self, *values: float | tuple[float, ...]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Answer(nn.Module):
 
 
 class Scale(nn.Module):
-    """A classifier whose logits are its one weight times the features."""
+    """A classifier whose logits are its single weight times the features."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Scale(nn.Module):
 
 
 class Identity(nn.Module):
-    """A classifier whose logits are the features, with a parameter that does nothing."""
+    """A classifier whose logits are the features, with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Identity(nn.Module):
 
 
 class LinearJudge(nn.Module):
-    """A discriminator that is linear in two features and does not look at labels."""
+    """A discriminator that is linear in two features and ignores labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,20 +85,20 @@ def pair(generator: nn.Module, classifier: nn.Module) -> Pair:
 
 
 def settled(student: Pair) -> list[float]:
-    """The probabilities that a student with one answer has come to."""
+    """Return the probabilities of a student with a single answer."""
     logits: torch.Tensor = student[Part.GENERATOR](torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     return logits.softmax(1)[0].tolist()
 
 
 class GivenFeatures:
-    """Real features that are given, instead of an extractor's; stands for a `FeatureSource`."""
+    """Given real features instead of an extractor's; replaces a `FeatureSource`."""
 
     def __init__(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> None:
         self.features = features
         self.labels = torch.zeros(len(features), dtype=torch.int64) if labels is None else labels
 
     def rows(self, index: torch.Tensor, augmenter: Augmenter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features and labels of some rows."""
+        """Return features and labels of some rows."""
         return self.features[index], self.labels[index]
 
 
@@ -107,17 +107,17 @@ PenaltyOfRows = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def drawn(penalty: Penalty | None, labels: list[int]) -> tuple[torch.Tensor, ...]:
-    """What a penalty draws for a block of black images with these labels."""
+    """Return a penalty's draws for a block of black images with these labels."""
     assert penalty is not None
     return penalty.draw(torch.zeros(len(labels), 1, 16, 16), torch.tensor(labels))
 
 
 def on_labels(penalty: Penalty | None, labels: list[int], **trained: nn.Module) -> PenaltyOfRows:
-    """A penalty on rows of a block of black images with these labels.
+    """Return a penalty on rows of a block of black images with these labels.
 
     Args:
         penalty: draws once, for the block.
-        labels: of the block.
+        labels: labels of the block.
         **trained: networks that the stage trains, by name.
     """
     assert penalty is not None
@@ -129,7 +129,7 @@ DIGITS = tuple("0123456789")
 
 
 def built(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A module as `assembly` makes it: on the meta device, then filled from one stream."""
+    """Return a module as from `assembly`: on the meta device, then filled from one stream."""
     with torch.device("meta"):
         module = make()
     module = allocated(module, "cpu")
@@ -138,7 +138,7 @@ def built(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def networks_of(widths: Widths, size: tuple[int, int, int], classes: int, seed: int = 0) -> dict[str, nn.Module]:
-    """All four networks for images of one size (channels, height, width)."""
+    """Return all four networks for images of one size (channels, height, width)."""
     channels, height, width = size
     split, shape = image_split(widths), (2 * widths.extractor, height // 4, width // 4)
     return {
@@ -150,7 +150,7 @@ def networks_of(widths: Widths, size: tuple[int, int, int], classes: int, seed: 
 
 
 def digit_images(rows: slice, side: int) -> ImageSet:
-    """Some of the 1,797 digits in an order without a pattern, side x side grey."""
+    """Return some of the 1,797 digits in random order, side x side grey."""
     scans, labels = read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[rows]
     pixels = torch.from_numpy(scans)[order].unsqueeze(1).float()
@@ -165,7 +165,7 @@ CLASSES = ("dark", "grey", "light")
 
 
 def tiny_network() -> nn.Module:
-    """The network, with ImageNet's classes, the same at every call; its running statistics are those of random images."""
+    """Return the network with ImageNet's classes, the same at every call; its running statistics come from random images."""
     with lent_generators(3), torch.no_grad():
         network: nn.Module = timm_library().create_model(TIMM, pretrained=False)
         for _ in range(20):
@@ -174,7 +174,7 @@ def tiny_network() -> nn.Module:
 
 
 def write_tiny_weights(folder: Path) -> Path:
-    """The network's weights as a file that `--weights FOLDER` finds."""
+    """Write the network's weights to a file for `--weights FOLDER`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{TIMM}.safetensors"
     safetensors.torch.save_file(tiny_network().state_dict(), path)
@@ -184,7 +184,7 @@ def write_tiny_weights(folder: Path) -> Path:
 def tiny_plan(
     method: str, weights: Path | None, freeze: str = "all", split: str = SPLIT, **params: ParameterValue
 ) -> FederationPlan:
-    """A plan of a quick federation on it."""
+    """Return a plan of a quick federation with this network."""
     pinned = None if weights is None else weights_digest(weights)
     return FederationPlan(
         federation="tiny",

@@ -1,4 +1,4 @@
-"""Pieces of a simulation that meet with an accident the first time: what the tests of Ray let workers do in place of the real ones."""
+"""Pieces of a simulation that fail the first time, which tests of Ray run instead of the real ones."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ UNTIL_KILLED_S = 120.0
 
 
 def _first_time(folder: Path, what: str) -> bool:
-    """Whether nobody has been here before; whoever asks first leaves its process id."""
+    """Return True for the first caller, which stores its process id."""
     try:
         with (folder / what).open("x") as file:
             file.write(str(os.getpid()))
@@ -26,7 +26,7 @@ def _first_time(folder: Path, what: str) -> bool:
 
 
 def killed_after_training(folder: Path, party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutcome:
-    """A local round whose worker is killed, the first time that this client trains in this round, before it can answer."""
+    """Run a local round; its worker is killed before the answer when this client first trains in this round."""
     outcome = local_task(party, task, aggregate)
     if task.client == "b" and _first_time(folder, f"killed-{task.number}"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -40,13 +40,13 @@ def _node() -> str:
 
 
 def noted(folder: Path, party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutcome:
-    """A local round that leaves the name of the node that it ran on."""
+    """Run a local round that records the name of its node."""
     (folder / _node()).touch()
     return local_task(party, task, aggregate)
 
 
 def hangs_on(node: str, folder: Path, party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutcome:
-    """A local round that, the first time on a certain node, does not end by itself."""
+    """Run a local round that, the first time on a certain node, does not end."""
     if _node() == node and _first_time(folder, "hanging"):
         time.sleep(UNTIL_KILLED_S)
     return local_task(party, task, aggregate)
@@ -55,7 +55,7 @@ def hangs_on(node: str, folder: Path, party: Party, task: LocalTask, aggregate: 
 def host_killed_after_a_round(
     folder: Path, demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None
 ) -> Iterator[Reported]:
-    """The process of a whole run, which is killed, the first time, when its second round is done."""
+    """Run a whole run in a process, which is killed the first time after its second round."""
     for reported in host(demands, party, schedule, resume):
         if reported[1].rounds == 2 and _first_time(folder, "killed"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the expected values of the tests.
+"""FedCG as in its paper (alg. 1 and 2), one step at a time: the expected values of the tests.
 
 Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
 again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are
 torch's own, but for convolutions that `test_layers` compares with torch's.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
-One thing differs from a literal program: the generator's second run over a batch does not count in its running statistics, so that
+One deviation from the paper: the generator's second run over a batch does not count in its running statistics, so that
 each batch counts once.
 """
 
@@ -34,12 +34,12 @@ Networks = Mapping[Part, nn.Module]
 
 
 def plain_networks(networks: Networks) -> dict[Part, nn.Module]:
-    """Copies of networks out of torch's own layers."""
+    """Copies of networks with torch's own layers."""
     return {part: plain(network) for part, network in networks.items()}
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """A copy of a network with the same weights in which every layer of ours is torch's own."""
+    """Return a copy of a network with the same weights, with torch's layers instead of ours."""
     twin = _plain_layer(module)
     if twin is not None:
         return twin
@@ -60,7 +60,7 @@ def _plain_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def _plain_spectral(layer: fast_layers.SpectralConv2d | fast_layers.SpectralLinear) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):  # torch draws first singular vectors, which are overwritten
+    with torch.random.fork_rng(devices=[]):  # torch draws initial singular vectors, which are overwritten
         if isinstance(layer, fast_layers.SpectralConv2d):
             kernel, bias = (layer.kernel_size[0], layer.kernel_size[1]), layer.bias is not None
             twin: nn.Module = nn.Conv2d(layer.in_channels, layer.out_channels, kernel, bias=bias)
@@ -78,7 +78,7 @@ def _plain_spectral(layer: fast_layers.SpectralConv2d | fast_layers.SpectralLine
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Within the block, batch norms normalise by the batch as ever, but their running statistics stand still."""
+    """Within the block, batch norms normalise by the batch as usual, but their running statistics do not change."""
     norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.track_running_stats = False
@@ -91,7 +91,7 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step of a client is given.
+    """The inputs of one step of a client.
 
     Attributes:
         images: [B, C, H, W] uint8.
@@ -106,12 +106,12 @@ class Batch:
     noise: torch.Tensor
 
     def pixels(self, spec: FederationSpec) -> torch.Tensor:
-        """The images as the extractor takes them, [B, C, H, W] float32."""
+        """Return the extractor's input images, [B, C, H, W] float32."""
         return normalise(self.augmentation.apply(self.images), spec.image)
 
 
 def batches(data: ImageSet, params: TrainingParams, ctx: RoundContext, stage: str) -> Iterator[Batch]:
-    """The batches of a stage ("classify" or "generate"), with the draws of both methods."""
+    """Return the batches of a stage ("classify" or "generate"), with the draws of both methods."""
     streams = ctx.streams.at(stage)
     augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     for index in index_blocks(len(data), params.batch_size, steps_of(params, len(data)), order):
@@ -123,7 +123,7 @@ def batches(data: ImageSet, params: TrainingParams, ctx: RoundContext, stage: st
 
 
 def take_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> float:
-    """One step of an optimiser down the gradient of a loss; the loss."""
+    """Take one gradient step of an optimiser on a loss; return the loss."""
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
@@ -131,7 +131,7 @@ def take_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> float:
 
 
 def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
-    """Algorithm 1 lines 3-9: extractor and classifier on eq. 3; the loss of every step."""
+    """Run algorithm 1 lines 3-9: extractor and classifier on eq. 3; return the loss of every step."""
     extractor, classifier = (nets[part].train() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
     generator = nets[Part.GENERATOR].eval()
     weights = [*extractor.parameters(), *classifier.parameters()]
@@ -148,7 +148,7 @@ def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCont
 
 
 def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
-    """Algorithm 1 lines 10-18: discriminator and generator on eq. 4, extractor frozen; the sum of both losses of every step."""
+    """Run algorithm 1 lines 10-18: discriminator and generator on eq. 4, extractor frozen; return the sum of both losses per step."""
     extractor, decay = nets[Part.EXTRACTOR].eval(), params.weight_decay
     generator, discriminator = (nets[part].train() for part in (Part.GENERATOR, Part.DISCRIMINATOR))
     judge = torch.optim.Adam(discriminator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)

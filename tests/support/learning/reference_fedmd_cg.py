@@ -1,4 +1,4 @@
-"""FedMD-CG as its paper prints it (alg. 1, eq. 1-12), one step at a time: the expected values of the tests. See `tests.support.learning.reference_fedcg` for FedCG.
+"""FedMD-CG as in its paper (alg. 1, eq. 1-12), one step at a time: the expected values of the tests. See `tests.support.learning.reference_fedcg` for FedCG.
 
 Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the generator, the
 frozen global generator in every step of the classifier, and on the server every client's generator and classifier run in every

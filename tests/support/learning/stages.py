@@ -1,4 +1,4 @@
-"""The stages of every method in a round, each caught to be run again alone, and a CUDA graph's behaviour on the CPU."""
+"""The stages of every method in a round, each captured to be run again separately, and a CUDA graph's behaviour on the CPU."""
 
 import copy
 import sys
@@ -37,19 +37,19 @@ VARIANTS: Mapping[str, tuple[str, dict[str, ParameterValue], dict[str, Parameter
     "fedmd_cg of draws": ("fedmd_cg", {"diversity": "mean_squared", "exact_clients": 1}, {}),
 }
 CASES = [*method_names(), *(pytest.param(case, marks=pytest.mark.slow) for case in VARIANTS)]
-"""Every method that is installed, with its example's networks, and what a few parameters and networks change."""
+"""Every installed method, with its example's networks, and variants with other parameters and networks."""
 
 
 @dataclass(frozen=True)
 class Caught:
-    """A stage as it was about to run, all its blocks made, each of at most two batches."""
+    """A stage just before it runs, with all its blocks, each of at most two batches."""
 
     stage: Stage
     ctx: RoundContext
     others: Mapping[str, Tensors]
 
     def again(self) -> Stage:
-        """The stage from its beginning, with networks and optimisers of its own; nothing is called after its steps."""
+        """Return the stage from its start, with its own networks and optimisers, and without calls after its steps."""
         networks, twins = copy.deepcopy(dict(self.stage.networks)), dict[torch.Tensor, torch.Tensor]()
         for name, network in self.stage.networks.items():
             twins.update(zip(network.parameters(), networks[name].parameters(), strict=True))
@@ -63,7 +63,7 @@ class Caught:
 
 
 def fresh(optimiser: torch.optim.Optimizer, twins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
-    """A new optimiser like a new one, of other weights."""
+    """Return a new optimiser like the given one, for other weights."""
     (group,) = optimiser.param_groups
     settings = {name: value for name, value in group.items() if name != "params"}
     make: Callable[..., torch.optim.Optimizer] = type(optimiser)
@@ -71,13 +71,13 @@ def fresh(optimiser: torch.optim.Optimizer, twins: Mapping[torch.Tensor, torch.T
 
 
 def copied(tensors: Tensors) -> Tensors:
-    """The same in storage of its own."""
+    """Return a copy with its own storage."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 @cache
 def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
-    """The stages of a client's third round, and of the server after two clients."""
+    """Return the stages of a client's third round, and of the server after two clients."""
     name, params, network = VARIANTS.get(case, (case, {}, {}))
     plan = cases.usual_plan(name, **{"steps": 5, **params})  # of 8, 8, 8, 2 and 8 rows
     plan = plan.model_copy(update={"network": plan.network.model_copy(update=network), "augment_flip": True})
@@ -107,7 +107,7 @@ def stages_of(case: str, device: str = "cpu") -> tuple[Caught, ...]:
 
 
 def cut_finely(batches: Batches) -> Batches:
-    """The same batches in blocks of at most two, all of them made."""
+    """Return the same batches in blocks of at most two, all created."""
     blocks = []
     for block in batches.blocks:
         cuts = batches.cut(block)
@@ -117,12 +117,12 @@ def cut_finely(batches: Batches) -> Batches:
     return replace(batches, blocks=blocks)
 
 
-# Operations whose result the host, or the shape of another result, waits for: forbidden while a CUDA graph is captured.
+# Operations that block the host or determine another result's shape: forbidden while a CUDA graph is captured.
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero")
 
 
 class ReplayedStep:
-    """Stands for `cuda_graph.GraphedStep`."""
+    """Replaces `cuda_graph.GraphedStep`."""
 
     made = 0
     eager = 0
@@ -140,7 +140,7 @@ class ReplayedStep:
         rewind()
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Replay on these inputs; plainly where their shapes are others."""
+        """Replay on these inputs; run normally for other shapes."""
         if any(mine.shape != given.shape for mine, given in zip(self._inputs, inputs, strict=True)):
             type(self).eager += 1
             return self._step(*inputs)
@@ -170,7 +170,7 @@ class _Recording(TorchDispatchMode):
 
 
 def _alias(value: object) -> object:
-    """The same memory in a tensor of its own: an operation such as `squeeze_` changes a tensor's shape and not its memory."""
+    """Return the same memory as a separate tensor: an operation such as `squeeze_` changes a tensor's shape but not its memory."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""On the path of an agent this makes its processes lie: what they seal is noise, as large as a sealed sum has room for."""
+"""On an agent's import path, this makes its processes seal noise, as large as a sealed sum allows."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The page of federations on a broker in memory, over real HTTP; a client with cookies and without script; databases with many devices."""
+"""The page of federations on an in-memory broker, over real HTTP; a client with cookies and without scripts; databases with many devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]+)"')
 
 @dataclass
 class Reader:
-    """Asks for pages as a browser without script does; keeps the session's cookie."""
+    """Requests pages like a browser without scripts; keeps the session's cookie."""
 
     port: int
     cookie: str = ""
@@ -53,7 +53,7 @@ class Reader:
         return status, found, content.decode()
 
     def transfer(self, method: str, path: str, body: str = "", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        """The answer with its body as it crosses the network."""
+        """Return the answer with its raw body."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         cookies = {"Cookie": self.cookie} if self.cookie else {}
         try:
@@ -64,7 +64,7 @@ class Reader:
             link.close()
 
     def post(self, path: str, form_of: str = "", **fields: str) -> tuple[int, dict[str, str], str]:
-        """Send a form; its hidden token is taken from the page `form_of`."""
+        """Send a form, with the hidden token from the page `form_of`."""
         if form_of:
             found = FORM_TOKEN.search(self.get(form_of)[1])
             assert found is not None, f"{form_of} has no form"
@@ -97,7 +97,7 @@ class ServedPage:
 def tiny_page(
     root: Path, *names: str, rounds: int = 2, prepare: Callable[[World], object] = lambda world: None, **options: Any
 ) -> Iterator[ServedPage]:
-    """The page of the federation "tiny" with the options of `World`, and of federations with these names; `prepare` comes before it runs."""
+    """The page of the federation "tiny" with the options of `World`, and of the named federations; `prepare` is called before it runs."""
     world = World(root / "home", tiny_spec(rounds), **{"pacing": GATHER, **options})
     made = Federations(world, *names)
     prepare(world)
@@ -112,16 +112,16 @@ def served(made: Federations) -> Iterator[ServedPage]:
     home = Home(made.world.root)
     home.config_file.write_text(render_config(CoordinatorConfig(enrolment=EnrolmentSettings(port=8444))))
     home.secret_file.write_bytes(checked_secret(b"s" * 32))
-    HighWater(home, made.world.store._engine).lift()  # of the world's database, which has no home before
+    HighWater(home, made.world.store._engine).lift()  # the world's database has no home before
     with made.running(), running_api(home, made.coordinator) as api:
         add_page(api.application)
         yield ServedPage(made, api.port, api.application)
 
 
 def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: float) -> None:
-    """Devices with certificates, presence, and an update each to every closed round; round `rounds` + 1 is open for all of them.
+    """Add devices with certificates, presence, and an update to every closed round; round `rounds` + 1 is open for all of them.
 
-    Every eighth device reports that it is worse off than alone, every tenth declined the open round.
+    Every eighth device reports a loss against its local-only model, every tenth declined the open round.
     """
     first, names = store.aggregates(federation)[0], [f"line-{number:04d}" for number in range(devices)]
     condition, declined = CONDITION.model_dump_json(), (records.ParticipantState.DECLINED, "no_data")

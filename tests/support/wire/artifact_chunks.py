@@ -8,19 +8,19 @@ from fedcg.wire.transfer.chunks import chunk_frame
 
 
 def make_ref(data: bytes, chunk_bytes: int) -> ArtifactRef:
-    """The reference that announces an artifact."""
+    """Return the reference that announces an artifact."""
     return ArtifactRef(id=hashlib.sha256(data).hexdigest(), size=len(data), chunk_bytes=chunk_bytes)
 
 
 def cut(data: bytes, chunk_bytes: int) -> list[bytes]:
-    """The pieces of an artifact, in order; only the last one may be shorter."""
+    """Return the pieces of an artifact, in order; only the last may be shorter."""
     return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
 
 
 def frames_for(data: bytes, ref: ArtifactRef, ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes]:
-    """The frames of the granted chunks, in the order of the grants; of all chunks when `ranges` is None.
+    """Return the frames of the granted chunks, in the order of the grants; of all chunks if `ranges` is None.
 
-    Indices behind the last chunk are left out: a grant comes from the other side and is not to be trusted.
+    Indices beyond the last chunk are left out: a grant comes from the other side and is not trusted.
     """
     for first, count in [(0, ref.chunks)] if ranges is None else ranges:
         for index in range(first, min(first + count, ref.chunks)):

@@ -1,6 +1,6 @@
-"""Writes the golden frames of this version: `python -m tests.support.wire.golden_files`. Writes what is missing, and never over what is there.
+"""Writes the golden frames of this version: `python -m tests.support.wire.golden_files`. Only writes missing files.
 
-A frame that a version wrote is what later versions must read: existing files are history.
+Later versions must read the frames of this version, so existing files never change.
 """
 
 import json
@@ -37,7 +37,7 @@ CONDITION = schemas.DeviceCondition(
 
 
 def known_key(number: int) -> SigningKey:
-    """A key that everybody can make again; signatures of Ed25519 are a function of key and bytes."""
+    """Return a reproducible key; Ed25519 signatures are a function of key and bytes."""
     return SigningKey(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32))
 
 
@@ -45,14 +45,14 @@ COORDINATOR_KEY, DEVICE_KEY, NEW_KEY = known_key(1), known_key(2), known_key(3)
 
 
 def key_of(message: schemas.AnyMessage) -> SigningKey:
-    """Who signs a message of the golden files."""
+    """Return the signer of a message of the golden files."""
     if isinstance(message, schemas.KeyChain):
         return NEW_KEY
     return COORDINATOR_KEY if message.sender == schemas.COORDINATOR else DEVICE_KEY
 
 
 def messages() -> tuple[schemas.AnyMessage, ...]:
-    """One message of every kind, with every field set."""
+    """Return one message of every kind, with every field set."""
     ref = schemas.ArtifactRef(id="a" * 64, size=12_345, chunk_bytes=1024)
     where: dict[str, Any] = {"federation": FEDERATION, "epoch": 3, "round": 2, "attempt": 1}
     everyone = {**where, "sender": schemas.COORDINATOR, "recipient": schemas.EVERYONE}
@@ -100,7 +100,7 @@ def messages() -> tuple[schemas.AnyMessage, ...]:
 
 
 def write_missing() -> None:
-    """Write the golden files that are not there yet."""
+    """Write missing golden files."""
     frames = GOLDEN / "frames" / f"protocol-{schemas.PROTOCOL_VERSION}.json"
     known = json.loads(frames.read_text()) if frames.exists() else {}
     chunk = next(frames_for(b"golden" * 100, make_ref(b"golden" * 100, 256)))

@@ -1,6 +1,6 @@
-"""A federation of real processes that learn nothing: the real agent and the real coordinator over a real broker.
+"""A federation of real processes without learning: the real agent and the real coordinator over a real broker.
 
-`python -m tests.support.wire.transfer_parties coordinator|agent ROOT [DEVICE]` runs one of them; `Parties` starts, kills and asks them.
+`python -m tests.support.wire.transfer_parties coordinator|agent ROOT [DEVICE]` runs one; `Parties` controls them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Plan:
     preset: PresetName = "mosquitto"
     chunk_bytes: int | None = 16 * 1024
     keepalive_s: int = 5
-    carrier_port: int = 0  # where the coordinator listens for HTTPS, when it does
-    carrier_ports: dict[str, int] = field(default_factory=dict)  # where devices with `carrier = "https"` reach it
+    carrier_port: int = 0  # the coordinator's HTTPS port, if any
+    carrier_ports: dict[str, int] = field(default_factory=dict)  # its address for devices with `carrier = "https"`
     min_clients: int | None = None  # all devices when None
     deadline_s: float = 600.0
     coordinator_ahead_s: float = 0.0  # of the clocks of the agents
@@ -85,7 +85,7 @@ class Plan:
 
 
 async def run_coordinator(root: Path, started: Callable[[Service], None] = lambda service: None) -> None:
-    """The real service, with a worker that learns nothing."""
+    """Run the real service, with a worker without learning."""
     plan, home = Plan.load(root), root / COORDINATOR
     spec, limits = plan.spec(), limits_for(plan.preset, plan.chunk_bytes)
     artifacts = ArtifactStore(home / "artifacts")
@@ -132,7 +132,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
 
 
 class DigestWorker(NoWorker):
-    """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
+    """Makes an aggregate that depends on every bit of every update, independent of sender and carrier."""
 
     def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
         assert self.job is not None
@@ -145,7 +145,7 @@ class DigestWorker(NoWorker):
 
 
 class UntaughtTrainer(FakeTrainer):
-    """Commits an update of the planned size at once."""
+    """Commits an update of the planned size immediately."""
 
     def commit(self, command: TrainRound) -> None:
         round_attempt = command.round_attempt
@@ -179,7 +179,7 @@ def agent_config(root: Path, device: str) -> AgentConfig:
 
 
 def run_agent(root: Path, device: str) -> int:
-    """The real agent, with a trainer that learns nothing."""
+    """Run the real agent, with a trainer without learning."""
     config = agent_config(root, device)
     own, coordinator = (SigningKey.load(root / name / "signing.key") for name in (device, COORDINATOR))
     keys = AgentKeys(own, coordinator.public)
@@ -214,7 +214,7 @@ class Parties:
             )
 
     def change_carrier(self, device: str, port: int | None) -> None:
-        """From its next start on a device's artifacts travel over HTTPS to this port, or over MQTT."""
+        """From its next start, send a device's artifacts over HTTPS to this port, or over MQTT."""
         ports = {name: old for name, old in self.plan.carrier_ports.items() if name != device}
         if port is not None:
             ports[device] = port
@@ -226,14 +226,14 @@ class Parties:
             self.start(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, in the middle of whatever it does."""
+        """Send SIGKILL, at any point of its work."""
         process = self.running.pop(name)
         assert process.poll() is None, self.tail(name)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
 
     def limit_files(self, name: str, size: int = resource.RLIM_INFINITY) -> None:
-        """From now on a process can't make a file larger than this many bytes, as if its disk were full."""
+        """Limit a process's files to this many bytes, as if its disk were full."""
         resource.prlimit(self.running[name].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def stop(self) -> None:
@@ -242,7 +242,7 @@ class Parties:
             process.wait(timeout=10)
 
     def wait_finished(self, deadline_s: float = 120.0) -> None:
-        """Every agent ends with exit code 0."""
+        """Check that every agent ends with exit code 0."""
         await_ends({device: self.running[device] for device in self.plan.agent_ports}, self.tail, deadline_s)
 
     def events(self, of: str, name: str) -> list[dict[str, Any]]:
@@ -260,13 +260,13 @@ class Parties:
         return f"\n{name}: {path.read_text()[-2000:]}" if path.exists() else ""
 
     def uploaded(self, device: str) -> int:
-        """Chunks of a device's update that the coordinator has on disk, unfinished."""
+        """Return the chunks of a device's unfinished update on the coordinator's disk."""
         update = list((self.root / device / "store" / "generations").glob("[0-9]*/update.bin"))
         folder = self.root / COORDINATOR / "artifacts" / ".partial"
         return 0 if not update else _recorded(folder, update[0].stat().st_size)
 
     def downloaded(self, device: str) -> int:
-        """Chunks of the aggregate that a device has on disk, unfinished."""
+        """Return the chunks of the unfinished aggregate on a device's disk."""
         opened = self.events(COORDINATOR, "attempt_opened")
         if not opened:
             return 0
@@ -288,7 +288,7 @@ class Parties:
 
 @contextmanager
 def prepared(root: Path, broker: RunningMosquitto, ports: dict[str, int], **plan: Any) -> Iterator[Parties]:
-    """Parties that may be started, and are stopped at the end."""
+    """Yield parties that can be started, and are stopped at the end."""
     made = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, **plan))
     made.prepare()
     try:
@@ -334,7 +334,7 @@ class World:
         self.broker.stop()
 
     def finish(self, deadline_s: float = 120.0) -> dict[str, Any]:
-        """Wait for the end; returns how the update came. Nothing was counted twice."""
+        """Wait for the end; return how the update arrived. Checks that nothing was counted twice."""
         self.parties.wait_finished(deadline_s)
         rounds, stored = self.parties.plan.rounds, self.parties.events(COORDINATOR, "update_stored")
         assert len(stored) == len(self.parties.events(COORDINATOR, "attempt_opened")) == rounds

@@ -63,7 +63,7 @@ def test_what_is_not_there_is_named(
 def test_a_missing_base_aggregate_is_named(recorded: tuple[Path, dict[str, str]]) -> None:
     folder, ids = recorded
     (folder / "artifacts" / ids["before"]).unlink()
-    with pytest.raises(CaptureError, match=f"lacks aggregate {ids['before']}.*record from before"):
+    with pytest.raises(CaptureError, match=f"lacks aggregate {ids['before']}.*start recording before"):
         read_updates(folder).view("client-1")
 
 
@@ -85,14 +85,14 @@ def test_an_update_of_another_codec_is_refused(recorded: tuple[Path, dict[str, s
 def test_updates_of_another_federation_are_refused(recorded: tuple[Path, dict[str, str]]) -> None:
     folder, ids = recorded
     respec(folder, ids["spec"], federation="elsewhere")
-    with pytest.raises(CaptureError, match="updates of federation demo, and the spec of elsewhere"):
+    with pytest.raises(CaptureError, match="updates of federation demo, but the spec of elsewhere"):
         read_updates(folder)
 
 
 def test_a_folder_without_a_spec_or_with_two_is_refused(recorded: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     folder, _ = recorded
     respec(folder, federation="elsewhere")
-    with pytest.raises(CaptureError, match="2 federations: name one with --federation; there is demo, elsewhere"):
+    with pytest.raises(CaptureError, match="2 federations: name one with --federation; it holds demo, elsewhere"):
         read_updates(folder)
     assert read_updates(folder, "demo").view("client-1").client == "client-1"
     (tmp_path / "empty").mkdir()
@@ -106,8 +106,8 @@ def test_gaps_of_a_recording_are_told(recorded: tuple[Path, dict[str, str]]) -> 
     folder, _ = recorded
     (folder / "wire.json").write_text(json.dumps({"lost_frames": 3, "incomplete": ["a", "b"], "damaged_frames": 0}))
     assert set(read_updates(folder).gaps) == {
-        "2 transfers that began and did not end",
-        "3 frames that the observer could not keep up with",
+        "2 incomplete transfers",
+        "3 frames dropped because the observer was too slow",
     }
 
 
@@ -170,10 +170,10 @@ def test_an_agents_store_gives_the_round_before_and_after_and_no_other_devices(t
     assert alone.after is not None
     write_generation(tmp_path / "store", case, 1, "")
     assert read_truth(view, data, tmp_path / "store").before is not None
-    with pytest.raises(TruthError, match="store of another device: its update of round 2 is not cdcd"):
+    with pytest.raises(TruthError, match="store of another device: the update of round 2 in it is not cdcd"):
         read_truth(replace(view, artifact="cd" * 32), data, tmp_path / "store")
     (tmp_path / "store" / "generations" / "2" / "state.json").write_text("[]")
-    with pytest.raises(DecodeError, match="no generation of an agent's store"):
+    with pytest.raises(DecodeError, match="not a generation of an agent's store"):
         read_truth(view, data, tmp_path / "store")
 
 

@@ -123,7 +123,7 @@ def test_the_coordinators_keys_are_written_down_and_one_that_is_told_twice_diffe
     tell(keys[0], keys[1])
     assert (capture.record()["coordinator_keys"], capture.record()["key_problems"]) == ({"1": keys[1].public.hex}, [])
     tell(keys[0], keys[2])
-    assert capture.record()["key_problems"] == ["key 1 was announced twice, and differently"]
+    assert capture.record()["key_problems"] == ["key 1 was announced twice, with different content"]
 
 
 @dataclass
@@ -227,7 +227,7 @@ def test_sealed_numbers_are_fair_coins_or_are_told(wire: Recording, tmp_path: Pa
         app, ["compare", "--observed", str(tmp_path / "seen"), "--private", str(tmp_path / "state.safetensors")]
     )
     assert found.exit_code == (0 if is_hidden else 1)
-    assert ("show nothing" if is_hidden else "ARE NOT HIDDEN") in found.output
+    assert ("reveal nothing" if is_hidden else "ARE NOT HIDDEN") in found.output
 
 
 def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
     assert written["bases_not_seen"] == ([] if has_base else [known.id])
     check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
     assert check.without_base == ({} if has_base else {known.id: 1})
-    assert (f"1 tensors are differences to aggregate {known.id}, which was not recorded" in check.summary()) != has_base
+    assert (f"are differences from aggregate {known.id}, which was not recorded" in check.summary()) != has_base
     assert {match.tensor for match in check.matches} == ({"generator/weight (decoded)"} if has_base else set())
 
 

@@ -70,7 +70,7 @@ def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("ried_gain<0.1", "no figure 'ried'; there are label_l1"), ("reid<much", "NUMBER")]
+    ("text", "said"), [("ried_gain<0.1", "no figure 'ried'; choose label_l1"), ("reid<much", "NUMBER")]
 )
 def test_a_gate_of_another_form_is_refused(text: str, said: str) -> None:
     with pytest.raises(GateFormError, match=said):
@@ -117,13 +117,13 @@ def test_the_page_loads_nothing() -> None:
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ("verdict", "1 of 3 attacks got something back from this update"),
+        ("verdict", "1 of 3 attacks beat the best guess on this update"),
         ("verdict", "gate reid_gain&lt;0.02: FAILED"),
         ("verdict", "classifier (61,000 numbers), generator (120,000 numbers); report fields accuracy, examples"),
         ("verdict", "attack epsilon (the attacker needs labelled images of the same kind: give --auxiliary)"),
-        ("verdict", "3 frames that the observer could not keep up with"),
-        ("verdict", "not proven: its positive control failed"),
-        ("verdict", "First weights of the private networks:</b> public spec seed."),
+        ("verdict", "3 frames dropped because the observer was too slow"),
+        ("verdict", "inconclusive: the positive control failed"),
+        ("verdict", "Initial weights of the private networks:</b> public spec seed."),
         ("memorisation", "control FAILED"),
         ("memorisation", "a planted generator"),
         ("reidentification", "Reconstructions &lt;b&gt;"),

@@ -69,7 +69,7 @@ def test_a_client_with_pixels_is_audited_as_one_with_images() -> None:
     found = results(audited)
     assert (found["class_inference"][0], found["labels"][0]) == (None, None)
     assert min(found[name][1] for name in ("labels", "class_inference")) > 0
-    assert found["epsilon"] == ("it takes a whole local round: run it with default or thorough effort", 0)
+    assert found["epsilon"] == ("it needs a whole local round: run it with default or thorough effort", 0)
     assert audited.report["subject"]["auxiliary"] == 80
 
 
@@ -87,9 +87,9 @@ def test_an_attack_whose_networks_need_larger_images_is_not_tried() -> None:
 
 def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path) -> None:
     run = fedcg.simulate(clients(), "local", 1, **QUICK)
-    with pytest.raises(BadInputError, match=r'was not recorded: run fedcg.simulate\(..., keep_updates="all"\) first'):
+    with pytest.raises(BadInputError, match=r'no updates were recorded: run fedcg.simulate\(..., keep_updates="all"'):
         fedcg.audit(run, "a")
-    with pytest.raises(BadInputError, match="client 'd': there are a, b, c"):
+    with pytest.raises(BadInputError, match="client 'd': choose a, b, c"):
         fedcg.audit(run, "d")
     with pytest.raises(BadInputError, match="effort 'much': choose quick, default, thorough"):
         fedcg.audit(run, "a", effort="much")

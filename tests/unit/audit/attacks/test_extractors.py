@@ -101,7 +101,7 @@ def test_a_colluder_knows_the_cohorts_start() -> None:
     assert all(torch.equal(found[name], start[name]) for name in start)
     assert not any(torch.equal(found[name], one) for name, one in case.view.start()[Part.EXTRACTOR].items())
     load_part(case.view.spec, Part.EXTRACTOR, found)
-    with pytest.raises(ValueError, match="no box of the cohort helps"):
+    with pytest.raises(ValueError, match="no device of the cohort helps"):
         estimated_extractor(replace(case.view, colluder=None), Extractor.COLLUDER, {}, Streams(bytes(32)))
 
 

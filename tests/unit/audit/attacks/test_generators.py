@@ -121,7 +121,7 @@ def test_members_are_told_by_how_far_the_round_moved_the_output() -> None:
     assert outcome.is_proven("mia_auc")
     assert [one.setting for one in named(outcome, "mia_auc")] == [
         "movement of its output",
-        "movement of its output beside the other clients'",
+        "movement of its output relative to the other clients'",
     ]
     assert all(one.gain.low > 0.05 for one in named(outcome, "mia_auc"))
 

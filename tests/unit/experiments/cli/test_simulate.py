@@ -173,7 +173,7 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
         assert run_fedcg("audit", "compare", "--observed", folder / "no", "--private", private).exit_code == NOT_FOUND
     again = resume(out)
     assert again.exit_code == 0
-    assert "done before\n" in again.stderr
+    assert "already done\n" in again.stderr
     forced = fedcg_simulate(out, "--rounds 2 --method fedavg --force")
     assert forced.exit_code == 0, forced.output
     assert not (out / "updates" / "digits-fedavg-seed0").exists()  # of numbers that its record no longer shows
@@ -181,7 +181,7 @@ def test_a_user_records_runs_and_compares_a_recording_with_the_private_parts(tmp
     late = fedcg_simulate(out, "--rounds 2 --method fedavg --keep-updates all")
     assert late.exit_code == 0
     assert "recorded updates" not in late.stderr
-    assert "done before, without a recording of its updates; --force runs it again" in late.stderr
+    assert "already done, without a recording of its updates; --force repeats it" in late.stderr
 
 
 # Mechanisms
@@ -201,7 +201,7 @@ def test_a_private_run_states_its_epsilon_in_name_record_and_line(tmp_path: Path
     assert record["clients"][0]["epsilon"] == pytest.approx(accountant.get_epsilon(delta=1e-5), abs=1e-4)
     most = max(client["epsilon"] for client in record["clients"])
     assert f"epsilon at most {most:.2f} at delta 1e-05" in done.stderr
-    assert "done before" in fedcg_simulate(tmp_path, asked).stderr
+    assert "already done" in fedcg_simulate(tmp_path, asked).stderr
     (other,) = records_of(fedcg_simulate(tmp_path, "--rounds 2 --method fedavg --mechanism dropout=0.2 --json"))
     assert "epsilon" not in other["clients"][0]
     assert len(list(tmp_path.glob("*.json"))) == 2
@@ -252,5 +252,5 @@ def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_why(method
     assert record["server_failures"] == []
     tested = record["clients"][:3]  # the last has nothing to test on
     assert all(client["accuracy_personal"] is not None for client in tested)
-    assert "local rounds undone: 2" in done.stderr
+    assert "local rounds reverted: 2" in done.stderr
     assert "images skipped: 1" in done.stderr

@@ -123,7 +123,7 @@ def test_images_per_client_bounds_training_images_and_keeps_proportions(digits: 
 
 
 def test_more_groups_than_clients_too_few_images_and_odd_folders_are_refused(digits: Source, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="classes:5: 4 clients and 10 classes can't be put into 5 groups; at most 4"):
+    with pytest.raises(SourceError, match="classes:5: 4 clients and 10 classes can't form 5 groups; at most 4"):
         split(digits, kind="classes:5")
     with pytest.raises(SourceError, match="fewer clients"):
         split(folder_source(image_tree(tmp_path / "few", 10, "abcd", "L")), kind="iid")
@@ -154,7 +154,7 @@ def rows(*sets: ImageSet | torch.Tensor) -> list[bytes]:
 def test_a_cohort_in_memory_is_what_an_agent_reads_from_the_demos_folders(
     digits: Source, tmp_path: Path, validation: Validation
 ) -> None:
-    with pytest.raises(SourceError, match=r"partition\.json is no partition record"):
+    with pytest.raises(SourceError, match=r"partition\.json is not a partition record"):
         image_counts(tmp_path)
     options = DealOptions(4, Partition.parse("dirichlet:0.5"), 0, 100, validation, public_images=12)
     cohort = build_cohort(digits, digits.input_form(8), options)

@@ -215,4 +215,4 @@ app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout == f"starting a broker, a coordinator and 4 agents; everything goes to {tmp_path / 'run'}\n[]"
+    assert done.stdout == f"starting a broker, a coordinator and 4 agents; all files go to {tmp_path / 'run'}\n[]"

@@ -59,7 +59,7 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
             last = started.fork("failing", "print('my last words'); raise SystemExit(3)", target=exec)
             await started.line(last, "ready", 10)
 
-    with pytest.raises(ProcessError, match=r"failing ended with exit code 3(.|\n)*my last words"):
+    with pytest.raises(ProcessError, match=r"failing exited with code 3(.|\n)*my last words"):
         asyncio.run(go())
     assert not is_alive(pids[0])
 

@@ -181,7 +181,7 @@ def test_one_run_is_shown_in_every_table_that_has_it() -> None:
 def test_a_run_that_fits_no_row_is_named() -> None:
     found = _only(record("fedcg", 0, 0.5, variant="mine"))
     assert found.strangers == ("0.json",)
-    assert "0.json fits no row of this table" in comparison_sheet(found).notes
+    assert "0.json matches no row of this table" in comparison_sheet(found).notes
 
 
 def test_an_order_is_confirmed_or_refuted_by_the_interval_of_the_paired_differences() -> None:

@@ -107,7 +107,7 @@ def test_a_task_that_kills_every_worker_is_given_up_an_error_is_raised_here_and_
 ) -> None:
     one = party_of("fedavg")
     pool.start(one)
-    with pytest.raises(RunError, match="worker processes died over one task"):
+    with pytest.raises(RunError, match="worker processes died at one task"):
         list(pool.answers(deadly, [ANY], None))
     with pytest.raises(FedcgError, match=r"KeyError: 'what is not there' \(test_runners\.py, line \d+, in faulty\)"):
         list(pool.answers(faulty, [ANY, ANY], None))
@@ -178,7 +178,7 @@ def test_an_address_where_nobody_listens_that_is_none_or_is_a_ray_clients_is_ref
             (f"127.0.0.1:{held.getsockname()[1]}", "ray start --head"),
             ("head", "HOST:PORT"),
             ("127.0.0.1:99999", "no Ray"),
-            ("ray://head:10001", "on a machine of the cluster"),
+            ("ray://head:10001", "on a node of the cluster"),
         ):
             with pytest.raises(OptionError, match=why), open_cluster(address, print):
                 pass

@@ -61,7 +61,7 @@ def test_a_folder_remembers_every_call_and_takes_no_other_data_for_the_same(tmp_
     save_batch(plan_batch({"data": "/here/shop", "rounds": 9}, ["local"], [0], {}), tmp_path)
     assert [run.setting.method for run in load_batch(tmp_path).runs] == ["fedavg", "local"]
     elsewhere = plan_batch({"data": "/there/shop"}, ["fedavg"], [0], {})
-    with pytest.raises(OptionError, match=r"was run with /here/shop there, not /there/shop"):
+    with pytest.raises(OptionError, match=r"was run on /here/shop there, not on /there/shop"):
         save_batch(elsewhere, tmp_path)
     assert load_batch(tmp_path).runs[0] == first.runs[0]
     save_batch(elsewhere, tmp_path, force=True)

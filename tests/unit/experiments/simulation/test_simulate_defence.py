@@ -41,7 +41,7 @@ def test_any_method_runs_on_defended_digits_and_the_record_names_the_defence(tmp
     assert len(list((tmp_path / ".state" / "defence").rglob("antigan-*.safetensors"))) == 2
     samples = next((tmp_path / ".state" / "defence").rglob("client-1/samples.png"))
     assert np.array(Image.open(samples)).shape == (960, 288)
-    assert fedcg_simulate(tmp_path, asked).stderr.count("done before") == 2
+    assert fedcg_simulate(tmp_path, asked).stderr.count("already done") == 2
 
 
 def parties_of(folder: Path, *settings: RunSetting) -> list[Party]:

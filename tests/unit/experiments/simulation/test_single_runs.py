@@ -186,7 +186,7 @@ def test_what_float16_can_not_hold_is_a_divergence() -> None:
     spec = spec_of("fedavg", "f16", "f16")
     parts = initial_parts(spec, b"cohort")
     huge = {part: {name: tensor * 1e9 for name, tensor in parts[part].items()} for part in spec.upload}
-    with pytest.raises(DivergedError, match="the update can't be coded"):
+    with pytest.raises(DivergedError, match="the update can't be encoded"):
         WireCoding(spec).update("a", huge, huge)
 
 
