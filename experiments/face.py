@@ -315,7 +315,7 @@ class Run:
 
     Attributes:
         folder: the folder of its files.
-        record: as written by `fedcg simulate` (docs/simulation.md).
+        record: as written by `fedcg simulate` (docs/reference/simulation-records.md).
         party: the participants.
         recording: the folder of the clients' updates; missing without `keep_updates`.
     """

@@ -6,7 +6,7 @@
 #     -v /etc/fedcg/NAME:/etc/fedcg:ro -v /srv/images:/srv/images:ro fedcg-agent-jetson
 # BASE_IMAGE has no default: NVIDIA's PyTorch image for the integrated GPU (`-igpu`) and the board's JetPack, with torch 2.6 or newer (NVIDIA's
 # pre-releases 2.6.0a0+... included) and Python 3.10 to 3.13. ONNXRUNTIME is a build of onnxruntime with CUDA for the same JetPack, in a form
-# that pip accepts, such as a wheel's address (docs/devices.md, "Builds for Jetsons"). Without it, the base image must contain one.
+# that pip accepts, such as a wheel's address (docs/reference/hardware.md, "Builds for Jetsons"). Without it, the base image must contain one.
 # constraints.txt is for 3.11 and is not used: packages are the newest ones compatible with the base image's torch.
 ARG BASE_IMAGE
 

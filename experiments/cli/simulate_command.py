@@ -54,7 +54,7 @@ class SimulateOptions(BaseModel):
     """The options of a simulation in addition to the settings of its runs."""
 
     project: Annotated[
-        Path | None, Field(description="folder with a client.py (docs/python.md); its sites are the clients")
+        Path | None, Field(description="folder with a client.py (docs/how-to/python.md); its sites are the clients")
     ] = None
     method: Annotated[
         list[str], Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more")
@@ -66,7 +66,7 @@ class SimulateOptions(BaseModel):
         list[str],
         Field(
             description="mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more; "
-            "see docs/methods.md"
+            "see docs/how-to/protect.md"
         ),
     ] = []
     defence_params: Annotated[
@@ -75,7 +75,7 @@ class SimulateOptions(BaseModel):
     paper: Annotated[
         str | None,
         Field(
-            description="runs of a published table, e.g. fedcg:table1:cifar10-4; other options override it; see docs/papers.md"
+            description="runs of a published table, e.g. fedcg:table1:cifar10-4; other options override it; see docs/research/papers.md"
         ),
     ] = None
     seeds: Annotated[str | None, Field(description="seeds, e.g. 0,1,2 or 0-4: one run for each")] = None

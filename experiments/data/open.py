@@ -34,7 +34,7 @@ def open_source(text: str) -> Source:
 
     Args:
         text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder with class folders, with
-            `train`, `test` and perhaps `val`, or with domains of either form. See docs/data.md.
+            `train`, `test` and perhaps `val`, or with domains of either form. See docs/how-to/data.md.
 
     Raises:
         SourceError: the images can't be used; names the file or folder and the expected content.

@@ -1,7 +1,7 @@
 """A running Ray cluster for computations, with this machine as a node.
 
 Ray is only imported when a cluster is opened. A cluster is one trust domain: its nodes exchange pickles and run
-received code; see docs/scale-out.md. Independent of the computation.
+received code; see docs/how-to/scale-out.md. Independent of the computation.
 """
 
 from __future__ import annotations

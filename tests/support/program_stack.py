@@ -1,4 +1,4 @@
-"""A federation of real processes that train the user's own program, with the commands of docs/python.md."""
+"""A federation of real processes that train the user's own program, with the commands of docs/how-to/programs.md."""
 
 from __future__ import annotations
 

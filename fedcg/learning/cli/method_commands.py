@@ -39,7 +39,7 @@ WHEN: Mapping[str, str] = {
     "ppidsg": "the classifier must stay private too; needs many images and costs accuracy",
     "local": "baseline: nothing is shared",
 }
-"""When to use each method, from the figures in docs/research/methods.md, docs/papers.md and docs/benchmarks.md."""
+"""When to use each method, from the figures in docs/research/methods.md and docs/research/papers.md."""
 
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 

@@ -56,9 +56,9 @@ def test_a_simulation_on_a_frozen_backbone_computes_its_features_once_for_all_me
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("--freeze all", "no weights of timm:test_efficientnet are at hand"),
-        ("--freeze all --weights random", "freeze = all keeps a backbone as its weights are"),
-        ("--weights nowhere", "no file, and no folder with"),
+        ("--freeze all", "no weights of timm:test_efficientnet found"),
+        ("--freeze all --weights random", "freeze = all needs pretrained weights"),
+        ("--weights nowhere", "not a file, and not a folder with"),
         ("--weights FILE --network lenet5", "--weights are for a backbone with a projection"),
     ],
 )
@@ -96,7 +96,7 @@ def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, mon
     assert listed["resnet18"] == {"file": str(renamed), "sha256": weights_digest(renamed)}
     assert listed["mobilenetv3_small_100"] is None
     text = run_fedcg("network", "list").output
-    assert "mobilenetv3_small_100: none here (docs/adding-a-network.md)" in text
+    assert "mobilenetv3_small_100: not found (docs/how-to/backbones.md)" in text
 
 
 def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:
