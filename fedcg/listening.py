@@ -180,9 +180,7 @@ class Listener(socket.socket):
 
     def __init__(self, name: str, address: str, port: int, connections: Connections) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__(
-            family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-        )  # explicit, otherwise asyncio sets no TCP_NODELAY
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio sets no TCP_NODELAY
         self.connections, self._name = connections, name
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

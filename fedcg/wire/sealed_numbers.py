@@ -87,7 +87,7 @@ def from_numbers(numbers: Numbers, layouts: Sequence[TensorLayout], most: float)
     total, rest = float(signed[0]), signed[1 + TAGS :]
     if not 0.0 < total <= 1.0 + _TOLERANCE:
         raise SumError(
-            "the shares in an opened sum don't add up: it was opened with another secret, or a device sent false ones"
+            "the shares in an opened sum don't add up: another secret opened it, or a device sent false ones"
         )
     if np.abs(rest).max(initial=0.0) > total * (1.0 + _TOLERANCE) + MAX_SUM_DEVICES / STEPS:
         raise SumError(

@@ -115,8 +115,8 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     shows(reader, "/devices/a", ">accepted</span>")
     shows(reader, "/f/tiny/sent.html", "<td>accepted</td>")
     assert "opened (" not in reader.get("/events?event=update_stored")[1].partition("<tbody>")[2]
-    assert "a takes part" not in reader.get("/events")[1]
-    assert "a takes part" in reader.get("/events?level=debug")[1]
+    assert "a accepted the invitation" not in reader.get("/events")[1]
+    assert "a accepted the invitation" in reader.get("/events?level=debug")[1]
 
 
 def test_what_a_device_found_names_the_federations_that_it_is_about(page: ServedPage) -> None:
