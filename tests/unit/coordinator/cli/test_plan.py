@@ -57,7 +57,7 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
     assert run_fedcg("coordinator", "init", "--dir", str(home)).exit_code == 0
     created = _run("create", str(plan), "--dir", str(home))
     assert created.exit_code == 0, created.output
-    assert "Opened federation casting" in created.stdout
+    assert "Created federation casting" in created.stdout
 
 
 def test_a_process_of_its_own_makes_the_same_artifacts_and_tells_why_there_are_none(

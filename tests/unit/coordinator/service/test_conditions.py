@@ -46,7 +46,7 @@ SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
     ),
     ("/devices/a", 'id="readings"', "</section>"): (
         "81.4 °C, hot from 95.0 °C",
-        "7.3 W, on battery, charged to 40 %",
+        "7.3 W, on battery, 40 % charged",
         ">hardware<",
         "unavailable",
     ),
