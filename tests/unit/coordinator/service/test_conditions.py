@@ -42,7 +42,7 @@ SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
         ">int8<",
         "50.0 %",
         "+25.0",
-        "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms",
+        "47.5 %, agreement 95.0 %, 30.0 kB, 0.5 ms",
     ),
     ("/devices/a", 'id="readings"', "</section>"): (
         "81.4 °C, hot from 95.0 °C",
