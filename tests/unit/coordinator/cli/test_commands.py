@@ -97,7 +97,7 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
 ) -> None:
     words = ("federation", "forget", "tiny", "a", "b", "--dir", home.root)
     assert "nothing was changed" in failure(*words)[1]["message"]
-    assert "can't be taken out again" in failure(*words, "--yes")[1]["message"]
+    assert "influence of a device's data can't be removed" in failure(*words, "--yes")[1]["message"]
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     shown = run_fedcg(*words, "--yes").stdout
     assert "`fedcg cohort status` on any device lists the consents" in shown
