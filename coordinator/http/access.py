@@ -332,9 +332,7 @@ def _bounded(receive: Any) -> Any:
 
 
 def _too_large() -> ProblemError:
-    return ProblemError(
-        413, f"the request body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"}
-    )
+    return ProblemError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
 
 
 def _with_headers(send: Any) -> Any:

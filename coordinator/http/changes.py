@@ -287,9 +287,7 @@ def _content(body: bytes, media: str) -> str:
     except (ValueError, RecursionError, ProblemError):
         return "(not readable)"
     if len(content) > MAX_CHANGED:
-        raise ProblemError(
-            422, "the request is too long for a line of the audit log: leave out what is not needed"
-        )
+        raise ProblemError(422, "the request is too long for a line of the audit log: leave out what is not needed")
     return content
 
 

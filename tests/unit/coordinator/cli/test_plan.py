@@ -100,7 +100,7 @@ WRONG: dict[str, list[Row]] = {
     "fields": [
         ('federation = "Shapes One"', "federation: must be 1 to 63 small letters, digits and dashes"),
         ('classes = ["a"]', "classes: "),
-        ('method = "fedgc"', "method: there is no method 'fedgc'; there are "),
+        ('method = "fedgc"', "method: there is no method 'fedgc'; choose one of "),
         ("rounds = 0", "rounds: must be greater than or equal to 1"),
         ("min_client = 3", "min_client: there is no such setting (did you mean `min_clients`?)"),
         ('codec = "f8"', "codec: must be 'f32', 'f16', 'i8', 'f16-delta' or 'i8-delta'"),

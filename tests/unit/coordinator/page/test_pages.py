@@ -328,8 +328,8 @@ def test_a_failed_attempt_is_no_point_in_a_chart_and_has_no_part_in_a_mean(page:
 def test_what_does_not_exist_is_a_page_that_names_what_there_is(page: ServedPage) -> None:
     reader = page.reader()
     for path, hint in (
-        ("/f/none", "there are: tiny, second"),
-        ("/f/none/worth", "there are: tiny, second"),
+        ("/f/none", "existing ones: tiny, second"),
+        ("/f/none/worth", "existing ones: tiny, second"),
         ("/devices/none", "fedcg device list"),
     ):
         status, text = reader.get(path)
