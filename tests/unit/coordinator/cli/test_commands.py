@@ -206,7 +206,7 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
         ("federation set tiny rounds", BAD_INPUT, "write FIELD=VALUE"),
         ("federation set tiny min_clients=3 min_clients=2", BAD_INPUT, "min_clients: given more than once"),
         ("federation set tiny rounds=1e24 late=never deadline_s=inf max_clients=[1]", BAD_INPUT, "tiny: 4 problems"),
-        ("federation archive", BAD_INPUT, "is not over"),
+        ("federation archive", BAD_INPUT, "has not ended"),
         ("federation show nobody", NOT_FOUND, "existing ones: tiny"),
         ("device show nobody", NOT_FOUND, "fedcg device list"),
         ("device revoke nobody", NOT_FOUND, "fedcg device list"),

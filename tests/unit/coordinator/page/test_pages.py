@@ -250,7 +250,7 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     for form, fields, answer, text in (
         ("federations/second/extend", {"rounds": "-5"}, 409, "whole number"),
         ("federations/second/stop", {"reason": "x" * 5000}, 409, "write at most 300"),
-        ("federations/second/stop", {"form_token": "0" * 64}, 403, "form&#39;s own token"),  # of another site
+        ("federations/second/stop", {"form_token": "0" * 64}, 403, "form&#39;s hidden token"),  # of another site
     ):
         code, _, found = operator.post(f"/{form}", form_of="" if answer == 403 else "/federations", **fields)
         assert (code, text in found) == (answer, True), form
