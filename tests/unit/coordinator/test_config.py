@@ -57,7 +57,7 @@ def test_the_http_interface_is_shown_to_a_network_only_behind_tls() -> None:
         check_api_host(allowed)
     with pytest.raises(ConfigError, match="sent unencrypted"):
         check_api_host(ApiSettings(host=everywhere))
-    with pytest.raises(ValidationError, match="name both"):
+    with pytest.raises(ValidationError, match="set both"):
         ApiSettings(certificate="api.pem")
 
 

@@ -88,7 +88,9 @@ def test_a_policy_of_fewer_clients_than_sealed_sums_take_is_refused_with_the_rea
     with pytest.raises(SteeringError) as refused:
         doing.change_policy("blind", {"min_clients": 3})
     assert str(refused.value).endswith(f": 1 problem\n  min_clients: {too_few_for_sums(sealed, 3)}")
-    assert "a sum of fewer than 4 devices reveals too much of each one: set min_clients to 4 or more" in str(refused.value)
+    assert "a sum of fewer than 4 devices reveals too much of each one: set min_clients to 4 or more" in str(
+        refused.value
+    )
     for federation, least in (("blind", 4), ("casting", 3)):
         assert doing.change_policy(federation, {"min_clients": least}).policy.min_clients == least
 
@@ -149,9 +151,7 @@ def test_devices_are_forgotten_where_sums_are_exact_and_with_one_more_round_wher
     add_federation(home, "exact", policy=policy_of(2, 2))
     for device in "abc":
         doing.store.add_device(device, 2 * device * 32, 1.0)
-    with pytest.raises(
-        SteeringError, match=r"trains weights \(fedcg\), .* can't be removed.*`fedcg device disable`"
-    ):
+    with pytest.raises(SteeringError, match=r"trains weights \(fedcg\), .* can't be removed.*`fedcg device disable`"):
         doing.forget("exact", ["a"])
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     with pytest.raises(NotFoundError, match="no device 'nobody'"):
