@@ -110,9 +110,7 @@ def coordinator_init(
     directory: Directory,
     host: Annotated[str, typer.Option(help="Host name or address at which devices reach the broker.")] = "127.0.0.1",
     broker_port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
-    api_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port of the HTTP interface, on loopback only.")
-    ] = 8440,
+    api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
     enrol_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Also listen for HTTPS enrolment by token on this port; usually 8444."),
@@ -122,8 +120,7 @@ def coordinator_init(
     ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also issue a read-only observer certificate.")] = False,
     public_data: Annotated[
-        Path | None,
-        typer.Option(help="Unlabelled images for methods that distil on public data: a folder or an .npz file."),
+        Path | None, typer.Option(help="Unlabelled images for methods that need public data: a folder or an .npz.")
     ] = None,
 ) -> Result:
     """Create a coordinator in an empty directory: authority, certificates, keys, secret and configuration.
@@ -154,8 +151,7 @@ def coordinator_run(
         bool, typer.Option("--until-finished", help="Exit after the last round, once the devices have left.")
     ] = False,
     accept_loss: Annotated[
-        bool,
-        typer.Option("--accept-loss", help="Continue with a database that has lost commits, from its present state."),
+        bool, typer.Option("--accept-loss", help="Continue from the present state of a database that has lost commits.")
     ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
@@ -186,20 +182,16 @@ def coordinator_run(
 @asks
 def coordinator_status(
     client: Client,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a problem is open or no coordinator is running.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 on problems or if it is not running.")] = False,
 ) -> Result:
     """Show all federations, and all open problems with their remedies.
 
     Example: fedcg coordinator status --check
     """
     runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
-    lines = [
-        "The coordinator is running." if runs else "No coordinator is running; this is the state in its directory."
-    ]
+    lines = ["The coordinator is running." if runs else "No coordinator is running; read from its directory."]
     lines += ["", federations_table(federations), ""]
-    lines += [f"{one['kind']}, {one['subject']}: {one['what']}\n  what to do: {one['remedy']}" for one in problems]
+    lines += [f"{one['kind']}, {one['subject']}: {one['what']}\n  remedy: {one['remedy']}" for one in problems]
     values = {"runs": runs, "federations": federations, "problems": problems}
     text = "\n".join([*lines, *([] if problems else ["No open problems."])])
     return values, text, FAILED if check and (problems or not runs) else 0
@@ -249,9 +241,7 @@ def coordinator_backup(
     home = Home(directory).require()
     facts = write_backup(home, out, passphrase_of(passphrase_file, is_new=True))
     size = out.stat().st_size
-    text = (
-        f"Wrote {out}: {size} bytes, {facts.artifacts} artifacts. It holds all keys: store the passphrase separately."
-    )
+    text = f"Wrote {out}: {size} bytes, {facts.artifacts} artifacts. It holds all keys. Store the passphrase elsewhere."
     text += f"\nNext: to restore it, fedcg coordinator restore {out} --dir NEW"
     return {"file": str(out), "bytes": size, **facts.model_dump()}, text
 
@@ -321,9 +311,7 @@ def broker_run(
 @prints
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[
-        Path, typer.Option("--out", help="Folder to write. It holds the broker's key, but not the authority's.")
-    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write, with the broker's key but not the authority's.")],
 ) -> Result:
     """Write everything that Mosquitto needs on another machine to one folder. Start it there with `fedcg broker run`.
 

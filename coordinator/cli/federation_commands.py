@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 federation_app = typer.Typer(help="Create, inspect and control federations.", no_args_is_help=True)
 
-Start = Annotated[
-    bool, typer.Option("--start/--no-start", help="Start it now, or later with `fedcg federation start`.")
-]
+Start = Annotated[bool, typer.Option("--start/--no-start", help="Start now, or later with `fedcg federation start`.")]
 
 
 @federation_app.command("plan")
@@ -165,9 +163,7 @@ def federation_stop(client: Client, federation: Named = None, reason: Reason = "
 
     Example: fedcg federation stop casting --reason "the line is closed"
     """
-    following = (
-        "fedcg federation archive {} removes it from the lists, fedcg federation extend {} --rounds N continues it"
-    )
+    following = "fedcg federation archive {} hides it in lists, fedcg federation extend {} --rounds N continues it"
     return _steered(client, federation, "stop", {"reason": reason}, following)
 
 

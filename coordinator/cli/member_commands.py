@@ -73,7 +73,7 @@ def token_list(client: Client) -> Result:
     Example: fedcg token list
     """
     found = client.all("/enrolment-tokens")
-    columns = ("id", "state", "device", "replaces it", "expires", "used")
+    columns = ("id", "state", "device", "replacement", "expires", "used")
     return found, table(columns, map(_token_row, found), "No tokens yet.\nNext: fedcg token create")
 
 
@@ -112,10 +112,7 @@ def device_add(
         reloaded = publish_access(home)
     devices = {device: str(path) for device, path in bundles.items()}
     lines = [f"{device}: {path}" for device, path in devices.items()]
-    lines += [
-        *([] if reloaded else [NOT_APPLIED]),
-        "The bundles contain private keys. Carry them over a secure channel.",
-    ]
+    lines += [*([] if reloaded else [NOT_APPLIED]), "The bundles contain private keys. Transfer them securely."]
     lines.append("Next: on each device, in its bundle: fedcg doctor --config agent.toml")
     return {"devices": devices, "broker_reloaded": reloaded}, "\n".join(lines)
 
@@ -128,7 +125,7 @@ def device_list(
     state: Annotated[
         Literal["enrolled", "online", "offline", "disabled", "revoked", "left"] | None,
         typer.Option(
-            help="Only devices in this state. `enrolled` includes all that were not revoked and did not leave."
+            help="Only devices in this state. `enrolled` is every device that was not revoked and has not left."
         ),
     ] = None,
     sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="Sort order.")] = "id",

@@ -193,9 +193,7 @@ class Operations:
         check(record.policy)
         policy = self._changed(record, changes)
         if policy.rounds != record.policy.rounds and (record.status.is_ended or self._is_finished(federation)):
-            raise SteeringError(
-                f"{federation} has ended; `fedcg federation extend {federation} --rounds N` adds rounds"
-            )
+            raise SteeringError(f"{federation} ended; `fedcg federation extend {federation} --rounds N` adds rounds")
         return self._set_policy(federation, policy, changes)
 
     def _set_policy(self, federation: str, policy: RoundPolicy, changes: Collection[str]) -> FederationRecord:
@@ -353,8 +351,7 @@ class Operations:
             name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields
         ]
         problems = [
-            f"{name}: can't change after creation; `fedcg federation continue` creates a new federation"
-            for name in fixed
+            f"{name}: can't change after creation; `fedcg federation continue` creates a new one" for name in fixed
         ]
         wanted = {name: value for name, value in changes.items() if name not in fixed}
         try:

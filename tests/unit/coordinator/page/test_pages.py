@@ -104,10 +104,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
         assert update.artifact in text
         for name, value in json.loads(update.facts or "").items():
             assert f"{name} {value}" in text
-    assert (
-        "Initial weights of the private networks: cohort secret, or the public spec seed on a device without one."
-        in sent
-    )
+    assert "weights of the private networks: cohort secret, or the public spec seed on a device without one." in sent
     assert "Devices without a cohort secret: a, b, c." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
     shows(
