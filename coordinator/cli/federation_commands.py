@@ -34,7 +34,7 @@ Start = Annotated[bool, typer.Option("--start/--no-start", help="Start now, or l
 @prints
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a commented example plan.")] = False,
     is_frozen: Annotated[
         bool, typer.Option("--frozen", help="With --example: one round on a frozen pretrained backbone.")
     ] = False,

@@ -107,7 +107,7 @@ async def readyz(known: Now, response: Response) -> Health:
 
 @plain.get("/metrics")
 def metrics(known: Now) -> Response:
-    """Metrics in the text format of Prometheus."""
+    """Metrics in the Prometheus text format."""
     return Response(metrics_text(known), media_type=CONTENT_TYPE)
 
 
@@ -267,7 +267,7 @@ EXAMPLE_PLAN = {
 
 
 class _Content(Settings, allow_inf_nan=False):
-    """The content of a request: JSON, which has no infinity."""
+    """The content of a request: JSON without infinite numbers."""
 
 
 class NewFederation(_Content):
