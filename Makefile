@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 FAST    := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python --constraint constraints.txt,$(INSTALL))
 SOURCES := fedcg edge_client coordinator export devices audit experiments tests
 
-.PHONY: help setup setup-broker demo test test-all check check-deploy format clean
+.PHONY: help setup setup-broker demo test test-all check check-deploy docs reference format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
@@ -54,6 +54,13 @@ check: setup  ## format, lint, types, import contracts
 
 check-deploy: setup  ## lint the units, the compose file, the Dockerfiles and the YAML
 	@$(BIN)/python -m pytest -q tests/unit -k deploy
+
+docs: setup  ## build the site below build/site, strictly: no dead link, no page outside the menu
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Open build/site/index.html"
+
+reference: setup  ## write docs/reference anew from the code
+	@$(BIN)/python -m docs.build_reference
 
 format: setup  ## rewrite the sources in house style
 	@$(BIN)/ruff format .

@@ -98,7 +98,7 @@ class EnrolmentSection(Settings):
 class DataSection(Settings):
     """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, or an `.npz`.
 
-    docs/data.md has every form. `common_test` is for demos.
+    docs/how-to/data.md has every form. `common_test` is for demos.
 
     Attributes:
         defence: what rewrites the training images before any method sees them; None: nothing does.
@@ -194,7 +194,7 @@ class TrainingSection(Settings):
         str | None,
         Field(
             pattern=PROGRAM_PATTERN,
-            description="module:function that states network and data (docs/python.md), from an installed package or the folder of this "
+            description="module:function that states network and data (docs/how-to/python.md), from an installed package or the folder of this "
             "file; it takes the place of [data] root",
         ),
     ] = None

@@ -1,6 +1,6 @@
 """Ten sites federate a small convolutional network on CIFAR-10 by FedAvg: three rounds of one local epoch.
 
-It shows how much code a first federation needs (docs/comparison-code.md). torchvision downloads the data, unless
+It shows how much code a first federation needs (docs/comparison.md). torchvision downloads the data, unless
 python examples/cifar.py FOLDER names a folder with train/CLASS/*.jpg and test/CLASS/*.jpg. 2 minutes on two CPUs.
 """
 

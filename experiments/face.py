@@ -313,7 +313,7 @@ class Run:
 
     Attributes:
         folder: of its files.
-        record: as `fedcg simulate` writes it (docs/simulation.md).
+        record: as `fedcg simulate` writes it (docs/how-to/simulate.md).
         party: who took part.
         recording: the folder of what the clients sent; not there without `keep_updates`.
     """

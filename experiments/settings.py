@@ -75,7 +75,7 @@ class Setting(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: Annotated[
-        str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")
+        str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/how-to/data.md")
     ] = DIGITS
     clients: Annotated[int, Field(ge=1, le=1000, description="number of clients")] = 4
     partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, classes:GROUPS, or domains[:NAME,...]")] = (

@@ -1,4 +1,4 @@
-"""FedCG Edge: the code that all sides of a federation share, the command `fedcg`, and what a program of one's own imports from here (docs/python.md).
+"""FedCG Edge: the code that all sides of a federation share, the command `fedcg`, and what a program of one's own imports from here (docs/how-to/python.md).
 
 Nothing is imported before it is used.
 """

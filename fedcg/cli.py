@@ -38,7 +38,7 @@ _INSTALLS = {
     "ray": "'fedcg-edge[ray]'",
     "cryptography": "cryptography",
     "onnx": "onnx",
-    "onnxruntime": "'fedcg-edge[infer]', with a GPU 'fedcg-edge[infer-gpu]', on a Jetson NVIDIA's build (docs/devices.md)",
+    "onnxruntime": "'fedcg-edge[infer]', with a GPU 'fedcg-edge[infer-gpu]', on a Jetson NVIDIA's build (docs/tutorials/jetson.md)",
     "infer uvicorn": "'fedcg-edge[serve]'",
     "infer fastapi": "'fedcg-edge[serve]'",
 }

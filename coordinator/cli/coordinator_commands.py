@@ -203,7 +203,7 @@ def coordinator_rotate_key(directory: Directory) -> Result:
     """Replace the key that signs the coordinator's messages. The old key signs the message that announces the new one to devices.
 
     The coordinator may be running. Earlier keys stay in the directory. Open enrolment tokens name the earlier key, so they are
-    revoked and listed. For a stolen key see docs/operations.md.
+    revoked and listed. For a stolen key see docs/how-to/upgrade.md.
 
     Example: fedcg coordinator rotate-key --dir /var/lib/fedcg
     """

@@ -45,7 +45,7 @@ def federation_plan(
         ),
     ] = None,
 ) -> Result:
-    """Check a plan, or print an example plan or the plan of your own project. docs/plan.md describes every field.
+    """Check a plan, or print an example plan or the plan of your own project. docs/reference/plan.md describes every field.
 
     `--from` runs the project's code in this process.
 
@@ -233,7 +233,7 @@ def federation_set(
         ),
     ],
 ) -> Result:
-    """Change policy fields of a running federation. docs/plan.md lists them. The value `none` clears a field.
+    """Change policy fields of a running federation. docs/reference/plan.md lists them. The value `none` clears a field.
 
     Example: fedcg federation set rounds=40 min_clients=4
     """

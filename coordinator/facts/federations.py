@@ -77,7 +77,7 @@ class UpdateFacts(BaseModel, from_attributes=True, frozen=True):
     Attributes:
         weight: the number of examples that it counts for in the merge; 0 in quarantine, None if it is not merged (yet).
         distances: L2 distance of each part from the round's base.
-        figures: comparison with the other updates of the attempt (docs/security.md), and action and reasons if it is odd.
+        figures: comparison with the other updates of the attempt (docs/explanation/robustness.md), and action and reasons if it is odd.
     """
 
     client: str

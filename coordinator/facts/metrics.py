@@ -1,4 +1,4 @@
-"""The metrics at `/metrics`, in the Prometheus text format. docs/operations.md lists them, and a test compares both."""
+"""The metrics at `/metrics`, in the Prometheus text format. docs/reference/metrics.md lists them, and a test compares both."""
 
 from collections.abc import Iterator
 from typing import get_args

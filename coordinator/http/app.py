@@ -95,6 +95,18 @@ def create_app(
     return application
 
 
+ROUTERS = (
+    operator_api.health,
+    operator_api.plain,
+    operator_api.router,
+    operator_api.admin,
+    event_stream.router,
+    operator_api.steering,
+    operator_api.steering_admin,
+)
+"""The routes of the operator API."""
+
+
 def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     """Add the operators' interface and everything that its routes need.
 
@@ -115,15 +127,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
     audit = AuditLog(home.audit_file, home.config().storage.audit_days)
     state.changes = Changes(store.api, audit, coordinator.events)
     answer_problems(application)
-    for router in (
-        operator_api.health,
-        operator_api.plain,
-        operator_api.router,
-        operator_api.admin,
-        event_stream.router,
-        operator_api.steering,
-        operator_api.steering_admin,
-    ):
+    for router in ROUTERS:
         application.include_router(router)
 
 

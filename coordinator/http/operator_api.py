@@ -274,7 +274,7 @@ class NewFederation(_Content):
     """A federation to create.
 
     Attributes:
-        plan: the plan; docs/plan.md describes it.
+        plan: the plan; docs/reference/plan.md describes it.
         start: whether to start it; otherwise start it later with `start`.
         continued_from: federation whose last aggregate provides the initial weights.
     """

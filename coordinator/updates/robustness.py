@@ -1,7 +1,7 @@
 """How far one device's update may move a merge: its distance from the base, its weight, and its step beside those of the others.
 
 An update is rejected that is too far from the base, scaled back beyond a limit, weighed for no more than a share, and judged by two figures,
-the length and the direction of its step. Torch-free arithmetic on values: it knows no database and no network. docs/security.md has the
+the length and the direction of its step. Torch-free arithmetic on values: it knows no database and no network. docs/research/hostile-devices.md has the
 figures of honest and of hostile updates, the attacks that this stops and those that it does not.
 """
 
@@ -23,7 +23,7 @@ NORM_BOUND = 1e5
 """Largest L2 norm of a part that has no base, or one of zeros: networks of this size have 10 to 1,000."""
 DISTANCE_BOUND = 10.0
 """An update farther from the base than so many times its norm, and the last round's median distance, is rejected; honest
-ones stayed below 2 times (docs/security.md)."""
+ones stayed below 2 times (docs/research/hostile-devices.md)."""
 SMALL_NORM = 1.0
 """A part whose base has a smaller norm is measured as if it had this one."""
 MIN_MEDIAN = 3

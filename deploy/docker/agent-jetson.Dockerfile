@@ -6,7 +6,7 @@
 #     -v /etc/fedcg/NAME:/etc/fedcg:ro -v /srv/images:/srv/images:ro fedcg-agent-jetson
 # BASE_IMAGE has no default: NVIDIA's image of PyTorch for the integrated GPU (`-igpu`) that fits the board's JetPack, with torch 2.6 (also a
 # pre-release, as NVIDIA names them: 2.6.0a0+...) or newer and Python 3.10 to 3.13. ONNXRUNTIME is a build of onnxruntime with CUDA for the same
-# JetPack, as pip takes it, such as a wheel's address (docs/devices.md, "Builds for Jetsons"); without it the base image must have one. constraints.txt is for 3.11 and is not used: packages are the newest that fit the base image's torch.
+# JetPack, as pip takes it, such as a wheel's address (docs/tutorials/jetson.md); without it the base image must have one. constraints.txt is for 3.11 and is not used: packages are the newest that fit the base image's torch.
 ARG BASE_IMAGE
 
 FROM ${BASE_IMAGE} AS build

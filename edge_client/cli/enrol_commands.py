@@ -22,7 +22,7 @@ ProgramOption = Annotated[
     typer.Option(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="This box's own program, in the place of images (docs/programs.md).",
+        help="This box's own program, in the place of images (docs/how-to/programs.md).",
     ),
 ]
 
@@ -43,7 +43,7 @@ def enrol_command(
         str | None, typer.Option("--device", help="This box's id, where the token is for any: a-z, 0-9, dashes.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder or file with this box's images (docs/data.md).")
+        str | None, typer.Option("--data", help="Folder or file with this box's images (docs/how-to/data.md).")
     ] = None,
     program: ProgramOption = None,
 ) -> Result:
@@ -79,7 +79,7 @@ def join_command(
     federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="A new folder, for agent.toml and the private store.")],
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder or file with this box's images for it (docs/data.md).")
+        str | None, typer.Option("--data", help="Folder or file with this box's images for it (docs/how-to/data.md).")
     ] = None,
     config: ConfigOption = Path("agent.toml"),
     program: ProgramOption = None,

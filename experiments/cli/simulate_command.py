@@ -54,7 +54,7 @@ class SimulateOptions(BaseModel):
     """What a simulation is asked for beside the settings of its runs."""
 
     project: Annotated[
-        Path | None, Field(description="folder with a client.py (docs/python.md), whose sites are the clients")
+        Path | None, Field(description="folder with a client.py (docs/how-to/python.md), whose sites are the clients")
     ] = None
     method: Annotated[
         list[str], Field(description="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more")
@@ -67,7 +67,7 @@ class SimulateOptions(BaseModel):
         list[str],
         Field(
             description="a mechanism of every client, KEY=VALUE or dp_sgd.KEY=VALUE, e.g. update_clip=1; repeat for more: "
-            "see docs/methods.md"
+            "see docs/how-to/protect.md"
         ),
     ] = []
     defence_params: Annotated[
@@ -75,7 +75,9 @@ class SimulateOptions(BaseModel):
     ] = []
     paper: Annotated[
         str | None,
-        Field(description="a published table's runs, e.g. fedcg:table1:cifar10-4; options over it: see docs/papers.md"),
+        Field(
+            description="a published table's runs, e.g. fedcg:table1:cifar10-4; options over it: see docs/research/papers.md"
+        ),
     ] = None
     seeds: Annotated[str | None, Field(description="roots of all randomness, e.g. 0,1,2 or 0-4: a run with each")] = (
         None

@@ -18,7 +18,7 @@ from experiments.papers.sheets import Sheet, comparison_sheet, gains_sheet, mark
 from fedcg.terminal import print_data
 
 _WIDTH = 160
-_RUNS = Path(__file__).parents[2] / "docs/benchmarks/runs"
+_RUNS = Path(__file__).parents[1] / "records/runs"
 """The records that lie beside these sources."""
 
 

@@ -34,7 +34,7 @@ def open_source(text: str) -> Source:
 
     Args:
         text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder: of class folders, of `train`,
-            `test` and perhaps `val` of such, or of domains of either. See docs/data.md.
+            `test` and perhaps `val` of such, or of domains of either. See docs/how-to/data.md.
 
     Raises:
         SourceError: nothing usable; names the file or folder and what was expected.

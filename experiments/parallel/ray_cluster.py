@@ -1,7 +1,7 @@
 """A running Ray cluster to compute on, which this machine is a node of.
 
 Imports Ray when a cluster is opened, never before. A cluster is one trust domain: its nodes exchange pickles and run what they
-are given; see docs/scale-out.md. Knows nothing of what is computed.
+are given; see docs/how-to/simulate.md. Knows nothing of what is computed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ would have, is the share of images that counts. A new version is trusted once ha
 
 Images may change at the same moment as the version; then a good version is taken back, which costs its improvement until
 somebody chooses it again. The opposite, a bad version that stays, costs wrong answers. How often either happens is measured in
-docs/serving.md.
+docs/research/serving.md.
 """
 
 import math

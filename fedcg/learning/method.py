@@ -1,7 +1,7 @@
 """The contract of a federated method: one value that holds both halves of an algorithm.
 
 The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
-Laws (tested over every method that is installed, with its `example`; `docs/adding-a-method.md` explains them):
+Laws (tested over every method that is installed, with its `example`; `docs/how-to/add-a-method.md` explains them):
   * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
   * `LocalResult.shared` holds exactly the parts of `payload.up` that the round exchanges; `private` holds every part of the client; both in storage of their own;
   * `local_round` changes neither the state nor the aggregate nor the data that it is given;

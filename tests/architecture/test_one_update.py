@@ -1,4 +1,4 @@
-"""One update is followed from the device's store to the aggregation worker: its way is the one that docs/architecture.md shows."""
+"""One update is followed from the device's store to the aggregation worker: its way is the one that docs/reference/protocol.md shows."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ from tests.support.edge.world import FakeTrainer, make_config, toy_generation
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "reference" / "protocol.md"
 _SEND = Connection.send
 PACKAGES = ("coordinator", "edge_client", "fedcg")
 PLACES = {  # by the beginning of a thread's name

@@ -255,7 +255,7 @@ def test_boxes_report_the_session_that_they_really_have_while_a_coordinator_goes
         wait_for(lambda: "older message key" not in problems(stack), "the problem is over")
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/deploy.md"
 DEVICE = "site-1"
 PLAN = (
     f'federation = "shapes"\nclasses = {json.dumps(CLASSES)}\nmethod = "fedsplit"\nrounds = 200\nmin_clients = 1\nmin_cohort = 1\n'
@@ -266,7 +266,7 @@ PLAN = (
 
 def printed_commands() -> list[str]:
     """The commands between back-ticks in the table, from top to bottom."""
-    section = README.read_text().split("## A real deployment")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Set up")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [command for row in rows for command in re.findall(r"`(fedcg [^`]+)`", row)]
 

@@ -82,14 +82,14 @@ def test_the_same_file_trains_on_four_agents_and_its_exported_model_is_right(nam
 
 
 def test_the_short_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (EXAMPLES.parent / "docs" / "comparison-code.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "how-to" / "python.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {"__name__": "__main__"})  # noqa: S102 - our own page
     assert (tmp_path / "model.onnx").stat().st_size > 1000
 
 
 def test_the_programs_of_the_page_on_tables_and_signals_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = (EXAMPLES.parent / "docs" / "tables-and-signals.md").read_text().split("```python\n")
+    blocks = (EXAMPLES.parent / "docs" / "how-to/tables-and-signals.md").read_text().split("```python\n")
     table, signals = (block.split("```")[0] for block in blocks[1:3])
     ages = np.arange(20, 80)
     rows = {"age": ages, "pressure": ages * 2.0, "ward": "b", "outcome": np.where(ages > 50, "stays", "home")}

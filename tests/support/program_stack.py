@@ -1,4 +1,4 @@
-"""A federation of real processes that train a program of the user's own, by the commands of docs/python.md."""
+"""A federation of real processes that train a program of the user's own, by the commands of docs/how-to/programs.md."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ LONG_OFF = timedelta(days=365)
 CLOCK_OFF_S = 60.0  # beyond it the coordinator reports a problem too
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
-ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encryption; docs/operations.md, `Encrypt the disk of a box`"
+ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encryption; docs/how-to/encrypt-disk.md"
 # Of linux/fs.h: an ioctl that reads a file's attributes, for chattr; and the attribute of a folder that fscrypt encrypts.
 FS_IOC_GETFLAGS = 0x80006601 | struct.calcsize("l") << 16
 FS_ENCRYPT_FL = 0x800

@@ -26,7 +26,9 @@ _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Result:
     """The images of this device can be read; a program is called where `calls` says so, and its owner let its code in."""
     root = config.data.root
-    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
+    expected = (
+        f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/how-to/data.md"
+    )
     if (program := Program.of_source(root)) is not None:
         try:
             digest, allowed = program.digest(), Consent(config.store).read().programs.values()

@@ -39,7 +39,7 @@ WHEN: Mapping[str, str] = {
     "ppidsg": "the classifier may not leave either; needs many images, and costs accuracy",
     "local": "to compare: nothing is shared",
 }
-"""Which method to take when, from the figures of docs/research/methods.md, docs/papers.md and docs/benchmarks.md."""
+"""Which method to take when, from the figures of docs/research/methods.md, docs/research/sealed.md and docs/research/papers.md."""
 
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 

@@ -44,7 +44,7 @@ def list_networks() -> Result:
     lines += [
         f"  {name}: {found['file']}, sha256 {found['sha256']}"
         if found
-        else f"  {name}: none here (docs/adding-a-network.md)"
+        else f"  {name}: none here (docs/how-to/backbones.md)"
         for name, found in weights.items()
     ]
     return {**names, "backbones": weights}, "\n".join((*lines, "Next: fedcg network show NAME"))

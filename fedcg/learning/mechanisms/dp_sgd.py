@@ -70,7 +70,7 @@ def check_dp_sgd(spec: NetworkSpec, method: Method) -> None:
         covered = [name for name in method_names() if get_method(name).private_stages]
         raise PrivacyError(
             f"dp_sgd can't cover {method.name}: a network of it is trained on images or labels without a gradient for each "
-            f"image (its `private_stages`: docs/adding-a-stage.md); choose one of {', '.join(covered)}"
+            f"image (its `private_stages`: docs/how-to/add-a-stage.md); choose one of {', '.join(covered)}"
         )
     for part in sorted(method.payload.private | method.payload.up):
         if part in _SETTINGS and (layer := _unfit_layer(spec, part)):

@@ -26,7 +26,7 @@ def unnamed(device: Path, share: float) -> list[str]:
 
 def undocumented() -> list[str]:
     """Those in `UNCHECKED` that the documentation does not except."""
-    text = Path("docs/operations.md").read_text().partition("## A damaged private store")[2].partition("\n## ")[0]
+    text = Path("docs/how-to/troubleshooting.md").read_text().partition("## A file is damaged")[2].partition("\n## ")[0]
     return [name for name in UNCHECKED if f"`{name.replace('/1/', '/')}`" not in text]
 
 

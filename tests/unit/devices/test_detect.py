@@ -196,7 +196,7 @@ def test_a_gpu_beside_an_onnxruntime_for_the_cpu_is_told_with_the_build_to_insta
 
 
 def test_the_documentation_has_every_jetson_of_the_catalogue_with_its_precisions_and_every_other_kind() -> None:
-    lines = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "reference/hardware.md").read_text(encoding="utf-8").splitlines()
     catalogue = load_catalogue()
     for key, soc in catalogue.soc.items():
         modules = [one.name.removeprefix("Jetson ") for one in catalogue.module.values() if one.soc == key]
@@ -216,7 +216,7 @@ def test_the_documentation_has_the_builds_for_each_board_and_jetpack_of_the_cata
         f"| {catalogue.soc[one.soc].family}, {one.system} | {one.python} | {one.torch} | {one.onnxruntime} | {one.source} |"
         for one in catalogue.builds
     ]
-    lines = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "reference/hardware.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("| board | Python | torch | onnxruntime | says |") + 2
     assert lines[begin : lines.index("", begin)] == rows
 

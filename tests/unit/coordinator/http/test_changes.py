@@ -297,16 +297,6 @@ def test_too_many_requests_of_a_token_are_refused_with_the_time_to_wait(api: Api
         assert other.get(CASTING).status_code == 200
 
 
-def test_the_documentation_names_every_route(api: Api, operator: httpx.Client) -> None:
-    routes = {
-        f"`{method.upper()} {path}`"
-        for path, methods in operator.get("/openapi.json").json()["paths"].items()
-        for method in methods
-    }
-    documented = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
-    assert {route for route in routes if route not in documented} == set()
-
-
 PAUSE = f"{CASTING}/pause"
 NINES, NO_TEXT = b'{"rounds": %b}' % (b"9" * 5000), b"\xff\xfe\x00"
 MALFORMED = (b'{"x": 1}', b"[" * 60_000, b'{"reason":' * 9000, NO_TEXT, b"&a=" * 2000, NINES)

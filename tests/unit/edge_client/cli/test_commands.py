@@ -122,7 +122,7 @@ def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Pat
     state, detail, advice = checks.check_encryption(tmp_path, tmp_path)
     assert (state, f"no: {tmp_path} lies on a disk that is not encrypted" in detail) == ("warning", True)
     assert "LUKS with the TPM" in advice
-    assert "Encrypt the disk of a box" in advice
+    assert "docs/how-to/encrypt-disk.md" in advice
     (disk / "dm").mkdir()
     (disk / "dm" / "uuid").write_text("CRYPT-LUKS2-0f2e6f1c-fedcg\n")
     assert checks.check_encryption(tmp_path, tmp_path)[0] == "ok"

@@ -96,7 +96,7 @@ def test_the_list_names_backbones_and_where_their_weights_are(weights: Path, mon
     assert listed["resnet18"] == {"file": str(renamed), "sha256": weights_digest(renamed)}
     assert listed["mobilenetv3_small_100"] is None
     text = run_fedcg("network", "list").output
-    assert "mobilenetv3_small_100: none here (docs/adding-a-network.md)" in text
+    assert "mobilenetv3_small_100: none here (docs/how-to/backbones.md)" in text
 
 
 def test_show_counts_only_what_is_trained_of_a_frozen_backbone_and_needs_no_file() -> None:

@@ -19,7 +19,7 @@ from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, Simulation, simulate
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 
-RUNS = Path(__file__).parents[4] / "docs" / "benchmarks" / "runs"
+RUNS = Path(__file__).parents[4] / "experiments" / "records" / "runs"
 # Another CPU model, or torch, rounds otherwise; other draws, losses or defaults differ by far more.
 LOSS_OFF = 1e-2
 IMAGES_OFF = 4

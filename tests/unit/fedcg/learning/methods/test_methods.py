@@ -1,4 +1,4 @@
-"""The laws that every method keeps, and the example in docs/adding-a-method.md, installed as a user's own package."""
+"""The laws that every method keeps, and the example in docs/how-to/add-a-method.md, installed as a user's own package."""
 
 import importlib
 import re
@@ -194,8 +194,8 @@ def test_progress_reports_every_phase_of_a_round() -> None:
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
 
 
-def code(page: str = "adding-a-method.md") -> str:
-    text = (Path(__file__).parents[5] / "docs" / page).read_text()
+def documented() -> str:
+    text = (Path(__file__).parents[5] / "docs" / "how-to" / "add-a-method.md").read_text()
     (found,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return str(found)
 
@@ -206,12 +206,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def install(folder: Path, name: str, held: str) -> None:
-    (folder / "our_package.py").write_text(code().replace('name="fedproto"', f'name="{held}"'))
+    text = (Path(methods.__path__[0]) / "fedproto.py").read_text()
+    (folder / "our_package.py").write_text(text.replace('name="fedproto"', f'name="{held}"'))
     register(folder, "ours", "fedcg.methods", name, "our_package:METHOD")
-
-
-def test_the_page_shows_the_file_as_it_is() -> None:
-    assert code() == (Path(methods.__path__[0]) / "fedproto.py").read_text()
 
 
 def test_an_installed_method_is_listed_and_runs_as_the_built_in_one(folder: Path) -> None:
@@ -233,7 +230,7 @@ def test_a_method_of_another_name_than_its_entry_is_refused(folder: Path) -> Non
 
 
 def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_told(folder: Path) -> None:
-    (folder / "our_package.py").write_text(code("adding-a-stage.md"))
+    (folder / "our_package.py").write_text(documented())
     register(folder, "ours", "fedcg.methods", "smoothed", "our_package:METHOD")
     assert simulate(cases.party_of("smoothed", ("a", "b")), Schedule(rounds=1)).aggregate.parts.keys() == {
         Part.CLASSIFIER
@@ -264,7 +261,7 @@ def test_a_method_with_a_stage_of_its_own_trains_and_what_is_wrong_with_one_is_t
         ("AverageAggregator(UP", "AverageAggregator(KEPT", "the aggregator averages extractor, which no update"),
         ("F.cross_entropy", "G.cross_entropy", "NameError: name 'G' is not defined (our_package.py, line 42, in loss)"),
     ):
-        (folder / "our_package.py").write_text(code("adding-a-stage.md").replace(line, mistake))
+        (folder / "our_package.py").write_text(documented().replace(line, mistake))
         importlib.reload(sys.modules["our_package"])
         with pytest.raises(Exception) as failed:
             simulate(cases.party_of("smoothed", ("a", "b")), Schedule(rounds=1))

@@ -11,7 +11,7 @@ from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import ALLOW_VARIABLE
 from tests.support.commands import data_of, run_fedcg
 
-PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
+PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "add-a-network.md"
 
 
 def output_of(*arguments: str) -> str:

@@ -22,7 +22,7 @@ from tests.support.commands import data_of, run_fedcg
 from tests.support.installed import importable, register
 from tests.support.learning.learning_cases import bright_images, context, plan, same
 
-PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
+PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "add-a-network.md"
 PRELUDE = """
 import random
 import torch
