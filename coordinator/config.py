@@ -164,7 +164,7 @@ class RobustnessSettings(Settings):
         max_share: maximum share of all examples for one device.
         examples: number of examples by device, used instead of the reported number and without a cap.
         clip_medians: an update is scaled back if its distance from the base exceeds this multiple of the median of the last closed
-            round (in the first round: of its own median).
+            round (in the first round: of its median).
         norm, direction: rules for an update whose step is unlike the others' (`updates.robustness.Figures`).
         down_weight: share of its examples that an update counts for with the action `down-weight`.
         below_quorum: treatment of quarantined updates if fewer than the quorum remain without them; `fail` fails the attempt.

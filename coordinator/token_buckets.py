@@ -35,7 +35,7 @@ class Buckets(Generic[KeyT]):
         self._levels: dict[KeyT, tuple[float, float]] = {}  # most recently used at the end
 
     def take(self, key: KeyT) -> bool:
-        """Take a token; False if there is none."""
+        """Take a token; False if no token is left."""
         with self._lock:
             level = self._level(key)
             self._levels.pop(key, None)

@@ -177,7 +177,7 @@ class DeviceHistory:
         presence: by federation, oldest first; time before the first stretch was not observed.
         classes: by federation, the accuracies by class in its last update, if reported.
         privacy: by federation, audit figures and privacy budget in its last update, if reported.
-        readings: unix time and values of its last sensor report; None if there is none since the coordinator started.
+        readings: unix time and values of its last sensor report; None before the first report since the coordinator started.
     """
 
     facts: DeviceFacts
