@@ -1,4 +1,4 @@
-"""The coordinator's configuration file: its schema, reading it with all errors at once, writing a commented one."""
+"""The coordinator's configuration file: schema, reading with all errors at once, and writing with comments."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from fedcg.wire.transfer.windows import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.worker_process import STALL_S
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines; TLS and a token are asked of each
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines, and need TLS and a token
 KEEP_ROUNDS = 10
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -28,7 +28,7 @@ class BrokerSettings(Settings):
 
     Attributes:
         preset: limits of a known broker or service.
-        chunk_bytes, window_chunks, window_bytes: single limits in place of the preset's.
+        chunk_bytes, window_chunks, window_bytes: single limits that replace those of the preset.
     """
 
     host: Host = "127.0.0.1"
@@ -41,7 +41,7 @@ class BrokerSettings(Settings):
 
     @property
     def limits(self) -> LinkLimits:
-        """The limits of the preset, with this section's own settings in their place."""
+        """The limits of the preset, overridden by this section's own settings."""
         return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
 
@@ -49,11 +49,11 @@ class ApiSettings(Settings):
     """The address of the HTTP interface.
 
     Attributes:
-        host: a loopback address; another one only with a certificate or a proxy.
-        port: where it listens.
-        names: further host names that requests may name in their Host header.
-        certificate, key: PEM files with which it speaks HTTPS itself; both or none. A relative path starts at coordinator.toml.
-        proxy: the address of a reverse proxy that speaks HTTPS in front of it; only it and loopback may connect.
+        host: a loopback address; other addresses need a certificate or a proxy.
+        port: port to listen on.
+        names: further host names accepted in the Host header of requests.
+        certificate, key: PEM files for HTTPS; both or none. Relative paths start at the folder of coordinator.toml.
+        proxy: address of an HTTPS reverse proxy in front; only the proxy and loopback may connect.
     """
 
     host: str = "127.0.0.1"
@@ -66,23 +66,23 @@ class ApiSettings(Settings):
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("name both, certificate and key, or none of them")
+            raise ValueError("set both certificate and key, or none of them")
         return self
 
     @property
     def url(self) -> str:
-        """Where commands on this machine reach it."""
+        """The URL for commands on this machine."""
         host = "127.0.0.1" if self.host == EVERY_ADDRESS else self.host
         return f"{'http' if self.certificate is None else 'https'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 class ConnectionSettings(Settings):
-    """How many TCP connections may be open at once; see `fedcg.listening.Caps`.
+    """Limits on open TCP connections; see `fedcg.listening.Caps`.
 
     Attributes:
-        total: at the HTTP interface, the enrolment listener and the carrier together; half of the descriptors is a bound too.
-        per_address: of one address at one listener, before it shows a certificate. Sites behind one NAT share it.
-        per_device: with the certificate of one device.
+        total: for HTTP interface, enrolment listener and carrier together; half of the file descriptors is another limit.
+        per_address: for one address at one listener, before it presents a certificate. Sites behind one NAT share this limit.
+        per_device: for the certificate of one device.
     """
 
     total: Annotated[int, Field(ge=16, le=32_768)] = 2048
@@ -94,9 +94,9 @@ class ListenerSettings(Settings):
     """An HTTPS listener for devices; off without a port.
 
     Attributes:
-        port: where it listens.
-        listen: the address it listens on; default 127.0.0.1 when devices reach it there, else every address.
-        host: name or address under which devices reach it; default `broker.host`.
+        port: port to listen on.
+        listen: address to listen on; by default 127.0.0.1 if devices reach it there, else all addresses.
+        host: name or address at which devices reach it; default `broker.host`.
     """
 
     port: Port | None = None
@@ -104,7 +104,7 @@ class ListenerSettings(Settings):
     host: Host | None = None
 
     def address(self, host: str) -> str:
-        """The address that it listens on, when devices reach it under `host`."""
+        """The address to listen on if devices reach it at `host`."""
         return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
 
 
@@ -116,7 +116,7 @@ class EnrolmentSettings(ListenerSettings):
     """The HTTPS listener at which devices enrol by token and renew their certificates.
 
     Attributes:
-        certificate_days: life of a device's certificate; it is renewed in the last third.
+        certificate_days: validity of a device's certificate in days; it is renewed in the last third.
     """
 
     certificate_days: Annotated[float, Field(gt=0, le=825)] = 30.0
@@ -126,11 +126,11 @@ class AggregationSettings(Settings):
     """The settings of the aggregation worker.
 
     Attributes:
-        threads: torch threads; another number gives other bits from the seventh digit on.
-        device: "cpu", "cuda", or "auto" for a GPU when there is one.
-        public_data: unlabelled images for methods that distil on some (FedDF): a folder, or an .npz; relative to this file.
-        public_images: at most so many of them are read.
-        stall_s: seconds without a sign of life after which the worker is replaced.
+        threads: number of torch threads; results differ from the seventh digit on if it changes.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one.
+        public_data: unlabelled images for methods that distil on public data (FedDF): a folder or an .npz file; relative to this file.
+        public_images: maximum number of these images to read.
+        stall_s: seconds without a sign of life after which a busy worker is replaced.
     """
 
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -144,12 +144,12 @@ Action = Literal["warn", "down-weight", "quarantine"]
 
 
 class FigureRule(Settings):
-    """From where on a figure of an update is odd, and what is done then.
+    """The bound beyond which a figure of an update is odd, and the action for odd updates.
 
     Attributes:
-        bound: of `norm`: at most so many medians; of `direction`: at most so far below the median cosine.
-        action: `warn`: an event; `down-weight`: the update counts for `down_weight` of its examples; `quarantine`: it is stored and
-            receipted, and not merged.
+        bound: for `norm`: maximum as a multiple of the median; for `direction`: maximum distance below the median cosine.
+        action: `warn` writes an event. `down-weight` counts the update with `down_weight` of its examples. `quarantine` stores and
+            acknowledges the update, but does not merge it.
     """
 
     bound: Annotated[float, Field(ge=0, le=1e9)]
@@ -157,17 +157,17 @@ class FigureRule(Settings):
 
 
 class RobustnessSettings(Settings):
-    """How much one device may weigh in a merge; a large number switches a bound off.
+    """Limits on the influence of one device in a merge; a large number switches a limit off.
 
     Attributes:
-        weight_medians: a device counts for at most so many times the median number of examples of the attempt.
-        max_share: a device counts for at most this share of all examples.
-        examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
-        clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
-            own) is scaled back.
-        norm, direction: what is done about an update whose step is unlike the others' (`updates.robustness.Figures`).
-        down_weight: share of its examples that an update counts for when a policy says `down-weight`.
-        below_quorum: what is done with updates in quarantine when fewer than the quorum are left without them; `fail`: the attempt fails.
+        weight_medians: maximum weight of a device, as a multiple of the median number of examples in the attempt.
+        max_share: maximum share of all examples for one device.
+        examples: number of examples by device, used instead of the reported number and without a cap.
+        clip_medians: an update is scaled back if its distance from the base exceeds this multiple of the median of the last closed
+            round (in the first round: of its median).
+        norm, direction: rules for an update whose step is unlike the others' (`updates.robustness.Figures`).
+        down_weight: share of its examples that an update counts for with the action `down-weight`.
+        below_quorum: treatment of quarantined updates if fewer than the quorum remain without them; `fail` fails the attempt.
     """
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
@@ -181,14 +181,14 @@ class RobustnessSettings(Settings):
 
 
 class StorageSettings(Settings):
-    """Where the state is stored, and how long artifacts stay.
+    """Storage locations and retention.
 
     Attributes:
-        database: URL of a PostgreSQL database; without one the database is a file of SQLite in the coordinator's directory.
-        database_password_file: holds its password; the environment variable FEDCG_DATABASE_PASSWORD goes before it.
-        artifacts: bucket and prefix in S3 where artifacts are stored durably; the directory is a cache then.
-        keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
-        audit_days: days that a line of the audit log stays at least.
+        database: URL of a PostgreSQL database; without it, a SQLite file in the coordinator's directory is used.
+        database_password_file: file with its password; the environment variable FEDCG_DATABASE_PASSWORD takes precedence.
+        artifacts: S3 bucket and prefix for durable storage of artifacts; the local directory is then a cache.
+        keep_rounds: number of closed rounds whose updates and aggregates are kept; older ones are deleted when a round closes.
+        audit_days: minimum days to keep a line of the audit log.
     """
 
     database: Annotated[
@@ -204,13 +204,13 @@ class StorageSettings(Settings):
 
 
 class RoundSettings(Settings):
-    """How long rounds wait before they open.
+    """Waiting times before rounds open.
 
     Attributes:
-        gather_s: with the quorum online, for further enrolled devices after the last one came. Devices that are started together differ by
-            this much until they have a session: imports, TLS, the back-off of the link.
-        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes. Long enough for a share that is
-            mounted again or a broker that is started again.
+        gather_s: with the quorum online, seconds to wait for further enrolled devices after the last one connected. Devices that start
+            together connect within about this time (imports, TLS, back-off of the link).
+        retry_s: seconds after a failed attempt. Doubles with each failed attempt of the round, up to 10 minutes. Long enough to remount a
+            network share or restart a broker.
     """
 
     gather_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
@@ -218,10 +218,10 @@ class RoundSettings(Settings):
 
 
 class PageSettings(Settings):
-    """The page for people.
+    """The web page.
 
     Attributes:
-        webhook: gets a JSON object by POST when a problem opens or closes.
+        webhook: URL that receives a JSON object by POST when a problem opens or closes.
     """
 
     webhook: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,500}$", description="https://HOST/PATH")] = None
@@ -231,7 +231,7 @@ class CoordinatorConfig(Settings):
     """coordinator.toml.
 
     Attributes:
-        track: where figures of closed rounds are sent; a relative directory is relative to this file.
+        track: destination for metrics of closed rounds; a relative directory is relative to this file.
     """
 
     track: Annotated[str | None, Field(pattern=TRACK_PATTERN, description=TRACK_FORMS)] = None
@@ -247,11 +247,11 @@ class CoordinatorConfig(Settings):
     page: PageSettings = PageSettings()
 
     def host_of(self, listener: ListenerSettings) -> str:
-        """The name under which devices reach a listener."""
+        """The host name at which devices reach a listener."""
         return listener.host or self.broker.host
 
     def url_of(self, listener: ListenerSettings) -> str | None:
-        """The URL under which devices reach a listener; None where it is off."""
+        """The URL at which devices reach a listener; None if it is off."""
         host = self.host_of(listener)
         return None if listener.port is None else f"https://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
@@ -260,30 +260,30 @@ def load_config(path: Path) -> CoordinatorConfig:
     """Read coordinator.toml.
 
     Raises:
-        ConfigError: not TOML, or values out of their bounds; names every error. Or nothing is set, as after a write that was cut off.
+        ConfigError: not TOML, or invalid values (the message names all errors), or nothing is set, as after an interrupted write.
     """
     config = read_toml(path, CoordinatorConfig, ConfigError)
     if not config.model_fields_set:
-        advice = "restore it from a backup, or take that of a new `fedcg coordinator init` in another directory"
-        raise ConfigError(listed(str(path), [f"line 1: nothing is set, as after a write that was cut off: {advice}"]))
+        advice = "restore it from a backup, or copy the file of a new `fedcg coordinator init` in another directory"
+        raise ConfigError(listed(str(path), [f"line 1: nothing is set, as after an interrupted write: {advice}"]))
     return config
 
 
 def check_api_host(api: ApiSettings) -> None:
-    """Refuse to show the HTTP interface to a network without encryption: tokens travel in its requests.
+    """Refuse to serve the HTTP interface to a network without encryption, because requests contain tokens.
 
     Raises:
-        ConfigError: the host is not a loopback address, and there is neither a certificate nor a proxy.
+        ConfigError: the host is not a loopback address, and neither a certificate nor a proxy is set.
     """
     if api.host not in LOOPBACK_HOSTS and api.certificate is None and api.proxy is None:
         raise ConfigError(
-            f"api.host = {api.host!r}: tokens would travel in the clear; set `certificate` and `key` under [api], or name the "
-            "reverse proxy in front of it as `proxy`, or use 127.0.0.1 and reach it through an SSH tunnel"
+            f"api.host = {api.host!r}: tokens would be sent unencrypted; set `certificate` and `key` under [api], or set `proxy` "
+            "to the reverse proxy's address, or use 127.0.0.1 with an SSH tunnel"
         )
 
 
 def render_config(config: CoordinatorConfig) -> str:
-    """coordinator.toml with comments; a setting without a value is a comment with the one that the template shows."""
+    """coordinator.toml with comments. A setting without a value becomes a comment with the template's example value."""
     template = files("coordinator").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
     values = config.model_dump(mode="json")
 
@@ -296,7 +296,7 @@ def render_config(config: CoordinatorConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value in TOML, whose strings, numbers and lists are those of JSON."""
+    """A value as TOML. Strings, numbers and lists are written as in JSON."""
     if not isinstance(value, dict):
         return json.dumps(value)
     return f"{{{', '.join(f'{json.dumps(name)} = {_toml(item)}' for name, item in value.items())}}}"

@@ -1,19 +1,19 @@
 """Errors of the coordinator.
 
 CoordinatorError
-├── HomeError           a coordinator's directory that is missing, in use, or not what it should be
-├── ConfigError         a configuration file with errors; all of them are named
-├── PlanError           a federation plan that can't be opened
-├── StoppingError       the coordinator ends meanwhile
-├── SteeringError       a change of a federation or a device that can't be made now
-│   └── NotFoundError   what was named does not exist
-├── RequestError        a request that the running coordinator refused
-├── AccessError         the running coordinator does not accept the token, or it is not there
-├── EnrolmentError      a device that can't be added
-├── StoreError          the database refused, or has another version
+├── HomeError           a coordinator's directory is missing, in use, or invalid
+├── ConfigError         a configuration file has errors; the message names all
+├── PlanError           a federation plan is invalid
+├── StoppingError       the coordinator is stopping
+├── SteeringError       a change of a federation or a device is not possible now
+│   └── NotFoundError   the named object does not exist
+├── RequestError        the running coordinator refused a request
+├── AccessError         the running coordinator rejects the token or can't be reached
+├── EnrolmentError      a device can't be added
+├── StoreError          the database failed, or has another version
 ├── AggregationError    the updates of an attempt could not be merged
 ├── BrokerError         no broker could be started
-├── RefusedError        a request of a device over HTTPS that is not granted
+├── RefusedError        a device's HTTPS request is refused
 └── ValidationError     an update that must not be merged; `reason` goes into the receipt
 """
 
@@ -27,49 +27,49 @@ class CoordinatorError(FedcgError):
 
 
 class HomeError(CoordinatorError):
-    """A coordinator's directory that is missing, in use, or not what it should be."""
+    """A coordinator's directory is missing, in use, or invalid."""
 
 
 class ConfigError(CoordinatorError):
-    """A configuration file with errors; all of them are named."""
+    """A configuration file has errors; the message names all of them."""
 
 
 class PlanError(CoordinatorError):
-    """A federation plan that can't be opened."""
+    """A federation plan is invalid."""
 
 
 class StoppingError(CoordinatorError):
-    """The coordinator ends, and begins nothing that takes long."""
+    """The coordinator is stopping and starts no long task."""
 
     exit_code = NOT_CONNECTED
 
 
 class SteeringError(CoordinatorError):
-    """A change of a federation or a device that can't be made now."""
+    """A change of a federation or a device is not possible now."""
 
 
 class NotFoundError(SteeringError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     exit_code = NOT_FOUND
 
 
 class RequestError(CoordinatorError):
-    """A request that the running coordinator refused."""
+    """The running coordinator refused a request."""
 
 
 class AccessError(CoordinatorError):
-    """The running coordinator does not accept the token, or it is not there."""
+    """The running coordinator rejects the token or can't be reached."""
 
     exit_code = NOT_CONNECTED
 
 
 class EnrolmentError(CoordinatorError):
-    """A device that can't be added."""
+    """A device can't be added."""
 
 
 class StoreError(CoordinatorError):
-    """The database refused, or has another version."""
+    """The database failed, or has another version."""
 
     exit_code = FAILED
 
@@ -83,11 +83,11 @@ class BrokerError(CoordinatorError):
 
 
 class RefusedError(CoordinatorError):
-    """A request of a device over HTTPS that is not granted.
+    """A device's HTTPS request is refused.
 
     Attributes:
-        answer: for the device; reveals nothing about a token whose secret the device has not shown.
-        status: of the answer.
+        answer: message for the device. It reveals nothing about a token unless the device has presented its secret.
+        status: HTTP status of the answer.
     """
 
     def __init__(self, answer: str, reason: str = "", *, status: int = 403) -> None:

@@ -1,4 +1,4 @@
-"""A coordinator's directory: where everything lies, its configuration, and the lock that keeps it to one process."""
+"""A coordinator's directory: its paths, its configuration, and the lock that reserves it for one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedcg.files import PRIVATE, SECRET_BYTES, HeldError, is_locked, locked, sec
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
 HELD_S = 0.2
-"""A command that looks whether a file is locked (`Home.is_held`) holds it for an instant."""
+"""Time to wait for a lock: a command that checks it (`Home.is_held`) holds it for an instant."""
 
 
 class _Path:
@@ -30,23 +30,23 @@ class _Path:
 
 @dataclass(frozen=True)
 class Home:
-    """The paths of a coordinator's directory; none is created by asking for it.
+    """The paths of a coordinator's directory. Reading them creates nothing.
 
     Attributes:
         config_file: coordinator.toml.
-        pki: certificates and keys of the mutual TLS; `revocations` is the certificate revocation list.
+        pki: certificates and keys for mutual TLS; `revocations` is the certificate revocation list.
         signing_key: the Ed25519 key that signs the coordinator's messages.
-        secret_file: the root of the coordinator's random streams, 32 bytes and their check.
-        database: SQLite.
-        high_water: what the database has held, signed (`storage.high_water`).
+        secret_file: the root of the coordinator's random streams: 32 bytes and their checksum.
+        database: the SQLite database.
+        high_water: a signed record of the database's progress (`storage.high_water`).
         artifacts: specs, updates, aggregates, server states; each named by its sha256.
         spill: rows of teacher passes, per attempt.
         broker: the folder of a broker started by `fedcg broker run`.
         events_file: the event log.
-        audit_file: the audit log: every change that was made through the API or the page.
-        api_token: the API token of the commands on this machine.
+        audit_file: the audit log of all changes through the API or the page.
+        api_token: the API token for commands on this machine.
         sessions: open sessions of the page, by digests of their cookies.
-        pid_file: held locked by the running coordinator; holds its process id.
+        pid_file: locked by the running coordinator; contains its process id.
     """
 
     root: Path
@@ -67,33 +67,33 @@ class Home:
     pid_file = _Path("coordinator.pid")
 
     def public_data(self, config: CoordinatorConfig) -> Path | None:
-        """The path of the public images, when the configuration names some; a relative path starts here."""
+        """The path of the public images if configured; a relative path starts in this directory."""
         named = config.aggregation.public_data
         return None if named is None else self.root / named
 
     def make_folders(self) -> None:
-        """Make the folders that are missing: a copy of configuration and keys alone is a home."""
+        """Create missing folders, since a copy of configuration and keys is a valid home."""
         for directory in (self.artifacts, self.spill, self.broker):
             directory.mkdir(exist_ok=True)
 
     def require(self) -> Home:
-        """This home, when it is one.
+        """Return this home after checking that it is one.
 
         Raises:
-            HomeError: there is no coordinator in the directory.
+            HomeError: the directory is not a coordinator's.
         """
         if not self.config_file.is_file():
             raise HomeError(
-                f"{self.root} is not a coordinator's directory; make one with `fedcg coordinator init`",
+                f"{self.root} is not a coordinator's directory; create one with `fedcg coordinator init`",
                 exit_code=NOT_FOUND,
             )
         return self
 
     def config(self) -> CoordinatorConfig:
-        """The configuration, checked.
+        """The checked configuration.
 
         Raises:
-            ConfigError: names every error.
+            ConfigError: the file has errors; the message names all.
         """
         return load_config(self.config_file)
 
@@ -106,25 +106,25 @@ class Home:
         path = self.secret_file
         secret = secret_in(path.read_bytes())
         if secret is None:
-            raise damaged(path, f"it holds no secret of {SECRET_BYTES} bytes with its check")
+            raise damaged(path, f"it does not contain a secret of {SECRET_BYTES} bytes with a valid checksum")
         return secret
 
     @property
     def is_held(self) -> bool:
-        """Whether a coordinator runs here."""
+        """Whether a coordinator is running here."""
         return is_locked(self.pid_file)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the home for this process.
+        """Lock the home for this process.
 
         Raises:
-            HomeError: another coordinator runs here.
+            HomeError: another coordinator is running here.
         """
         return held(self.pid_file, "a coordinator")
 
 
 def damaged(path: Path, why: str) -> HomeError:
-    """The error for a damaged file of a home that only a backup brings back."""
+    """The error for a damaged file that only a backup can restore."""
     return HomeError(
         f"{path} is damaged: {why}. Restore a backup (`fedcg coordinator restore FILE --dir NEW`) and copy the file "
         "from there"
@@ -133,10 +133,10 @@ def damaged(path: Path, why: str) -> HomeError:
 
 @contextmanager
 def held(path: Path, program: str) -> Iterator[None]:
-    """Hold a file locked, with this process's id in it; the lock goes away with the process, however it ends.
+    """Lock a file that contains this process's id. The lock ends with the process in any case.
 
     Raises:
-        HomeError: another process holds it; names the program and the process.
+        HomeError: another process has locked it; the message names the program and the process.
     """
     with ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""Token buckets: how often something may happen, by key."""
+"""Token buckets: rate limits by key."""
 
 import threading
 import time
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 MAX_KEYS = 4096
-"""Buckets that are remembered; one that was not used for the longest time is full again."""
+"""Maximum number of stored buckets. The least recently used one is dropped, so it is full again."""
 
 KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """At most `burst` at once, refilled with `per_s`."""
+    """At most `burst` tokens at once, refilled at `per_s` tokens per second."""
 
     burst: int
     per_s: float
 
 
 class Buckets(Generic[KeyT]):
-    """A token bucket for each key; a new one is full. Bounded in number; for any thread.
+    """A token bucket for each key; new buckets are full. Limited in number and thread-safe.
 
     Args:
-        rate: tokens that a bucket holds at most, and gains in a second.
+        rate: capacity and refill rate of a bucket.
         clock: monotonic seconds.
     """
 
@@ -32,10 +32,10 @@ class Buckets(Generic[KeyT]):
         self._rate = rate
         self._clock = clock
         self._lock = threading.Lock()
-        self._levels: dict[KeyT, tuple[float, float]] = {}  # the one that was used last at the end
+        self._levels: dict[KeyT, tuple[float, float]] = {}  # most recently used at the end
 
     def take(self, key: KeyT) -> bool:
-        """Take a token; False when there is none."""
+        """Take a token; False if no token is left."""
         with self._lock:
             level = self._level(key)
             self._levels.pop(key, None)
@@ -45,12 +45,12 @@ class Buckets(Generic[KeyT]):
             return level >= 1.0
 
     def wait_s(self, key: KeyT) -> float:
-        """Seconds until there is a token."""
+        """Seconds until a token is available."""
         with self._lock:
             return max(0.0, 1.0 - self._level(key)) / self._rate.per_s
 
     def give_back(self, key: KeyT) -> None:
-        """Put a token back that was taken."""
+        """Return a taken token."""
         with self._lock:
             self._levels[key] = (min(self._rate.burst, self._level(key) + 1.0), self._clock())
 

@@ -1,6 +1,6 @@
-"""The commands' way to a coordinator: the API of one that runs, else the same routes inside this process, over the directory.
+"""Connects commands to a coordinator: through the API of a running one, else through the same routes inside this process.
 
-So a command has one path, whether a coordinator runs or not, and both refuse the same things in the same words.
+A command has one code path whether a coordinator is running or not. Both cases refuse the same requests with the same messages.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ API = "/api/v1"
 TOKEN_VARIABLE = "FEDCG_API_TOKEN"  # noqa: S105 - the name of a variable
 TIMEOUT_S = 120.0
 STARTING_S = 5.0
-"""A coordinator that holds its directory and does not listen yet is asked again for so long."""
+"""How long to retry while a coordinator holds its directory but does not listen yet."""
 RETRY_S = 0.2
 REFUSED = (401, 403)
 
 
 class RequestFailedError(CoordinatorError):
-    """The running coordinator could not do what it was asked for; its log has the reason."""
+    """The running coordinator failed to handle the request; its log has the reason."""
 
     exit_code = FAILED
 
@@ -52,11 +52,11 @@ class Client:
     """Makes requests of the API.
 
     Attributes:
-        url: of the coordinator.
-        token: of the API.
-        application: in place of a connection, when no coordinator runs.
-        home: the directory, when it is of this machine.
-        verify: what a server's certificate is checked with.
+        url: base URL of the coordinator.
+        token: API token.
+        application: used instead of a connection when no coordinator is running.
+        home: the coordinator's directory, if it is on this machine.
+        verify: how to check the server's certificate.
     """
 
     url: str
@@ -67,35 +67,35 @@ class Client:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a running coordinator answers."""
+        """Whether requests go to a running coordinator."""
         return self.application is None
 
     def get(self, path: str, **query: object) -> Any:
         """Read one thing.
 
         Raises:
-            FedcgError: the request was refused or not answered; the class has the exit code.
+            FedcgError: the request was refused or got no answer; its class has the exit code.
         """
         return self._asked("GET", f"{API}{path}", params=_given(query)).json()
 
     def all(self, path: str, **query: object) -> list[Any]:
-        """Read a list; where it has more items than one answer, standard error gets their number."""
+        """Read a list. If an answer can't hold all items, the number of omitted ones goes to standard error."""
         answer = self._asked("GET", f"{API}{path}", params=_given(query))
         found: list[Any] = answer.json()
         if left_out := answer.headers.get(LEFT_OUT):
-            typer.echo(f"{left_out} more are left out: one answer has {len(found)}", err=True)
+            typer.echo(f"{left_out} more are not shown: one answer has {len(found)}", err=True)
         return found
 
     def change(self, method: str, path: str, content: object = None) -> Any:
-        """Change something; when the connection breaks, the request is repeated once and is made at most once."""
+        """Make a change. If the connection breaks, the request is sent once more; the change is made at most once."""
         key = {"Idempotency-Key": str(uuid.uuid4())}
         return self._asked(method, f"{API}{path}", json=content, headers=key).json()
 
     def federation(self, named: str | None) -> str:
-        """The id of the federation that is meant; without a name, of the one that is not over, else of the only one.
+        """The id of the named federation. Without a name: of the only active one, else of the only one.
 
         Raises:
-            RequestError: there are several, or none.
+            RequestError: there are several or none.
         """
         if named is not None:
             return named
@@ -104,9 +104,7 @@ class Client:
         names = [str(known["federation"]) for known in (live or there)]
         if len(names) != 1:
             there_are = (
-                f"there are: {', '.join(names)}"
-                if names
-                else "`fedcg federation list --all` has those that are archived"
+                f"there are: {', '.join(names)}" if names else "`fedcg federation list --all` lists archived ones"
             )
             raise RequestError(f"name a federation; {there_are}", exit_code=None if names else NOT_FOUND)
         return names[0]
@@ -119,7 +117,7 @@ class Client:
         return answer
 
     def _alone(self, method: str, path: str) -> AbstractContextManager[None]:
-        """What steers a federation without a coordinator keeps one from starting until it is done."""
+        """A lock: while a change to a federation is made without a coordinator, none can start."""
         is_steering = method != "GET" and path.startswith(f"{API}/federations/")
         return self.home.locked() if self.home is not None and not self.is_remote and is_steering else nullcontext()
 
@@ -133,7 +131,7 @@ class Client:
                     raise AccessError(f"no connection to {self.url}: {error}. {self._advice()}") from error
                 time.sleep(RETRY_S)
             except httpx.TimeoutException as error:
-                raise NoAnswerInTimeError(f"{self.url} gave no answer in {TIMEOUT_S:g} s") from error
+                raise NoAnswerInTimeError(f"no answer from {self.url} within {TIMEOUT_S:g} s") from error
             except httpx.TransportError as error:
                 broken += 1
                 if broken > 1:
@@ -141,19 +139,19 @@ class Client:
             else:
                 if broken and USED_KIND in answer.text:
                     raise AccessError(
-                        f"the connection to {self.url} broke while the change was made: look whether it was, before you repeat it"
+                        f"the connection to {self.url} broke during the change: check whether it was made before you repeat it"
                     )
                 return answer
 
     def _advice(self) -> str:
         where = (
-            "the address behind --url" if self.home is None else "the coordinator's log: it may be starting or ending"
+            "the address in --url" if self.home is None else "the coordinator's log (it may be starting or stopping)"
         )
-        return f"Look at {where}, and try again"
+        return f"Check {where}, and try again"
 
     async def _send(self, method: str, path: str, request: dict[str, Any]) -> httpx.Response:
         transport = None if self.application is None else httpx.ASGITransport(self.application)
-        own = self.home is not None  # a proxy of the environment has no part in a connection on this machine
+        own = self.home is not None  # connections on this machine bypass a proxy from the environment
         headers = {"Authorization": f"Bearer {self.token}"}
         async with httpx.AsyncClient(
             base_url=self.url,
@@ -168,22 +166,22 @@ class Client:
 
 @contextmanager
 def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
-    """A client of a coordinator: the one at `url`, else the one that runs in the directory, else the directory itself.
+    """A client of the coordinator at `url`, else of the one running in the directory, else of the directory itself.
 
     Raises:
-        HomeError: neither is named, or there is no coordinator in the directory.
-        AccessError: `url` without a token in the environment.
+        HomeError: neither is given, or the directory is not a coordinator's.
+        AccessError: `url` is given without a token in the environment.
     """
     if url is not None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token:  # that of a directory on this machine is for no other coordinator
+        if not token:  # the token in a directory on this machine must not go to another coordinator
             raise AccessError(
-                f"--url needs a token in the variable {TOKEN_VARIABLE}; `fedcg coordinator token create` makes one"
+                f"--url needs a token in the variable {TOKEN_VARIABLE}; create one with `fedcg coordinator token create`"
             )
         yield Client(url.rstrip("/"), token)
         return
     if directory is None:
-        raise HomeError(f"name the coordinator: --dir HOME on its machine, or --url with {TOKEN_VARIABLE}")
+        raise HomeError(f"name the coordinator with --dir HOME on its machine, or with --url and {TOKEN_VARIABLE}")
     home = Home(directory).require()
     with explained(home), closing(Store.of(home)) as store:
         token = local_token(home, ApiTokens(store.api))
@@ -194,7 +192,7 @@ def client_of(directory: Path | None, url: str | None) -> Iterator[Client]:
 
 
 def _given(query: Mapping[str, object]) -> dict[str, str]:
-    """The parts of a query that have a value."""
+    """The query parameters that have a value."""
     return {name: str(value) for name, value in query.items() if value not in (None, "")}
 
 
@@ -204,15 +202,15 @@ def _trusting(home: Home) -> ssl.SSLContext | bool:
         return True
     context = ssl.create_default_context(cafile=str(home.root / certificate))
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = False  # this one certificate is trusted, whatever name it is for
+    context.check_hostname = False  # exactly this certificate is trusted, for any host name
     return context
 
 
 def _application(home: Home, store: Store) -> FastAPI:
-    """The routes over a directory in which no coordinator runs."""
+    """The API routes for a directory in which no coordinator is running."""
 
     def no_context(record: FederationRecord) -> NoReturn:
-        raise AssertionError(f"{record.id} is not run by a command")
+        raise AssertionError(f"a command does not run {record.id}")
 
     events = coordinator_log(home.events_file, store.events)
     application = FastAPI()
@@ -221,14 +219,12 @@ def _application(home: Home, store: Store) -> FastAPI:
 
 
 def _refuse(answer: httpx.Response) -> NoReturn:
-    """Raise the error that an answer stands for."""
+    """Raise the error that matches an error response."""
     try:
         problem = answer.json()
         message = "\n  ".join([str(problem["detail"]), *map(str, problem.get("problems", ()))])
     except (ValueError, KeyError, TypeError):
-        message = (
-            f"{answer.url} answered {answer.status_code} with something else than a problem; is this a coordinator?"
-        )
+        message = f"{answer.url} answered {answer.status_code} without problem details; is it a coordinator?"
     if answer.status_code in REFUSED:
         raise AccessError(message)
     if answer.status_code == 404:

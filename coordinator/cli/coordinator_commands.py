@@ -1,4 +1,4 @@
-"""Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
+"""Commands on the coordinator's side: coordinator, broker, deploy. Also mounts the commands of `federation_commands`.
 
 Heavy imports happen inside the commands.
 """
@@ -24,38 +24,36 @@ from fedcg.text_output import moment, seconds_of, table
 if TYPE_CHECKING:
     from coordinator.cli.client import Client
 
-api_token_app = typer.Typer(
-    help="Make, list and revoke the tokens with which people and programs use the coordinator.", no_args_is_help=True
-)
+api_token_app = typer.Typer(help="Create, list and revoke the API tokens of people and programs.", no_args_is_help=True)
 
 
 @api_token_app.command("create")
 @asks
 def token_create(
     client: Client,
-    name: Annotated[str, typer.Option("--name", help="Of the person or program; it stands in the audit log.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the person or program, for the audit log.")],
     role: Annotated[
         Literal["viewer", "operator", "admin"],
-        typer.Option("--role", help="viewer reads; operator steers; admin makes tokens."),
+        typer.Option("--role", help="viewer: read only; operator: also make changes; admin: also create tokens."),
     ],
-    span: Annotated[str, typer.Option("--for", metavar="SPAN", help="After which it expires, at most 3650d.")] = "90d",
+    span: Annotated[str, typer.Option("--for", metavar="SPAN", help="Time until it expires, at most 3650d.")] = "90d",
 ) -> Result:
-    """Make a token; it is shown once, and only a hash of it is kept.
+    """Create an API token. It is shown once; only a hash of it is stored.
 
     Example: fedcg coordinator token create --name ann --role operator --for 90d
     """
     days = seconds_of(span, "--for") / 86_400
     made = client.change("POST", "/api-tokens", {"name": name, "role": role, "days": days})
     return made, (
-        f"{made['token']}\n\nShown this once: `Authorization: Bearer {made['token'][:10]}...`, or FEDCG_API_TOKEN for commands with --url.\n"
-        f"Whoever has it is {name!r}, {role}, {_until(made)}.\nNext: to end it, fedcg coordinator token revoke {made['id']}"
+        f"{made['token']}\n\nShown only now. Use it as `Authorization: Bearer {made['token'][:10]}...`, or as FEDCG_API_TOKEN for commands with --url.\n"
+        f"It gives access as {name!r} with the role {role}, {_until(made)}.\nNext: to revoke it, fedcg coordinator token revoke {made['id']}"
     )
 
 
 @api_token_app.command("list")
 @asks
 def token_list(client: Client) -> Result:
-    """List all tokens; their secrets are stored nowhere.
+    """List all API tokens. Their secrets are not stored.
 
     Example: fedcg coordinator token list
     """
@@ -67,9 +65,9 @@ def token_list(client: Client) -> Result:
 @api_token_app.command("revoke")
 @asks
 def token_revoke(
-    client: Client, token: Annotated[str, typer.Argument(help="Its id, as `fedcg coordinator token list` shows it.")]
+    client: Client, token: Annotated[str, typer.Argument(help="Token id, from `fedcg coordinator token list`.")]
 ) -> Result:
-    """Make a token unusable at once, and every session of the page that was opened with it.
+    """Revoke a token immediately, and end all page sessions that were opened with it.
 
     Example: fedcg coordinator token revoke 3f9c21d07a54
     """
@@ -84,12 +82,12 @@ def _row(token: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _until(token: dict[str, Any]) -> str:
-    return "without an end" if token["expires_at"] is None else f"until {moment(token['expires_at'])}"
+    return "without expiry" if token["expires_at"] is None else f"until {moment(token['expires_at'])}"
 
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
-deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+deploy_app = typer.Typer(help="Write configuration for other programs, such as Mosquitto.", no_args_is_help=True)
 
 __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
@@ -103,29 +101,29 @@ def _broker() -> None:
 
 @deploy_app.callback()
 def _deploy() -> None:
-    """Write configuration for programs that are run by others."""
+    """Write configuration for other programs, such as Mosquitto."""
 
 
 @coordinator_app.command("init")
 @prints
 def coordinator_init(
     directory: Directory,
-    host: Annotated[str, typer.Option(help="Name or address under which devices reach the broker.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Host name or address at which devices reach the broker.")] = "127.0.0.1",
     broker_port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
     api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
     enrol_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also serve HTTPS for devices that enrol by token; 8444 is usual."),
+        typer.Option(min=1, max=65535, help="Also listen for HTTPS enrolment by token on this port; usually 8444."),
     ] = None,
     carrier_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual.")
+        int | None, typer.Option(min=1, max=65535, help="Also carry artifacts over HTTPS on this port; usually 8445.")
     ] = None,
-    observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
+    observer: Annotated[bool, typer.Option("--observer", help="Also issue a read-only observer certificate.")] = False,
     public_data: Annotated[
-        Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
+        Path | None, typer.Option(help="Unlabelled images for methods that need public data: a folder or an .npz.")
     ] = None,
 ) -> Result:
-    """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory.
+    """Create a coordinator in an empty directory: authority, certificates, keys, secret and configuration.
 
     Example: fedcg coordinator init --dir /var/lib/fedcg --host 192.168.1.10 --enrol-port 8444
     """
@@ -150,16 +148,16 @@ def coordinator_init(
 def coordinator_run(
     directory: Directory,
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="End after the last round, once the devices have left.")
+        bool, typer.Option("--until-finished", help="Exit after the last round, once the devices have left.")
     ] = False,
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Go on with a database that has lost commits, from what it holds.")
+        bool, typer.Option("--accept-loss", help="Continue from the present state of a database that has lost commits.")
     ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
 ) -> None:
-    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`.
+    """Run the coordinator until SIGTERM or Ctrl-C. After a restart it resumes where it stopped. SIGUSR1 toggles the log level `debug`.
 
     Example: fedcg coordinator run --dir /var/lib/fedcg
     """
@@ -184,16 +182,16 @@ def coordinator_run(
 @asks
 def coordinator_status(
     client: Client,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 on problems or if it is not running.")] = False,
 ) -> Result:
-    """Show all federations and the open problems, each with its remedy.
+    """Show all federations, and all open problems with their remedies.
 
     Example: fedcg coordinator status --check
     """
     runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
-    lines = ["The coordinator runs." if runs else "No coordinator runs; this is what its directory holds."]
+    lines = ["The coordinator is running." if runs else "No coordinator is running; read from its directory."]
     lines += ["", federations_table(federations), ""]
-    lines += [f"{one['kind']}, {one['subject']}: {one['what']}\n  what to do: {one['remedy']}" for one in problems]
+    lines += [f"{one['kind']}, {one['subject']}: {one['what']}\n  remedy: {one['remedy']}" for one in problems]
     values = {"runs": runs, "federations": federations, "problems": problems}
     text = "\n".join([*lines, *([] if problems else ["No open problems."])])
     return values, text, FAILED if check and (problems or not runs) else 0
@@ -202,10 +200,10 @@ def coordinator_status(
 @coordinator_app.command("rotate-key")
 @prints
 def coordinator_rotate_key(directory: Directory) -> Result:
-    """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
+    """Replace the key that signs the coordinator's messages. The old key signs the message that announces the new one to devices.
 
-    The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
-    revoked and listed. For a key that was stolen see docs/how-to/upgrade.md.
+    The coordinator may be running. Earlier keys stay in the directory. Open enrolment tokens name the earlier key, so they are
+    revoked and listed. For a stolen key see docs/how-to/upgrade.md.
 
     Example: fedcg coordinator rotate-key --dir /var/lib/fedcg
     """
@@ -216,9 +214,9 @@ def coordinator_rotate_key(directory: Directory) -> Result:
         link = rotate_key(home, store, now)
         void = [token for token in store.register.tokens() if token.revoked_at == now]
     path = key_file(home, link.serial)
-    text = f"The message key is now number {link.serial}, in {path}. Devices follow at the coordinator's next message."
+    text = f"The message key is now number {link.serial}, in {path}. Devices switch to it at the coordinator's next message."
     if void:
-        text += f"\n{len(void)} open tokens named the earlier key and are revoked.\nNext: make new ones:"
+        text += f"\n{len(void)} open tokens named the earlier key and were revoked.\nNext: create new ones:"
     for token in void:
         bound = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
         text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
@@ -229,13 +227,13 @@ def coordinator_rotate_key(directory: Directory) -> Result:
 @coordinator_app.command("backup")
 @prints
 def coordinator_backup(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write; must not exist.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write; it must not exist.")],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
 ) -> Result:
-    """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running.
+    """Write database, kept artifacts, keys and configuration to one encrypted file. The coordinator may be running.
 
-    Example: fedcg coordinator backup --out /backup/fedcg-2026-11-22 --passphrase-file /root/passphrase
+    Example: fedcg coordinator backup --out /backup/fedcg-2026-11-22 --passphrase-file /secure/passphrase
     """
     from coordinator.paths import Home
     from coordinator.storage.backup import write_backup
@@ -243,27 +241,27 @@ def coordinator_backup(
     home = Home(directory).require()
     facts = write_backup(home, out, passphrase_of(passphrase_file, is_new=True))
     size = out.stat().st_size
-    text = f"Wrote {out}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
-    text += f"\nNext: where it is needed, fedcg coordinator restore {out} --dir NEW"
+    text = f"Wrote {out}: {size} bytes, {facts.artifacts} artifacts. It holds all keys. Store the passphrase elsewhere."
+    text += f"\nNext: to restore it, fedcg coordinator restore {out} --dir NEW"
     return {"file": str(out), "bytes": size, **facts.model_dump()}, text
 
 
 @coordinator_app.command("restore")
 @prints
 def coordinator_restore(
-    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
+    file: Annotated[Path, typer.Argument(help="A backup by `fedcg coordinator backup`.")],
     directory: Directory,
     passphrase_file: PassphraseFile = None,
     database: Annotated[
-        str | None, typer.Option(help="Another place than the backup's: the URL of an empty database, or `sqlite`.")
+        str | None, typer.Option(help="Other location than in the backup: URL of an empty database, or `sqlite`.")
     ] = None,
     artifacts: Annotated[
-        str | None, typer.Option(help="Another place than the backup's: s3://bucket/prefix, or `directory`.")
+        str | None, typer.Option(help="Other location than in the backup: s3://bucket/prefix, or `directory`.")
     ] = None,
 ) -> Result:
-    """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first.
+    """Restore a coordinator from a backup into an empty directory and an empty database. First stop the coordinator that it replaces.
 
-    Example: fedcg coordinator restore /backup/fedcg-2026-11-22 --dir /var/lib/fedcg --passphrase-file /root/passphrase
+    Example: fedcg coordinator restore /backup/fedcg-2026-11-22 --dir /var/lib/fedcg --passphrase-file /secure/passphrase
     """
     from coordinator.broker.access_lists import refresh_access
     from coordinator.cli.opening import change_storage
@@ -275,7 +273,7 @@ def coordinator_restore(
     passphrase = passphrase_of(passphrase_file, is_new=False)
     epoch = read_backup(file, home, passphrase, lambda made: change_storage(made, places))
     refresh_access(home)
-    text = f"Restored {home.root}, from epoch {epoch} on.\nNext: fedcg coordinator run --dir {home.root}"
+    text = f"Restored {home.root}, continuing at epoch {epoch}.\nNext: fedcg coordinator run --dir {home.root}"
     return {"dir": str(home.root), "epoch": epoch}, text
 
 
@@ -288,11 +286,11 @@ def broker_run(
         ),
     ],
     broker: Annotated[
-        Literal["mosquitto", "amqtt"], typer.Option(help="mosquitto; or amqtt, for demos on this machine.")
+        Literal["mosquitto", "amqtt"], typer.Option(help="mosquitto, or amqtt for demos on this machine.")
     ] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
-    """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C.
+    """Run a broker with mutual TLS for a coordinator in the foreground, until SIGTERM or Ctrl-C.
 
     Example: fedcg broker run --dir /var/lib/fedcg
     """
@@ -313,11 +311,11 @@ def broker_run(
 @prints
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[Path, typer.Option("--out", help="The folder; it holds the broker's key, and not the authority's.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write, with the broker's key but not the authority's.")],
 ) -> Result:
-    """Write all that a Mosquitto on any machine needs into one folder, for `fedcg broker run` there.
+    """Write everything that Mosquitto needs on another machine to one folder. Start it there with `fedcg broker run`.
 
-    The coordinator keeps its lists of devices up to date over MQTT. Run again after a change of coordinator.toml, or before the certificates end.
+    The coordinator updates its device lists over MQTT. Run this again after changing coordinator.toml, or before the certificates expire.
 
     Example: fedcg deploy mosquitto --dir /var/lib/fedcg --out /etc/fedcg-broker
     """
@@ -331,9 +329,9 @@ def deploy_mosquitto(
         host = home.config().broker.host
     start = f"fedcg broker run --dir {out.resolve()}"
     place = (
-        f"[broker] host in coordinator.toml is {host}, so it serves this machine only. Start it here:"
+        f"[broker] host in coordinator.toml is {host}, so the broker serves this machine only. Start it here:"
         if host in LOOPBACK_HOSTS
-        else f"copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
+        else f"copy the folder over a secure channel to {host}, install Mosquitto and fedcg-edge[wire] there, and run:"
     )
-    text = f"Wrote {out}. The coordinator keeps its lists of devices up to date.\nNext: {place}\n  {start}"
+    text = f"Wrote {out}. The coordinator keeps its device lists up to date.\nNext: {place}\n  {start}"
     return {"dir": str(out.resolve()), "start": start}, text

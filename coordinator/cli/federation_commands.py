@@ -1,4 +1,4 @@
-"""The command `fedcg federation`: plans, the life and policy of federations, and `watch` in a terminal.
+"""The command `fedcg federation`: plans, life cycle and policy of federations, and `watch` in a terminal.
 
 Heavy imports happen inside the commands.
 """
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from coordinator.cli.client import Client
 
 
-federation_app = typer.Typer(help="Open, look at and steer federations.", no_args_is_help=True)
+federation_app = typer.Typer(help="Create, inspect and control federations.", no_args_is_help=True)
 
-Start = Annotated[bool, typer.Option("--start/--no-start", help="Start it, or leave that to `fedcg federation start`.")]
+Start = Annotated[bool, typer.Option("--start/--no-start", help="Start now, or later with `fedcg federation start`.")]
 
 
 @federation_app.command("plan")
 @prints
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a commented example plan.")] = False,
     is_frozen: Annotated[
-        bool, typer.Option("--frozen", help="With --example: one exchange over a frozen pretrained backbone.")
+        bool, typer.Option("--frozen", help="With --example: one round on a frozen pretrained backbone.")
     ] = False,
     project: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Print the plan of a project folder: its plan.toml, with the network of its client.py."
+            "--from", help="Print the plan of a project folder: its plan.toml plus the network in its client.py."
         ),
     ] = None,
 ) -> Result:
-    """Check a plan, or print an example of one, or that of a program of your own; docs/reference/plan.md has every field.
+    """Check a plan, or print an example plan or the plan of your own project. docs/reference/plan.md describes every field.
 
-    --from runs the project's code in this process.
+    `--from` runs the project's code in this process.
 
     Example: fedcg federation plan --example > plan.toml
     """
@@ -63,9 +63,9 @@ def federation_plan(
         made = project_plan(project)
         return made, plan_text(made)
     if plan is None:
-        raise PlanError("name a file to check, or ask for --example or --from")
+        raise PlanError("name a plan file to check, or use --example or --from")
     wanted = read_plan(plan, in_full=True)
-    usable = f"{plan}: all fields can be used ({wanted.method})."
+    usable = f"{plan}: the plan is valid ({wanted.method})."
     return wanted.model_dump(mode="json"), f"{usable}\nNext: fedcg federation create {plan}"
 
 
@@ -74,7 +74,7 @@ def federation_plan(
 def federation_create(
     client: Client, plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")], start: Start = True
 ) -> Result:
-    """Open a federation: check the plan, complete it to a spec, make the initial aggregate.
+    """Create a federation: check the plan, complete it to a spec, and create the initial aggregate.
 
     Example: fedcg federation create plan.toml
     """
@@ -88,11 +88,11 @@ def federation_continue(
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
     federation: Annotated[
         str | None,
-        typer.Argument(help="Whose last weights are the new one's first; not needed where one federation is live."),
+        typer.Argument(help="Federation whose last weights become the initial ones; optional if only one is active."),
     ] = None,
     start: Start = True,
 ) -> Result:
-    """Open a federation that starts from the last weights of another one.
+    """Create a federation that starts from the last weights of another one.
 
     Example: fedcg federation continue plan.toml casting
     """
@@ -103,9 +103,9 @@ def federation_continue(
 @asks
 def federation_list(
     client: Client,
-    archived: Annotated[bool, typer.Option("--all", "--archived", help="Also those that are archived.")] = False,
+    archived: Annotated[bool, typer.Option("--all", "--archived", help="Include archived federations.")] = False,
 ) -> Result:
-    """List all federations and where they stand.
+    """List all federations with their status.
 
     Example: fedcg federation list --all
     """
@@ -116,13 +116,13 @@ def federation_list(
 @federation_app.command("show")
 @asks
 def federation_show(client: Client, federation: Named = None) -> Result:
-    """Show where a federation stands, its policy, and how its artifacts are coded.
+    """Show the status, policy and codecs of a federation.
 
     Example: fedcg federation show
     """
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
-    coded = f"updates coded {found['codec']}, aggregates {found['aggregate_codec']}"
+    coded = f"codec of updates: {found['codec']}, of aggregates: {found['aggregate_codec']}"
     return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}{_forgotten(found)}"
 
 
@@ -139,17 +139,17 @@ def federation_start(client: Client, federation: Named = None) -> Result:
 @federation_app.command("pause")
 @asks
 def federation_pause(client: Client, federation: Named = None, reason: Reason = "") -> Result:
-    """Open no further attempt of a round; the open one ends as it would.
+    """Pause a federation. The open attempt finishes normally; no further one opens.
 
     Example: fedcg federation pause --reason maintenance
     """
-    return _steered(client, federation, "pause", {"reason": reason}, "to go on, fedcg federation resume {}")
+    return _steered(client, federation, "pause", {"reason": reason}, "to continue, fedcg federation resume {}")
 
 
 @federation_app.command("resume")
 @asks
 def federation_resume(client: Client, federation: Named = None) -> Result:
-    """Let a federation go on that an operator paused, or that stalled after failed attempts.
+    """Resume a federation that an operator paused, or that stalled after failed attempts.
 
     Example: fedcg federation resume
     """
@@ -159,22 +159,24 @@ def federation_resume(client: Client, federation: Named = None) -> Result:
 @federation_app.command("stop")
 @asks
 def federation_stop(client: Client, federation: Named = None, reason: Reason = "") -> Result:
-    """End a federation now; its devices keep the last aggregate, and an open attempt fails.
+    """Stop a federation now. Its devices keep the last aggregate; an open attempt fails.
 
     Example: fedcg federation stop casting --reason "the line is closed"
     """
-    following = "fedcg federation archive {} takes it off the lists, fedcg federation extend {} --rounds N goes on"
+    following = "fedcg federation archive {} hides it in lists, fedcg federation extend {} --rounds N continues it"
     return _steered(client, federation, "stop", {"reason": reason}, following)
 
 
 @federation_app.command("archive")
 @asks
 def federation_archive(client: Client, federation: Named = None) -> Result:
-    """Take a federation that is over off the lists, the page and the ids that may be left out; all its data stays.
+    """Hide an ended federation from the lists and the page. All its data is kept.
+
+    A command without a federation id no longer selects it.
 
     Example: fedcg federation archive casting
     """
-    following = "fedcg federation list --all shows it, fedcg federation extend {} --rounds N brings it back"
+    following = "fedcg federation list --all shows it, fedcg federation extend {} --rounds N reopens it"
     return _steered(client, federation, "archive", following=following)
 
 
@@ -182,10 +184,10 @@ def federation_archive(client: Client, federation: Named = None) -> Result:
 @asks
 def federation_extend(
     client: Client,
-    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="How many to add.")],
+    rounds: Annotated[int, typer.Option(min=1, max=100_000, help="Number of rounds to add.")],
     federation: Named = None,
 ) -> Result:
-    """Add rounds, also to a federation that is over or was stopped: it goes on from its last aggregate.
+    """Add rounds to a federation. One that has ended or was stopped continues from its last aggregate.
 
     Example: fedcg federation extend --rounds 10
     """
@@ -193,9 +195,9 @@ def federation_extend(
 
 
 _FORGOTTEN = (
-    "the next round's sum is without them if the other devices sign it. They do where the owners of the forgotten ones consent in their cards "
-    "(`fedcg cohort card --alone`); `fedcg cohort status` on any device lists who does. Else they sit out, and their logs say so.\n"
-    "Models that were exported stay as they are. A forgotten device keeps the cohort's secret: `fedcg cohort renew` on another one.\n"
+    "the next round's sum excludes them if the other devices sign it. They sign it if the owners of the forgotten devices consented in their cards "
+    "(`fedcg cohort card --alone`). `fedcg cohort status` on any device lists the consents. Otherwise they sit out the round and log the reason.\n"
+    "Exported models do not change. A forgotten device still has the cohort secret: run `fedcg cohort renew` on another device.\n"
     "To see the round: fedcg federation watch {}"
 )
 
@@ -204,18 +206,18 @@ _FORGOTTEN = (
 @asks
 def federation_forget(
     client: Client,
-    federation: Annotated[str, typer.Argument(help="Its id.")],
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Who takes no further part, for good.")],
+    federation: Annotated[str, typer.Argument(help="Federation id.")],
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Devices to exclude permanently.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> Result:
-    """Take devices out of a federation and of what it has learnt; only for methods that learn from exact sums, such as analytic.
+    """Permanently remove devices from a federation and from its model. Only for methods based on exact sums, such as analytic.
 
-    It gets one more round where it is over or in its last one.
+    A federation that has ended or is in its last round gets one more round.
 
     Example: fedcg federation forget casting line-4
     """
     if not yes:
-        confirm(f"This takes {', '.join(devices)} out of {federation} for good.\nGo on?")
+        confirm(f"This permanently removes {', '.join(devices)} from {federation}.\nContinue?")
     return _steered(client, federation, "forget", {"devices": devices}, _FORGOTTEN)
 
 
@@ -227,11 +229,11 @@ def federation_set(
         list[str],
         typer.Argument(
             metavar="[FEDERATION] FIELD=VALUE...",
-            help="Its id, not needed where one federation is live; and fields of the policy, e.g. rounds=40.",
+            help="Federation id, optional if only one is active, and policy fields, e.g. rounds=40.",
         ),
     ],
 ) -> Result:
-    """Change fields of the policy while the federation runs; docs/reference/plan.md has them. `none` clears one.
+    """Change policy fields of a running federation. docs/reference/plan.md lists them. The value `none` clears a field.
 
     Example: fedcg federation set rounds=40 min_clients=4
     """
@@ -244,22 +246,22 @@ def federation_set(
     needed, invited = max(policy["min_clients"], policy["min_cohort"]), len(before["clients"])
     if 0 < invited < needed and before["phase"] != "distilling":
         lines.append(
-            f"Round {before['round']} is open and invited only {invited} of {needed} clients: this attempt ends, and does not "
-            f"count against max_attempts. The next one opens when {needed} devices are online."
+            f"Round {before['round']} is open with only {invited} of {needed} clients invited. This attempt ends and does not "
+            f"count towards max_attempts. The next one opens when {needed} devices are online."
         )
     return {"federation": federation, "policy": policy}, "\n".join(lines)
 
 
 def federations_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Where federations stand, for people."""
+    """The status of federations as a table for people."""
     columns = ("federation", "status", "phase", "round", "online", "created", "reason")
     rows = []
     for each in found:
         phase, where = each["phase"].replace("_", " "), f"{each['round']} of {each['rounds']}"
         standing = each["federation"], each["status"], phase, where, len(each["online"])
         rows.append((*standing, moment(each["created_at"]), each["reason"]))
-    following = "`fedcg federation list --all` shows archived ones too.\nNext: fedcg federation create"
-    return table(columns, rows, f"No federations here; {following}")
+    following = "`fedcg federation list --all` includes archived ones.\nNext: fedcg federation create"
+    return table(columns, rows, f"No federations; {following}")
 
 
 def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | None) -> Result:
@@ -273,16 +275,16 @@ def _opened(client: Client, plan: Path, *, start: bool, continued_from: str | No
     except RequestError as error:
         lines = numbered(plan.read_text(encoding="utf-8"), str(error).split("\n  "))
         raise RequestError("\n  ".join(lines), exit_code=error.exit_code) from error
-    started = "it starts when devices come" if start else "it is not started"
+    started = "rounds start once devices connect" if start else "it is not started"
     following = "for each device, fedcg token create" if start else f"fedcg federation start {made['federation']}"
-    opened = f"Opened federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
+    opened = f"Created federation {made['federation']} ({made['method']}, {made['rounds']} rounds); {started}."
     return made, f"{opened}{_sealed(made)}\nNext: {following}"
 
 
 def _sealed(found: Mapping[str, Any]) -> str:
-    """What a coordinator can't check of updates that are sealed in part."""
+    """A note on the checks that are impossible when parts of the updates are sealed."""
     parts = ", ".join(found["sealed"])
-    unseen = "only the devices of the cohort read the mean, and no screening sees one device's numbers: no norm, no comparison"
+    unseen = "only the devices of the cohort can read the mean, and screening can't check the sealed numbers of a single device"
     return f"\n{parts} sealed: {unseen}" if parts else ""
 
 
@@ -298,12 +300,12 @@ def _steered(
     following: str = "fedcg federation watch {}",
 ) -> Result:
     done = client.change("POST", f"/federations/{client.federation(federation)}/{action}", content)
-    later = "" if client.is_remote else "\nNo coordinator runs; one that starts goes by this."
+    later = "" if client.is_remote else "\nNo coordinator is running; the change applies at its next start."
     return done, f"{_line(done)}{later}\nNext: {following.replace('{}', done['federation'])}"
 
 
 def _assigned(changes: list[str]) -> dict[str, object]:
-    """The values of FIELD=VALUE words; what is no number, true, false or none is a text, and the coordinator checks them all."""
+    """The values of FIELD=VALUE words. Anything but a number, true, false or none is a string; the coordinator checks all values."""
     from fedcg.errors import BadInputError
 
     if wrong := [word for word in changes or ["nothing to change"] if "=" not in word]:
@@ -341,7 +343,7 @@ LOOK_EVERY_S = 1.0
 SHOWN = 20
 EVENTS = 6
 MAX_LINE = 10_000
-"""Characters of a line where there is no terminal; more than any has."""
+"""Line width without a terminal, longer than any line."""
 
 
 @federation_app.command("watch")
@@ -349,10 +351,10 @@ def federation_watch(
     federation: Named = None,
     directory: Somewhere = None,
     url: Url = None,
-    once: Annotated[bool, typer.Option("--once", help="Print where it stands and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current status once and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per change.")] = False,
 ) -> None:
-    """Watch a federation until it is over: round, updates, deadline, and what every client does. Ctrl-C ends it.
+    """Watch a federation until it ends: round, updates, deadline, and the state of every client. Ctrl-C exits.
 
     Example: fedcg federation watch --once
     """
@@ -360,7 +362,7 @@ def federation_watch(
 
     with client_of(directory, url) as client:
         watched, shown = client.federation(federation), None
-        source = "running coordinator" if client.is_remote else "files; no coordinator runs"
+        source = "running coordinator" if client.is_remote else "files; no coordinator is running"
         with _display(source, as_json=as_json) as show:
             while True:
                 facts = client.get(f"/federations/{watched}/now")
@@ -376,7 +378,7 @@ def federation_watch(
 
 @contextmanager
 def _display(source: str, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that shows facts: as lines of JSON, or in place on a terminal."""
+    """A function that shows facts: as lines of JSON, or updated in place on a terminal."""
     if as_json:
         yield print_data
         return
@@ -404,8 +406,8 @@ def _picture(facts: dict[str, Any], name: str) -> Group:
     lines = [
         f"updates {facts['delivered']} of {facts['wanted']} (quorum {facts['quorum']}), {online}",
         *([f"deadline {_clock(facts['deadline_at'])}"] if facts["deadline_at"] else []),
-        *([f"the last round ends about {_clock(facts['ends_at'])}"] if facts["ends_at"] else []),
-        *([f"waits for {facts['waits_for']}"] if facts["waits_for"] else []),
+        *([f"the last round ends at about {_clock(facts['ends_at'])}"] if facts["ends_at"] else []),
+        *([f"waiting for {facts['waits_for']}"] if facts["waits_for"] else []),
         *([_merging(facts["merge"])] if facts["merge"] and facts["merge"]["phase"] else []),
         *([facts["reason"]] if facts["reason"] else []),
     ]

@@ -1,4 +1,4 @@
-"""Commands about membership: `fedcg token` and `fedcg device`. Heavy imports happen inside the commands."""
+"""The commands `fedcg token` and `fedcg device`. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from coordinator.cli.client import Client
 
 JoinedFederation = Annotated[
-    str | None,
-    typer.Option("--federation", help="The federation that the device joins; needed where there are several."),
+    str | None, typer.Option("--federation", help="Federation that the device joins; required if there are several.")
 ]
-Device = Annotated[str, typer.Argument(help="Its id.")]
-token_app = typer.Typer(help="Make, list and revoke the one-time tokens that devices enrol with.", no_args_is_help=True)
+Device = Annotated[str, typer.Argument(help="Device id.")]
+token_app = typer.Typer(help="Create, list and revoke one-time enrolment tokens.", no_args_is_help=True)
 device_app = typer.Typer(
-    help="List, show, disable and revoke devices; make bundles for sites without a network.", no_args_is_help=True
+    help="List, show, disable and revoke devices; create bundles for sites without a network.", no_args_is_help=True
 )
 
 
@@ -33,22 +32,21 @@ device_app = typer.Typer(
 def token_create(
     client: Client,
     device: Annotated[
-        str | None, typer.Option("--device", help="The only id that it enrols; else the device chooses.")
+        str | None, typer.Option("--device", help="Id that the token enrols; by default the device chooses its id.")
     ] = None,
     replaces: Annotated[
-        str | None,
-        typer.Option("--replaces", help="Put a new device in the place of this device and revoke the old one."),
+        str | None, typer.Option("--replaces", help="Device to replace; the old one is revoked.")
     ] = None,
     span: Annotated[
-        str, typer.Option("--for", metavar="SPAN", help="How long it can be used: 30m, 2h or 3d, at most 90d.")
+        str, typer.Option("--for", metavar="SPAN", help="How long it is valid: 30m, 2h or 3d, at most 90d.")
     ] = "24h",
     enrolment_url: Annotated[
         str | None,
-        typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
+        typer.Option(help="URL at which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     federation: JoinedFederation = None,
 ) -> Result:
-    """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority.
+    """Create a one-time enrolment token. It is shown once, and contains the digest of this coordinator's authority.
 
     Example: fedcg token create --device line-4 --for 2h
     """
@@ -61,8 +59,8 @@ def token_create(
     made = client.change("POST", "/enrolment-tokens", wanted)
     named = "" if made["device"] else " --device ID"
     return made, (
-        f"{made['token']}\n\nWhoever has the token can enrol a device: hand it over as you would a password.\n"
-        f"Next: on the device, until {moment(made['expires_at'])}, once:\n"
+        f"{made['token']}\n\nAnyone with this token can enrol a device. Treat it like a password.\n"
+        f"Next: on the device, once, before {moment(made['expires_at'])}:\n"
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter"
     )
 
@@ -70,21 +68,21 @@ def token_create(
 @token_app.command("list")
 @asks
 def token_list(client: Client) -> Result:
-    """List all tokens; their secrets are not known to the coordinator.
+    """List all enrolment tokens. Their secrets are not stored.
 
     Example: fedcg token list
     """
     found = client.all("/enrolment-tokens")
-    columns = ("id", "state", "device", "replaces it", "expires", "used")
+    columns = ("id", "state", "device", "replacement", "expires", "used")
     return found, table(columns, map(_token_row, found), "No tokens yet.\nNext: fedcg token create")
 
 
 @token_app.command("revoke")
 @asks
 def token_revoke(
-    client: Client, token: Annotated[str, typer.Argument(help="Its id, as `fedcg token list` shows it.")]
+    client: Client, token: Annotated[str, typer.Argument(help="Token id, from `fedcg token list`.")]
 ) -> Result:
-    """Make a token that was not used yet unusable.
+    """Revoke an unused enrolment token.
 
     Example: fedcg token revoke 3f9c21d07a54
     """
@@ -96,12 +94,12 @@ def token_revoke(
 def device_add(
     ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
     directory: Directory,
-    out: Annotated[Path, typer.Option("--out", help="Where the bundles go: OUT/ID.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the bundles: OUT/ID.")],
     federation: JoinedFederation = None,
 ) -> Result:
-    """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
+    """Enrol devices that can't reach the coordinator. Each gets a bundle with certificate, keys and agent.toml, to be carried by hand.
 
-    Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
+    For devices that reach the coordinator, use `fedcg token create` here and `fedcg enrol` there.
 
     Example: fedcg device add line-4 line-5 --out bundles
     """
@@ -114,7 +112,7 @@ def device_add(
         reloaded = publish_access(home)
     devices = {device: str(path) for device, path in bundles.items()}
     lines = [f"{device}: {path}" for device, path in devices.items()]
-    lines += [*([] if reloaded else [NOT_APPLIED]), "The bundles hold private keys: carry them over a safe channel."]
+    lines += [*([] if reloaded else [NOT_APPLIED]), "The bundles contain private keys. Transfer them securely."]
     lines.append("Next: on each device, in its bundle: fedcg doctor --config agent.toml")
     return {"devices": devices, "broker_reloaded": reloaded}, "\n".join(lines)
 
@@ -123,14 +121,16 @@ def device_add(
 @asks
 def device_list(
     client: Client,
-    search: Annotated[str, typer.Option(help="Only those with this in their id.")] = "",
+    search: Annotated[str, typer.Option(help="Only devices whose id contains this text.")] = "",
     state: Annotated[
         Literal["enrolled", "online", "offline", "disabled", "revoked", "left"] | None,
-        typer.Option(help="Only those in this state; enrolled are all but those that were revoked or left."),
+        typer.Option(
+            help="Only devices in this state. `enrolled` is every device that was not revoked and has not left."
+        ),
     ] = None,
-    sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="In this order.")] = "id",
+    sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], typer.Option(help="Sort order.")] = "id",
 ) -> Result:
-    """List all devices, also those that were revoked or left.
+    """List all devices, including those that were revoked or left.
 
     Example: fedcg device list --state offline --sort last_seen_at
     """
@@ -142,7 +142,7 @@ def device_list(
 @device_app.command("show")
 @asks
 def device_show(client: Client, device: Device) -> Result:
-    """Show one device: state, keys, certificates.
+    """Show the state, keys and certificates of a device.
 
     Example: fedcg device show line-4
     """
@@ -160,7 +160,7 @@ def device_show(client: Client, device: Device) -> Result:
 @device_app.command("disable")
 @asks
 def device_disable(client: Client, device: Device, reason: Reason = "") -> Result:
-    """Invite a device to no round until it is enabled; it stays enrolled.
+    """Stop inviting a device to rounds until it is enabled again. It stays enrolled.
 
     Example: fedcg device disable line-4 --reason "camera is being replaced"
     """
@@ -182,26 +182,24 @@ def device_enable(client: Client, device: Device) -> Result:
 @device_app.command("revoke")
 @asks
 def device_revoke(client: Client, device: Device, reason: Reason = "") -> Result:
-    """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it.
+    """Revoke a device: its certificates, its keys and any open session. No round waits for it.
 
     Example: fedcg device revoke line-4 --reason stolen
     """
     from coordinator.broker.access_lists import NOT_APPLIED
 
     done = client.change("POST", f"/devices/{device}/revoke", {"reason": reason})
-    text = f"{device} is revoked; certificates on the revocation list: {done['certificates']}."
+    text = f"{device} is revoked. Certificates on the revocation list: {done['certificates']}."
     applied = "" if done["broker_reloaded"] else f"\n{NOT_APPLIED}"
-    kept = "It keeps the secret of its cohort, where there is one: replace that on the others, beginning with `fedcg cohort renew` on one."
-    following = f"Next: to put a new machine in its place, fedcg token create --replaces {device}"
+    kept = "If it has a cohort secret, it keeps it: replace the secret on the other devices, starting with `fedcg cohort renew` on one."
+    following = f"Next: to replace it with a new machine, fedcg token create --replaces {device}"
     return done, f"{text}{applied}\n{kept}\n{following}"
 
 
 def _devices(found: Sequence[dict[str, Any]]) -> str:
     columns = ("device", "state", "online in", "last seen", "certificate until", "remarks")
     return table(
-        columns,
-        map(_device_row, found),
-        "No such devices here.\nNext: fedcg device list for all, or fedcg token create",
+        columns, map(_device_row, found), "No matching devices.\nNext: fedcg device list for all, or fedcg token create"
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes a coordinator's home: what `fedcg coordinator init` does."""
+"""Creates a coordinator's directory (`fedcg coordinator init`) and changes where it stores its data."""
 
 import secrets
 from collections.abc import Mapping
@@ -18,26 +18,26 @@ from fedcg.wire.messages.envelopes import SigningKey
 from fedcg.wire.messages.schemas import COORDINATOR
 
 HERE = ("sqlite", "directory")
-"""Places in the coordinator's directory, as `fedcg coordinator restore` names them."""
+"""Values of `fedcg coordinator restore` for storage in the coordinator's directory."""
 
 
 def create_home(
     root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = (), secret: bytes | None = None
 ) -> Home:
-    """Make a coordinator's directory: authority, certificates, signing key, secret, configuration, empty database and access list.
+    """Create a coordinator's directory: authority, certificates, signing key, secret, configuration, empty database and access list.
 
     Args:
-        root: must be missing or empty.
-        config: what goes into coordinator.toml.
-        observers: identities that get a certificate to read everything and write nothing.
-        secret: the root of its random streams, for runs that are repeated; default random.
+        root: a path that does not exist, or an empty directory.
+        config: content of coordinator.toml.
+        observers: identities that get a read-only certificate for all messages.
+        secret: the root of its random streams, for reproducible runs; random by default.
 
     Raises:
-        HomeError: the directory holds something.
+        HomeError: the directory is not empty.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise HomeError(
-            f"{root} is not an empty directory; choose another one for the new coordinator", exit_code=EXISTS
+            f"{root} is not an empty directory; choose another directory for the new coordinator", exit_code=EXISTS
         )
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     root.chmod(0o700)
@@ -55,10 +55,10 @@ def create_home(
 
 
 def change_storage(home: Home, places: Mapping[str, str | None]) -> None:
-    """Write other places of database and artifacts into coordinator.toml; None leaves one as it is.
+    """Change the location of database and artifacts in coordinator.toml. None leaves a location unchanged.
 
     Raises:
-        ConfigError: not a place that can be used; coordinator.toml is as it was.
+        ConfigError: a location is invalid; coordinator.toml is unchanged.
     """
     named = {name: None if place in HERE else place for name, place in places.items() if place is not None}
     if not named:

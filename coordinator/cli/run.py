@@ -1,4 +1,4 @@
-"""Runs the coordinator of a home: puts the parts together and serves until SIGTERM or SIGINT."""
+"""Runs the coordinator of a home: connects its components and serves until SIGTERM or SIGINT."""
 
 import asyncio
 import signal
@@ -51,7 +51,7 @@ from fedcg.wire.transport.mqtt_config import connection_name
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
-REFUSED_S = 3  # before that, at most, for the plans that are refused
+REFUSED_S = 3  # before that, longest wait for the refusal of open plans
 
 
 def run_coordinator(
@@ -60,18 +60,18 @@ def run_coordinator(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        home: whose coordinator to run.
-        until_finished: end by itself after the last round.
-        accepts_loss: go on with a database that has lost commits.
+        home: the coordinator's directory.
+        until_finished: exit after the last round.
+        accepts_loss: continue with a database that has lost commits.
         print_line: called with one line once the HTTP interface listens.
 
     Returns:
-        The exit code: 0 when it was asked to end or is finished, 1 when it failed.
+        The exit code: 0 after a signal or when finished, 1 after a failure.
 
     Raises:
-        HomeError: another coordinator runs there.
-        ConfigError: the configuration is not usable.
-        StoreError: the database is damaged or has lost commits, names them; or it, or the directory, can't be written.
+        HomeError: another coordinator is running there.
+        ConfigError: the configuration is invalid.
+        StoreError: the database is damaged or has lost commits (the message names them), or database or directory can't be written.
     """
     config = home.require().config()
     home.make_folders()
@@ -168,7 +168,7 @@ def _serve(
     serving_config = http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S, **tls)
     server = _Server(serving_config)
     server.state = application.state
-    # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
+    # uvicorn re-raises the signal that ended it when it is done; this handler makes that a normal exit
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
@@ -184,12 +184,12 @@ def _serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that refuses the plans under way, and those that wait, before it ends."""
+    """A server that refuses all open and waiting plans before it ends."""
 
     state: State
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, when all plans are refused."""
+        """Refuse all plans, then shut down."""
         self.state.operations.stopping.set()
         with anyio.move_on_after(REFUSED_S):
             async with self.state.creating:
@@ -203,7 +203,7 @@ def _opened(home: Home, config: CoordinatorConfig, *, accepts_loss: bool = False
     with ExitStack() as opened:
         store = Store.of(home, accepts_loss=accepts_loss)
         opened.callback(store.close)
-        end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
+        end_silences(home)  # completes the work of a killed coordinator; blocks while a federation is being created
         limit = LineLimit()
         if config.track is None:
             yield store, coordinator_log(home.events_file, store.events, limit.allows)
@@ -214,7 +214,7 @@ def _opened(home: Home, config: CoordinatorConfig, *, accepts_loss: bool = False
 
 
 def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:
-    """Gives the dependencies of each federation's service."""
+    """A function that returns the dependencies of a federation's service."""
     identities: dict[str, SigningIdentity] = {}
     silenced: dict[str, frozenset[str]] = {}
     changing = threading.Lock()

@@ -1,6 +1,7 @@
-"""What the coordinator's commands share: options, and opening a home. Heavy imports happen inside.
+"""Shared by the coordinator's commands: options, and opening a home. Heavy imports happen inside.
 
-`asks` adds to a command, as `prints` does, `--json` and the options that name a coordinator, and gives the function a client of it.
+`asks` adds `--json` (as `prints` does) and the options that name a coordinator to a command. It passes a client of that
+coordinator to the function.
 """
 
 from __future__ import annotations
@@ -28,18 +29,17 @@ _NEXT, _COMMAND = (
 HOME_VARIABLE = "FEDCG_HOME"
 Directory = Annotated[Path, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory.")]
 Somewhere = Annotated[
-    Path | None, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory, on its machine.")
+    Path | None, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory on this machine.")
 ]
 Url = Annotated[
-    str | None,
-    typer.Option("--url", help="Or the address of its HTTP interface, with an API token in FEDCG_API_TOKEN."),
+    str | None, typer.Option("--url", help="Or the URL of its HTTP interface; needs an API token in FEDCG_API_TOKEN.")
 ]
-Named = Annotated[str | None, typer.Argument(help="Its id; not needed where one federation is live.")]
-Reason = Annotated[str, typer.Option("--reason", help="For the record, e.g. maintenance.")]
+Named = Annotated[str | None, typer.Argument(help="Federation id; optional if only one is active.")]
+Reason = Annotated[str, typer.Option("--reason", help="Reason for the event log, e.g. maintenance.")]
 
 
 def asks(command: Callable[..., Result]) -> Callable[..., None]:
-    """A command whose function takes a client of the coordinator that `--dir` or `--url` names, before its own options."""
+    """A command whose function takes, before its own options, a client of the coordinator that `--dir` or `--url` names."""
 
     def ask(*, directory: Path | None, url: str | None, **given: Any) -> Result:
         from coordinator.cli.client import client_of
@@ -47,7 +47,7 @@ def asks(command: Callable[..., Result]) -> Callable[..., None]:
         with client_of(directory, url) as client:
             result = command(client, **given)
         text, place = result[1], f" --url {url}" if url else f" --dir {shlex.quote(str(directory))}"
-        if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the next step is for the same coordinator
+        if url or os.environ.get(HOME_VARIABLE) != str(directory):  # the suggested command names the same coordinator
             text = _NEXT.sub(lambda line: _COMMAND.sub(lambda named: named[0] + place, line[0]), text)
         return (result[0], text) if len(result) == 2 else (result[0], text, result[2])
 
@@ -60,7 +60,7 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
 
     Raises:
         HomeError: there is no coordinator in it.
-        StoreError: the database is of another version, or can't be written.
+        StoreError: the database has another version, or can't be written.
     """
     from coordinator.paths import Home
     from coordinator.storage.database import explained
@@ -72,7 +72,7 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
 
 
 def line_printer(*, as_json: bool) -> Callable[[str], None]:
-    """A function that prints each line of a server at once, for scripts or for people."""
+    """A function that prints each line of a server immediately, for scripts or for people."""
 
     def print_line(line: str) -> None:
         if as_json:

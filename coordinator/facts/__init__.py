@@ -1,1 +1,1 @@
-"""What every view shows: functions from the database and the running services to plain values. Without torch, HTTP and HTML."""
+"""Facts for all views: functions that read the database and running services and return plain values. No torch, HTTP or HTML."""

@@ -1,4 +1,4 @@
-"""The devices: state, presence, answers and updates, and what each one reported of itself: doctor findings, audit figures, privacy budget."""
+"""Facts about devices: state, presence, answers, updates, and their reports: doctor findings, audit figures, privacy budget."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from coordinator.service.reports import DeviceProgress
 from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeviceCondition, Readings
 
-LOOK = "On the device: `fedcg doctor` names what is wrong and what to do."
-PAUSED = ("its owner has paused it", "Nothing is broken. On the device: `fedcg agent resume` ends the pause.")
+LOOK = "On the device, run `fedcg doctor` to see the problem and its remedy."
+PAUSED = ("its owner has paused it", "This is not a fault. On the device, `fedcg agent resume` ends the pause.")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a device's own doctor found: "warning" or "failed", the fact, and the remedy; `at` is when the last report with it came, unix time.
+    """A finding of `fedcg doctor` on a device: state ("warning" or "failed"), fact and remedy. `at` is the unix time of the last report.
 
     Attributes:
-        federations: those whose agents on the device reported it; each has its own folder, images and cohort secret.
+        federations: the federations whose agents reported it. Each agent has its own folder, images and cohort secret.
     """
 
     state: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def doctor_findings(known: Known, device: str | None = None) -> dict[str, list[Finding]]:
-    """What the doctors of devices, or of one, found, as their agents reported it, what failed first; without those that report none."""
+    """Reported findings of all devices or of one, failed checks first. Devices without a report are omitted."""
     found: dict[str, dict[tuple[str, str, str], list[tuple[float, str]]]] = {}
     for federation in known.store.federations():
         for record in known.store.presence.conditions(federation.id, device):
@@ -55,7 +55,7 @@ def doctor_findings(known: Known, device: str | None = None) -> dict[str, list[F
             if condition.paused:
                 of_device[("warning", *PAUSED)].append((record.at, federation.id))
             for one in condition.findings or ():
-                fallback = (f"its check of {one.check}: {one.state}", "")
+                fallback = (f"check {one.check}: {one.state}", "")
                 what, remedy = texts().findings.get(one.check, {}).get(one.state, fallback)
                 of_device[one.state, what, remedy or LOOK].append((record.at, federation.id))
     return {
@@ -69,12 +69,12 @@ def doctor_findings(known: Known, device: str | None = None) -> dict[str, list[F
 
 @dataclass(frozen=True)
 class ReportedPrivacy:
-    """What a device's last update reports, as far as its owner allows it.
+    """Privacy figures in a device's last update, if the owner allows them.
 
     Attributes:
-        round: of the update.
-        gains: (what was attacked, gain over the best guess at most), in a fixed order.
-        spent: in words, e.g. "epsilon 3.2 of 8 at delta 1e-05"; empty where it is not reported.
+        round: round of the update.
+        gains: (attack, upper bound of its gain over the best guess), in a fixed order.
+        spent: privacy budget as text, e.g. "epsilon 3.2 of 8 at delta 1e-05"; empty if not reported.
     """
 
     round: int
@@ -83,7 +83,7 @@ class ReportedPrivacy:
 
 
 def reported_privacy(last: UpdateRecord) -> ReportedPrivacy | None:
-    """The privacy figures in an update; None where it reports none."""
+    """The privacy figures in an update; None if it has none."""
     found = last.reported.get("audit") or {}
     gains = [(title, float(found[name])) for name, title in texts().audit_figures.items() if name in found]
     spent = _in_words(last.reported.get("epsilon"))
@@ -113,22 +113,22 @@ class CertificateFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts(DeviceRecord):
-    """A device that is or was enrolled. None means unavailable: the coordinator does not have it now.
+    """A device that is or was enrolled. None means unavailable.
 
     Attributes:
-        last_seen_at: unix time; of a device that is online, when it came.
-        seen_at: the same, but the present for a device that is online.
+        last_seen_at: unix time; for an online device, when it came online.
+        seen_at: the same, but the present time for an online device.
         online: the federations in which it has a session.
-        participates: the federations whose open attempt it was invited to.
-        left_out: by federation, why it is not invited while enough others are there, or at all.
-        odd: by federation, what became of its last update where that was unlike the others.
-        refused: messages of it that were refused since the coordinator started.
-        progress: by federation, how far its training is.
-        certificates: all of them, oldest first; `certificate_expires_at` is of the last that is not revoked, `certificate_days` the
-            days until then, None for a device that is no member.
-        findings: of its own doctor; None where it reports none.
+        participates: the federations with an open attempt to which it was invited.
+        left_out: by federation, why it is not invited, either at all or while enough other devices are online.
+        odd: by federation, the treatment of its last update if that was odd.
+        refused: number of its messages refused since the coordinator started.
+        progress: by federation, its training progress.
+        certificates: all certificates, oldest first. `certificate_expires_at` is the expiry of the last one not revoked,
+            `certificate_days` the days until then; None for a device that is not a member.
+        findings: findings of `fedcg doctor` on the device; None if it reports none.
         health, accuracy: from its last update, only while it is online; `last_round` is that update's round.
-        remarks: why it is not invited, and other things to look at.
+        remarks: why it is not invited, and other points that need attention.
     """
 
     seen_at: float | None
@@ -152,7 +152,7 @@ class DeviceFacts(DeviceRecord):
 
 @dataclass(frozen=True)
 class Stretch:
-    """A time in which a device was online, or was not; unix times."""
+    """A period in which a device was online or was not; unix times."""
 
     start: float
     end: float
@@ -161,23 +161,23 @@ class Stretch:
 
     @property
     def state(self) -> str:
-        """One of online, offline, and not observed, where the coordinator did not run."""
+        """One of online, offline and, while the coordinator was stopped, not observed."""
         seen = "not observed" if self.reason.startswith("the coordinator was ") else "offline"
         return "online" if self.online else seen
 
 
 @dataclass(frozen=True)
 class DeviceHistory:
-    """What is kept of one device.
+    """The history of one device.
 
     Attributes:
         answers: by federation, (round, attempt, answer, reason) of the last attempts that invited it, newest first.
         deliveries: by federation, its updates, oldest first.
-        points: those of them in the chart: at most one a round, none of a failed attempt.
-        presence: by federation, from the oldest on; a gap before the first stretch was not observed.
-        classes: by federation, the accuracies by class in its last update, where it reports them.
-        privacy: by federation, what its last update reports of its own audit and privacy budget, where it reports that.
-        readings: of its sensors, and when they came, unix time; None where it reports none to this process of the coordinator.
+        points: the updates shown in the chart: at most one per round, none from failed attempts.
+        presence: by federation, oldest first; time before the first stretch was not observed.
+        classes: by federation, the accuracies by class in its last update, if reported.
+        privacy: by federation, audit figures and privacy budget in its last update, if reported.
+        readings: unix time and values of its last sensor report; None before the first report since the coordinator started.
     """
 
     facts: DeviceFacts
@@ -191,7 +191,7 @@ class DeviceHistory:
 
 
 def device_facts(known: Known) -> list[DeviceFacts]:
-    """All devices that were ever enrolled, sorted by id."""
+    """All devices ever enrolled, sorted by id."""
     certificates: dict[str, list[CertificateRecord]] = defaultdict(list)
     for certificate in known.store.register.certificates():
         certificates[certificate.device].append(certificate)
@@ -205,7 +205,7 @@ def one_device(known: Known, device: str) -> DeviceFacts:
     """One device.
 
     Raises:
-        NotFoundError: there never was one of that id.
+        NotFoundError: no device ever had this id.
     """
     record = device_of(known.store, device)
     certificates, last = known.store.register.certificates(device), _last_deliveries(known, device).get(device)
@@ -213,17 +213,17 @@ def one_device(known: Known, device: str) -> DeviceFacts:
 
 
 def in_order(devices: Sequence[DeviceFacts], field: str, *, descending: bool = False) -> list[DeviceFacts]:
-    """Devices sorted by a field and then by id; those that lack the field come last in both directions."""
+    """Devices sorted by a field, then by id. Devices without the field come last in both directions."""
     there = [each for each in devices if getattr(each, field) is not None]
     there.sort(key=lambda each: (getattr(each, field), each.id), reverse=descending)
     return there + [each for each in devices if getattr(each, field) is None]
 
 
 def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistory:
-    """One device with its last answers, updates, and its presence of the last days.
+    """One device with its last answers, its updates, and its presence in the last days.
 
     Raises:
-        NotFoundError: there never was one of that id.
+        NotFoundError: no device ever had this id.
     """
     facts = one_device(known, device)
     overview, federations = known.store.overview, [each.id for each in known.store.federations()]
@@ -249,7 +249,7 @@ def _points(known: Known, federation: str, found: list[UpdateRecord]) -> list[Up
 
 
 def stretches(changes: list[PresenceRecord], federation: str, since: float, until: float) -> list[Stretch]:
-    """The changes in one federation as stretches between two times; a time before the first change is left out."""
+    """The changes in one federation as stretches between two times, without the time before the first change."""
     found: list[Stretch] = []
     mine = [change for change in changes if change.federation == federation]
     for number, change in enumerate(mine):
@@ -261,7 +261,7 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
 
 @dataclass(frozen=True)
 class _Live:
-    """What is computed once for all devices: who is silenced for all federations, how far training is in each one, what doctors found."""
+    """Values computed once for all devices: devices silenced for all federations, training progress, doctor findings."""
 
     silenced: frozenset[str]
     progress: dict[str, dict[str, DeviceProgress]]
@@ -274,7 +274,7 @@ class _Live:
 
 
 def _last_deliveries(known: Known, device: str | None = None) -> dict[str, UpdateRecord]:
-    """The last update of each device, or of one, whatever its federation and its outcome."""
+    """The last update of each device or of one, in any federation and with any outcome."""
     last: dict[str, UpdateRecord] = {}
     for record in known.store.federations():
         for client, delivery in known.store.overview.last_deliveries(record.id, device).items():
@@ -345,7 +345,7 @@ def _remarks(known: Known, device: DeviceRecord, left_out: Mapping[str, str]) ->
         if (odd := service.round_driver.odd.get(device.id)) is not None:
             remarks.append(f"its update to round {odd.round} of {federation} is {odd.reason}")
         if service.floods.is_silenced(device.id):
-            remarks.append(f"silenced in {federation}: it sent too much")
+            remarks.append(f"silenced in {federation}: it sent too many messages")
         if refused := service.refused_of(device.id):
-            remarks.append(f"{refused} of its messages to {federation} were refused")
+            remarks.append(f"{refused} of its messages in {federation} were refused")
     return remarks

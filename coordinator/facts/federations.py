@@ -1,4 +1,4 @@
-"""The federations: what each one is, its open round with the phase of every client, and the attempts and updates of all rounds."""
+"""Facts about federations: settings, open round with the phase of every client, and attempts and updates of all rounds."""
 
 import statistics
 from collections import defaultdict
@@ -20,11 +20,11 @@ from fedcg.wire.parts import Part, Report, ReportField
 
 @dataclass(frozen=True)
 class Position:
-    """Where a federation stands; `round` and `attempt` are those that are open, or open next.
+    """The state of a federation; `round` and `attempt` are the open ones, or those that open next.
 
     Attributes:
-        status: what the operator wants of it, or finished; `phase` is what it does.
-        unapproved: participants that take part as soon as their owners approve the spec; the phase is "waits_for_owners" where the
+        status: the status set by the operator, or finished; `phase` is the present activity.
+        unapproved: participants that join as soon as their owners approve the spec. The phase is "waits_for_owners" if the
             open attempt can't close without them.
     """
 
@@ -40,12 +40,12 @@ class Position:
 
 @dataclass(frozen=True)
 class FederationFacts(Position):
-    """A federation and where it stands.
+    """A federation and its state.
 
     Attributes:
-        online, participants: of the running service; empty where none runs.
-        sealed: what leaves devices within the part `sealed` alone.
-        forgotten: devices that take no further part, for good.
+        online, participants: from the running service; empty if none is running.
+        sealed: parts that leave devices only inside the part `sealed`.
+        forgotten: permanently excluded devices.
     """
 
     method: str
@@ -72,12 +72,12 @@ class FederationFacts(Position):
 
 
 class UpdateFacts(BaseModel, from_attributes=True, frozen=True):
-    """The end of a client's update.
+    """A client's update and its outcome.
 
     Attributes:
-        weight: the number of examples that it counts for in the merge; 0 in quarantine, None when it is not merged (yet).
+        weight: the number of examples that it counts for in the merge; 0 in quarantine, None if it is not merged (yet).
         distances: L2 distance of each part from the round's base.
-        figures: what it does beside the attempt's other updates (docs/explanation/robustness.md), and the action and reasons where that is odd.
+        figures: comparison with the other updates of the attempt (docs/explanation/robustness.md), and action and reasons if it is odd.
     """
 
     client: str
@@ -114,7 +114,7 @@ class RoundFacts:
 
 
 def federation_facts(known: Known, record: records.FederationRecord) -> FederationFacts:
-    """A federation, with the state of its service where one runs, else with the stored one."""
+    """A federation with the state of its running service, else with the stored state."""
     service, state = known.services.get(record.id), known.state(record.id)
     spec, aggregates = known.spec(record), known.store.aggregates(record.id)
     return FederationFacts(
@@ -146,7 +146,7 @@ def _position(record: records.FederationRecord, state: RoundState) -> Position:
 
 
 def attempts_by_round(known: Known, federation: str) -> dict[int, list[records.AttemptRecord]]:
-    """The attempts of every round that was opened, oldest first.
+    """The attempts of every opened round, oldest first.
 
     Raises:
         NotFoundError: there is no such federation.
@@ -177,11 +177,11 @@ def _attempt(known: Known, record: records.AttemptRecord) -> AttemptFacts:
 
 
 ESTIMATED_FROM = 5
-"""Closed rounds whose median duration is the estimate for the next ones."""
+"""Number of closed rounds whose median duration estimates the next ones."""
 
 
 class ClientPhase(str, Enum):
-    """What a client does, as far as the coordinator has received it; in the order of the views."""
+    """What a client does according to its messages, in display order."""
 
     DECLINED = "declined"
     QUARANTINED = "quarantined"
@@ -198,11 +198,11 @@ class ClientNow:
     """A client of the open attempt.
 
     Attributes:
-        reason: why it declined, can't take part yet, or is silent; what became of an update that is unlike the others.
-        done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
+        reason: why it declined, can't join yet, or is silent; or the treatment of an odd update.
+        done: completed share of its present training phase, in [0, 1]; None if it reports no progress.
         ends_at: when that phase will end at the reported rate; unix time.
-        share: of the spec's local steps that it takes (policy `pace`).
-        expected_at: when its update will be made, as it said when it accepted; unix time.
+        share: share of the spec's local steps that it takes (policy `pace`).
+        expected_at: when it predicted to finish its update; unix time.
     """
 
     client: str
@@ -216,19 +216,19 @@ class ClientNow:
 
 @dataclass(frozen=True)
 class CurrentRound(Position):
-    """A federation now; times are unix times.
+    """The present state of a federation; times are unix times.
 
     Attributes:
-        is_served: whether a coordinator runs it; without one, nobody is online.
-        quorum: updates without which a round can't close.
-        wanted: updates that close the attempt at once; `delivered` counts those in quarantine too.
+        is_served: whether a coordinator is running it; otherwise no device is online.
+        quorum: minimum number of updates to close a round.
+        wanted: number of updates that closes the attempt immediately; `delivered` includes those in quarantine.
         round_s: median duration of the last closed rounds; None before the first one.
-        round_ends_at, ends_at: when the open round, and the federation, end at that rate; None where it is not known that they do.
-            A round that is late ends now as far as `ends_at` is concerned, and the others follow.
-        merge: the merge that runs, or the last one since the coordinator was started.
-        enrolled: devices that may take part.
-        waits_for: what the next attempt waits for.
-        odd: by client, what became of its last update where that was unlike the others.
+        round_ends_at, ends_at: estimated end of the open round and of the federation; None if unknown.
+            For `ends_at`, an overdue round is assumed to end now.
+        merge: the running merge, or the last one since the coordinator started.
+        enrolled: number of devices that may participate.
+        waits_for: what the next attempt is waiting for.
+        odd: by client, the treatment of its last update if that was odd.
     """
 
     is_served: bool
@@ -251,10 +251,10 @@ class CurrentRound(Position):
 
 
 def current_round(known: Known, federation: str) -> CurrentRound:
-    """Where a federation stands.
+    """The present state of a federation.
 
     Raises:
-        NotFoundError: there is none of that name.
+        NotFoundError: no federation has this name.
     """
     record = known.federation(federation)
     service, state = known.services.get(federation), known.state(federation)
@@ -306,13 +306,13 @@ def _waits_for(record: records.FederationRecord, state: RoundState, service: Ser
     if record.status is records.FederationStatus.CREATED:
         return f"its start: `fedcg federation start {record.id}`"
     if service is None:
-        return "no coordinator runs this federation"
+        return "a coordinator; none is running this federation"
     if not service.is_connected:
-        return "the coordinator's link to the broker"
+        return "the coordinator's connection to the broker"
     missing = state.policy.quorum - len(state.candidates)
     if missing > 0:
         return f"{missing} more device{'s' if missing > 1 else ''} (quorum {state.policy.quorum})"
-    return "further devices, or the time between a failed attempt and the next one"
+    return "further devices, or the delay after a failed attempt"
 
 
 def _clients(
@@ -349,7 +349,7 @@ def _client(
     if service is not None and service.receiver.is_busy(client):
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:
-        return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
+        return ClientNow(client, ClientPhase.SILENT, "it is offline" if service else "no coordinator is running")
     waits = "" if service is None else service.invitations.waits.get(client, "")
     if waits or (person.state is not records.ParticipantState.ACCEPTED and client not in state.accepted):
         return ClientNow(client, ClientPhase.INVITED, waits.replace("_", " "))

@@ -1,4 +1,4 @@
-"""Where facts come from: the database, the specs, the event log, and the running services where there are any."""
+"""The sources of facts: database, specs, event log, and running services if there are any."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from fedcg.learning.spec import FederationSpec
 
 @dataclass(frozen=True)
 class Known:
-    """What facts are made of, at one moment.
+    """The sources of facts at one moment.
 
     Attributes:
         store: the database.
-        spec: gives the spec of a federation.
+        spec: returns the spec of a federation.
         home: the coordinator's directory.
-        services: the running services by federation; empty where no coordinator runs.
+        services: the running services by federation; empty if no coordinator is running.
         now: unix time.
     """
 
@@ -36,16 +36,16 @@ class Known:
         """A federation of this coordinator.
 
         Raises:
-            NotFoundError: there is none of that name; names those that there are.
+            NotFoundError: no federation has this name; the message lists the existing ones.
         """
         return federation_of(self.store, federation)
 
     def state(self, federation: str) -> RoundState:
-        """Where a federation stands: of its running service, else as stored, where nobody is online."""
+        """The state of a federation: from its running service, else as stored, with no device online."""
         service = self.services.get(federation)
         return self.store.round_state(federation) if service is None else service.state
 
 
 def known_of(coordinator: Coordinator, home: Path) -> Known:
-    """What a running coordinator knows now."""
+    """The sources of a running coordinator, now."""
     return Known(coordinator.store, coordinator.spec, home, coordinator.services)

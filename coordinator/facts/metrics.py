@@ -1,4 +1,4 @@
-"""The metrics at `/metrics`, in the text format of Prometheus; docs/reference/metrics.md lists them, and a test compares both."""
+"""The metrics at `/metrics`, in the Prometheus text format. docs/reference/metrics.md lists them, and a test compares both."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -16,34 +16,34 @@ from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Iterator[tuple[str, tuple[str, ...], float | None]]
-"""Name of a metric, values of its labels, value; None where there is none now."""
+"""Name of a metric, values of its labels, value; None if it has no value now."""
 
 METRICS: dict[str, tuple[str, list[str]]] = {
     "fedcg_devices": ("Devices in the register", ["standing"]),
     "fedcg_problems_open": ("Open problems", ["kind"]),
-    "fedcg_round": ("Number of the round that is open, or opens next", ["federation"]),
-    "fedcg_rounds_planned": ("Rounds until the federation is over", ["federation"]),
+    "fedcg_round": ("Number of the open or next round", ["federation"]),
+    "fedcg_rounds_planned": ("Total number of planned rounds", ["federation"]),
     "fedcg_devices_online": ("Devices with a session", ["federation"]),
-    "fedcg_quorum": ("Updates without which a round can't close", ["federation"]),
-    "fedcg_updates_delivered": ("Updates of the open attempt that are stored", ["federation"]),
-    "fedcg_broker_connected": ("1 while the link to the broker stands", ["federation"]),
+    "fedcg_quorum": ("Minimum number of updates to close a round", ["federation"]),
+    "fedcg_updates_delivered": ("Stored updates of the open attempt", ["federation"]),
+    "fedcg_broker_connected": ("1 while connected to the broker", ["federation"]),
     "fedcg_round_seconds": ("Median duration of the last closed rounds in seconds", ["federation"]),
-    "fedcg_phase": ("1 for the phase of the federation", ["federation", "phase"]),
+    "fedcg_phase": ("1 for the present phase of the federation", ["federation", "phase"]),
     "fedcg_accuracy_mean": ("Mean personal accuracy reported in the last closed round", ["federation"]),
     "fedcg_negative_transfer": (
-        "Share of the enrolled devices with a baseline that are worse off than alone",
+        "Share of enrolled devices with a local-only model that do worse than it",
         ["federation"],
     ),
-    "fedcg_updates_total": ("Updates of attempts that are over, by outcome", ["federation", "outcome"]),
+    "fedcg_updates_total": ("Updates of ended attempts, by outcome", ["federation", "outcome"]),
     "fedcg_update_bytes_total": ("Bytes of these updates", ["federation"]),
-    "fedcg_attempts_total": ("Attempts that are over, closed or failed", ["federation", "state"]),
-    "fedcg_messages_refused_total": ("Messages refused since the start", ["federation", "reason"]),
+    "fedcg_attempts_total": ("Ended attempts, closed or failed", ["federation", "state"]),
+    "fedcg_messages_refused_total": ("Messages refused since the coordinator started", ["federation", "reason"]),
 }
-"""What each one counts, and its labels; those that end in `_total` are counters."""
+"""Description and labels of each metric; names that end in `_total` are counters."""
 
 
 def metrics_text(known: Known) -> bytes:
-    """All metrics now; collected anew for every call, so no figure outlives its source."""
+    """All present metrics, collected for every call, so that no value outlives its source."""
     return generate_latest(_Collector(known))
 
 

@@ -1,4 +1,4 @@
-"""The models: the versions of the shared model, the exported models in use, and the accuracies that devices reported against their local-only baseline."""
+"""Facts about models: versions of the shared model, exported models in use, and reported accuracies compared with local-only models."""
 
 import statistics
 from collections import defaultdict
@@ -15,11 +15,11 @@ class ModelVersion:
     """An aggregate.
 
     Attributes:
-        round: that made it; 0 is the initial one.
+        round: the round that created it; 0 is the initial one.
         stored_at: unix time.
-        merged: clients whose updates are in it.
+        merged: number of clients whose updates it contains.
         accuracy: mean personal accuracy that clients reported after training from it (with their updates to the next round).
-        gain: the same, less that of the version before.
+        gain: difference to the accuracy of the previous version.
         devices: devices whose last accepted update started from it.
     """
 
@@ -35,7 +35,7 @@ class ModelVersion:
 
 @dataclass(frozen=True)
 class ServedAt:
-    """The exported model that a device uses; `at` is when the report came, unix time, `gain` the accuracy less that of the model before it."""
+    """The exported model that a device uses. `at` is the unix time of the report, `gain` the difference in accuracy to its previous model."""
 
     device: str
     at: float
@@ -74,7 +74,7 @@ def model_versions(known: Known, federation: str) -> list[ModelVersion]:
 
 
 def served_models(known: Known, federation: str) -> list[ServedAt]:
-    """The exported models in use, by device, of the members that report them.
+    """The exported models in use on member devices that report them.
 
     Raises:
         NotFoundError: there is no such federation.
@@ -91,11 +91,11 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
 
 @dataclass(frozen=True)
 class ClassWorth:
-    """Accuracies in one class: of one client, or means over the clients that reported each; None where none did.
+    """Accuracies in one class: of one client, or means over the clients that reported them; None if none did.
 
     Attributes:
         gain: personal - alone, over the clients that reported both.
-        worst: the client that loses most in this class; None when none loses.
+        worst: the client that loses most in this class; None if none loses.
     """
 
     name: str
@@ -108,17 +108,17 @@ class ClassWorth:
 
 @dataclass(frozen=True)
 class Worth:
-    """What the federation brings its clients.
+    """The benefit of the federation for its clients.
 
     Attributes:
-        clients: the last accepted updates of the devices that are enrolled now, worst gain first; those without a baseline last.
-        mean: (round, mean personal accuracy, mean accuracy alone) of closed rounds, over the updates that were accepted in each.
-        compared: clients that reported both.
-        negative: those of them that are worse off than alone.
-        rate: share of the compared clients that are worse off; None when none is compared.
-        magnitude: mean loss of accuracy of the clients that are worse off.
+        clients: the last accepted updates of enrolled devices, worst gain first; those without a baseline last.
+        mean: (round, mean personal accuracy, mean local-only accuracy) of closed rounds, over the accepted updates of each.
+        compared: number of clients that reported both accuracies.
+        negative: number of these that do worse than their local-only model.
+        rate: share of the compared clients that do worse; None if none is compared.
+        magnitude: mean loss of accuracy of the clients that do worse.
         worst: the client that loses most.
-        classes: in the order of the spec; empty when no client reports accuracies by class.
+        classes: in the order of the spec; empty if no client reports accuracies by class.
     """
 
     clients: list[UpdateRecord]
@@ -168,7 +168,7 @@ def by_class(known: Known, federation: str, last: Mapping[str, UpdateRecord]) ->
 
 
 def _in_class(report: Mapping[str, Sequence[float | None] | None], number: int) -> dict[str, float]:
-    """The accuracies that one client reported of a class, by field."""
+    """The accuracies that one client reported for a class, by field."""
     found = {field: (values or ())[number : number + 1] for field, values in report.items()}
     return {field: values[0] for field, values in found.items() if values and values[0] is not None}
 

@@ -1,7 +1,7 @@
-"""Open problems, each with its remedy: for the page, `fedcg coordinator status --check`, the metrics and the webhook.
+"""Open problems with their remedies, for the page, `fedcg coordinator status --check`, the metrics and the webhook.
 
-Only what the coordinator really has: its own disk and links, the register, and what devices reported or answered. A clock that is wrong
-by more than a certificate's life fails in the TLS handshake, before any report; `fedcg doctor` on the device explains it.
+Based only on the coordinator's own data: its disk and links, the register, and reports and answers of devices. A device clock outside
+its certificate's validity fails in the TLS handshake, before any report; `fedcg doctor` on the device explains it.
 """
 
 import shutil
@@ -19,47 +19,47 @@ from fedcg.sentences import COHORT_ADVICE, texts
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, SumObstacle
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
-"""The coordinator's disk is nearly full below both."""
+"""The coordinator's disk is nearly full if free space is below both."""
 CERTIFICATE_SHARE = 0.25
-"""A certificate with less than this share of its life left should have been renewed: agents renew in the last third."""
+"""Agents renew in the last third of a certificate's life. With less than this share left, renewal is overdue."""
 DOUBLED_S = 600.0
-"""A doubled identity is named for so long after its last sign: two reports, which agents send every five minutes."""
+"""How long a duplicate identity is reported after its last sign: two reports, which agents send every five minutes."""
 CLOCK_S = 60.0
-"""A device's clock may differ so much from the coordinator's."""
+"""Accepted difference between a device's clock and the coordinator's."""
 GONE_S = 3600.0
-"""A device that was online in a running federation and is away for longer is named."""
+"""A device of a running federation is reported once it has been offline for longer than this."""
 
 _NAMES = {DeclineReason.DIVERGED: "training diverged", DeclineReason.PAUSED: "paused by its owner"}
 
 
 def _kind(reason: DeclineReason) -> str:
-    """The kind of the problem of a device that declines."""
+    """The kind of problem for a decline with this reason."""
     is_unavailable = reason.passes or reason is DeclineReason.NO_TIME
     return "device not available" if is_unavailable else _NAMES.get(reason, reason.value.replace("_", " "))
 
 
 @cache
 def remedies() -> dict[str, tuple[str, str]]:
-    """By the reason of a device that declines: kind and remedy of the problem."""
+    """Kind and remedy of the problem, by reason of a decline."""
     declined = texts().declined
     return {one.value: (_kind(one), f"{declined[one][:1].upper()}{declined[one][1:]}.") for one in DeclineReason}
 
 
 SEVERE = frozenset({"disk", "link lost", "stalled", "waits for owners", "too few devices"})
-"""The kinds because of which rounds always stand still."""
+"""The kinds of problems that always block rounds."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that a person should mend.
+    """Something that a person should fix.
 
     Attributes:
         kind: a short fixed name, e.g. "link lost".
         subject: the federation, the device, or "coordinator".
         what: the fact.
         remedy: what to do.
-        is_severe: rounds stand still because of it.
-        device: the device that it is about, if it is about one.
+        is_severe: whether it blocks rounds.
+        device: the affected device, if there is one.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Names the problem for as long as it is open."""
+        """Identifies the problem while it is open."""
         return f"{self.kind}: {self.subject}"
 
 
@@ -84,7 +84,7 @@ def _problem(
     is_severe: bool = False,
     device: str | None = None,
 ) -> Problem:
-    """A problem in the words of `sentences.toml`, with another remedy than there where one is given."""
+    """A problem with the text from `sentences.toml`; `remedy` replaces the remedy from there."""
     what, usual = texts().problems[kind]
     fields = {**fields, "subject": subject, "device": device}
     severe = is_severe or kind in SEVERE
@@ -115,7 +115,7 @@ def _of_devices(known: Known) -> Iterator[Problem]:
 
 
 def _of_certificate(device: str, life: float) -> Iterator[Problem]:
-    """Of a device's certificate, with this share of its life left."""
+    """Problems of a device's certificate with this share of its life left."""
     if life <= 0:
         yield _problem("certificate ended", device, device=device)
     elif life < CERTIFICATE_SHARE:
@@ -161,7 +161,7 @@ def _of_clients(
 
 
 def _goes_on(known: Known, federation: str, person: ParticipantRecord) -> bool:
-    """Whether a device that declined because its owner had paused it reports that it is not paused any more."""
+    """Whether a device that declined because its owner had paused it now reports that it is no longer paused."""
     if person.reason != DeclineReason.PAUSED.value:
         return False
     reports = known.store.presence.conditions(federation, person.client)
@@ -174,7 +174,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         if reason in remedies():
             kind, remedy = remedies()[reason]
             waits = "it joins when its owner approves" if device in state.unapproved else "the round waits for it"
-            what = f"can't take part in round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
+            what = f"can't join round {state.round} of {record.id} yet: {reason.replace('_', ' ')}; {waits}"
             remedy = remedy.format(federation=record.id)
             yield Problem(kind, f"{device} in {record.id}", what, remedy, device=device)
     missing = state.policy.quorum - len(state.candidates)
@@ -188,7 +188,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
             about = {"round": update.round, "reason": update.reason}
             yield _problem("odd update", f"{device} in {record.id}", about, device=device)
     outsiders = service.cohorts.outsiders()
-    if len(outsiders) < len(state.online):  # else no device has a secret, which is a choice and not a problem
+    if len(outsiders) < len(state.online):  # else no device has a secret, which is not a problem
         for device, why in outsiders.items():
             yield Problem("cohort differs", f"{device} in {record.id}", why, f"{COHORT_ADVICE}.", device=device)
     if (failure := service.sums.failure) is not None:
@@ -197,7 +197,7 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
         about = {"round": failure.round, "reason": failure.reason}
         yield _problem("no sealed sum", record.id, about, remedy=remedy)
     for device, why in sorted(service.sums.refused.items()):
-        if why is not SumObstacle.SHOWN:  # that is of the list, and all who are on it refuse
+        if why is not SumObstacle.SHOWN:  # concerns the list: all its devices refuse
             what, remedy = texts().sum_obstacles[why.value]
             yield Problem("in no sum", f"{device} in {record.id}", what, remedy, device=device)
     yield from _of_devices_ahead(record, state, service)
@@ -206,11 +206,11 @@ def _of_sessions(known: Known, record: FederationRecord, state: RoundState, serv
 
 
 def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) -> Iterator[Problem]:
-    """Devices that left long ago, and those that are in a bad condition."""
+    """Devices that have been offline for long, and devices in bad condition."""
     for device, change in known.store.presence.latest(record.id).items():
         away = known.now - change.at
         if not change.online and away > GONE_S and state.phase is not Phase.FINISHED:
-            about = {"hours": away / 3600, "reason": change.reason or "no reason known"}
+            about = {"hours": away / 3600, "reason": change.reason or "reason unknown"}
             yield _problem("device away", f"{device} in {record.id}", about, device=device)
     for device, delivery in known.store.overview.last_deliveries(record.id).items():
         health = str(delivery.reported.get("health"))
@@ -220,12 +220,12 @@ def _of_devices_away(known: Known, record: FederationRecord, state: RoundState) 
 
 
 def _of_devices_ahead(record: FederationRecord, state: RoundState, service: Service) -> Iterator[Problem]:
-    """Devices remember a later epoch or round than this coordinator has reached: its state is an older one."""
+    """Devices that know a later epoch or round than this coordinator, because its state is older."""
     remembered = sorted(
         item for item in dict(service.conditions.remembered).items() if item[0] in state.opening.expected
     )
     if refusing := [device for device, (_, _, has_key) in remembered if not has_key]:
-        severe = 2 * len(refusing) >= len(state.opening.expected)  # fewer may also tell an untruth
+        severe = 2 * len(refusing) >= len(state.opening.expected)  # a minority may report falsely
         yield _problem("older message key", record.id, {"devices": _named(refusing)}, is_severe=severe)
     ahead = {
         device: (epoch, trained)
@@ -249,7 +249,7 @@ def _named(devices: list[str]) -> str:
 
 
 def _of_reports(federation: str, state: RoundState, service: Service) -> Iterator[Problem]:
-    """Of the devices' clocks, and of updates that the coordinator has no room for."""
+    """Problems of device clocks, and of updates for which the coordinator has no space."""
     for device, ahead_s in dict(service.conditions.clock_ahead_s).items():
         if abs(ahead_s) > CLOCK_S and device in state.online:
             where = "ahead of" if ahead_s > 0 else "behind"

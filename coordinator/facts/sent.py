@@ -1,6 +1,6 @@
-"""What left each device: the parts and fields that its updates held, how they were coded, their bytes, and all that it sends beside them.
+"""What left each device: parts, fields, codecs and sizes of its updates, and everything else that it sends.
 
-Names of fields come from the schemas of all that a device sends, so lists made of them hold every field; tensors of parts come beside them.
+Field names come from the schemas of all messages of devices, so the lists are complete. Tensors of parts are listed separately.
 """
 
 import math
@@ -22,11 +22,11 @@ from fedcg.wire.messages.schemas import DeviceMessage, Leave
 from fedcg.wire.parts import ReportField
 
 SENT: tuple[type[BaseModel], ...] = (ArtifactHeader, *get_args(DeviceMessage), EnrolRequest, RenewRequest)
-"""What a device sends beside tensors; the first line of each one's docstring is what a person reads of it."""
+"""Everything that a device sends besides tensors. The page shows the first line of each docstring."""
 
 
 def field_names(model: type[BaseModel]) -> Iterator[str]:
-    """The names of all fields of a schema, those inside of fields too, such as `condition.model.accuracy`."""
+    """The names of all fields of a schema, including nested ones such as `condition.model.accuracy`."""
     for name, field in model.model_fields.items():
         inner = [f"{name}.{one}" for part in _schemas(field.annotation) for one in field_names(part)]
         yield from dict.fromkeys(inner or [name])
@@ -40,18 +40,18 @@ def _schemas(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 COMMON = tuple(Leave.model_fields)
-"""Fields of every message over MQTT."""
+"""Fields of every MQTT message."""
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """The names of the fields of something in `SENT`, without those that every message has."""
+    """The field names of a schema in `SENT`, without those that every message has."""
     common = COMMON if model.model_fields.keys() >= set(COMMON) else ()
     return [name for name in field_names(model) if name not in common]
 
 
 @dataclass(frozen=True)
 class PartSent:
-    """A part that updates hold: what it is in plain words, its tensors, numbers, and how the numbers are coded."""
+    """A part in updates: meaning in plain words, number of tensors, number of values, and their codec."""
 
     part: str
     meaning: str
@@ -62,15 +62,15 @@ class PartSent:
 
 @dataclass(frozen=True)
 class DeviceSent:
-    """What one device delivered.
+    """The data that one device sent.
 
     Attributes:
-        updates: that were received in whole, whatever their outcome; `size` is their bytes.
-        last: the last one.
-        fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed,
-            and `model` and `telemetry`, which a device reports beside its updates.
-        facts: what the headers of these updates say besides, by name.
-        rounds: all of them, oldest first; only in full.
+        updates: number of completely received updates with any outcome; `size` is their total in bytes.
+        last: the last update.
+        fields: report fields in any update of `rounds` (if `rounds` is empty: in the last update), and `model` and `telemetry`
+            if the device reports them outside of updates.
+        facts: further values in the headers of these updates, by name.
+        rounds: all updates, oldest first; empty unless in full.
     """
 
     client: str
@@ -87,12 +87,12 @@ class Sent:
     """What left the devices of a federation.
 
     Attributes:
-        parts: what every update holds; the coordinator rejects an update that holds anything else.
-        kept: parts of the networks that no update holds.
-        fields: every report field: what it is, and when it leaves.
-        messages: by what a device sends beside tensors, when, and the names of its fields.
+        parts: the parts in every update; the coordinator rejects an update with anything else.
+        kept: parts of the networks that are in no update.
+        fields: every report field: its meaning, and when it is sent.
+        messages: by name of message or header: when it is sent, and its fields.
         common: the fields of every message.
-        start: where private networks' first weights come from; `open_start` are the devices that have them from the public seed.
+        start: the source of private networks' initial weights; `open_start` lists the devices that use the public seed.
     """
 
     federation: str
@@ -109,7 +109,7 @@ class Sent:
 
 
 def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
-    """What the updates of a federation held; `in_full` with every single one.
+    """What left the devices of a federation; `in_full` lists every update.
 
     Raises:
         NotFoundError: there is no such federation.
@@ -148,12 +148,12 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
 
 
 def _when(field: ReportField, spec: FederationSpec) -> str:
-    """The policy of a device decides; a method only asks, and not each asks for label counts."""
+    """When a field is sent. The device's policy decides; methods only request fields, and few request label counts."""
     if field is ReportField.LABEL_COUNTS and field not in spec.report:
         return "never: the method does not use it"
     if field in spec.required_report:
-        return "the method needs it; a device whose owner does not allow it declines"
-    return "where a device's owner allows it" + ("; the method uses it then" if field in spec.optional_report else "")
+        return "always: the method needs it. A device declines rounds if its owner does not allow it"
+    return "if the owner allows it" + ("; the method then uses it" if field in spec.optional_report else "")
 
 
 def _words(name: str) -> str:

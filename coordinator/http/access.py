@@ -1,8 +1,8 @@
-"""Which requests pass: address, rate and size first, then the identity and its role.
+"""Access control for requests: first address, rate and size, then identity and role.
 
-Programs show a bearer token, the page a cookie that names a session.
+Programs send a bearer token; the page uses a session cookie.
 
-A route names the role that it needs: `identity: Annotated[Identity, Depends(require(Role.OPERATOR))]`.
+A route declares its role with `identity: Annotated[Identity, Depends(require(Role.OPERATOR))]`.
 """
 
 import hashlib
@@ -33,29 +33,29 @@ __all__ = ["ACTION_HEADER", "COOKIE", "FORM_FIELD", "Access", "Identity", "Role"
 
 COOKIE = "fedcg_session"
 ACTION_HEADER = "X-FedCG"
-"""A request that changes something and is identified by the cookie has this header with the value 1, which no other site can add."""
+"""A change that is identified by the cookie needs this header with the value 1. Other sites can't add it."""
 FORM_FIELD = "form_token"
-"""Or, for a form without script, this field with `Access.form_token`."""
+"""A form without JavaScript sends this field with `Access.form_token` instead."""
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 20
-"""Of one token; one more ends the oldest."""
+"""Open sessions of one token; a further one ends the oldest."""
 FORM_MEDIA = "application/x-www-form-urlencoded"
 MAX_FIELDS = 1000
 READING = ("GET", "HEAD", "OPTIONS")
 PER_TOKEN = Rate(200, 50.0)
-BEARER = HTTPBearer(auto_error=False, description="A token of `fedcg coordinator token create`.")
+BEARER = HTTPBearer(auto_error=False, description="A token from `fedcg coordinator token create`.")
 
 
 class Access:
     """Identifies requests.
 
     Args:
-        tokens: the tokens of the API.
+        tokens: the API tokens.
         secret: signs the forms of the page.
-        per_token: requests of one token.
-        clock: unix time, of sessions.
-        monotonic: seconds, of the limits.
-        kept: the file of open sessions, which so outlive a restart; it holds digests of their cookies alone.
+        per_token: rate limit of one token.
+        clock: unix time, for sessions.
+        monotonic: seconds, for the limits.
+        kept: the file of open sessions, so that they survive a restart. It contains only digests of their cookies.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Access:
         self._requests: Buckets[str] = Buckets(per_token, monotonic)
 
     async def identify(self, request: Request) -> Identity | None:
-        """Who makes a request; None when it shows nothing that is valid.
+        """The identity behind a request, or None without valid credentials.
 
         Raises:
-            ProblemError: 429, too many refused requests of its address, or requests of its token; 403, a change that is identified
-                by the cookie alone, which another site could have caused.
+            ProblemError: 429, too many refused requests from its address, or too many requests of its token; 403, a change with only
+                the cookie, which another site could have caused.
         """
         bearer, session = request.headers.get("Authorization"), request.cookies.get(COOKIE)
         if not bearer and session is None:
@@ -96,7 +96,7 @@ class Access:
         return identity
 
     async def known(self, request: Request) -> Identity | None:
-        """Who makes a request, without a limit: also asked again in the middle of a long answer."""
+        """The identity behind a request, without rate limits. Long answers check it repeatedly."""
         bearer = request.headers.get("Authorization", "")
         if bearer:
             scheme, _, text = bearer.partition(" ")
@@ -111,18 +111,18 @@ class Access:
             The value for `set_session`.
 
         Raises:
-            ProblemError: 401, the token is not valid; 429, too many refused requests of the address.
+            ProblemError: 401, the token is not valid; 429, too many refused requests from the address.
         """
         identity = await run_in_threadpool(self.tokens.check, text.strip())
         if identity is None:
             self._count_failure(request)
-            raise ProblemError(401, "the token is not valid; `fedcg coordinator token create` makes one")
+            raise ProblemError(401, "the token is not valid; create one with `fedcg coordinator token create`")
         value = self.open_session(identity.token_id)
         await run_in_threadpool(self._keep)
         return value
 
     def open_session(self, token: str) -> str:
-        """Open a session for the token of this id; returns the value for `set_session`."""
+        """Open a session for the token with this id; returns the value for `set_session`."""
         own = [key for key, (other, _) in self._sessions.items() if other == token]
         for key in own[: max(0, len(own) + 1 - MAX_SESSIONS)]:
             del self._sessions[key]
@@ -131,12 +131,12 @@ class Access:
         return value
 
     async def sign_out(self, request: Request) -> None:
-        """End the session of a request, in every browser that has its cookie."""
+        """End the session of a request in all browsers that have its cookie."""
         self._sessions.pop(_digest(request.cookies.get(COOKIE, "")), None)
         await run_in_threadpool(self._keep)
 
     def _keep(self) -> None:
-        """Write the sessions that have not ended; where the disk does not take them, a restart ends all rather than reviving one."""
+        """Save the open sessions. If writing fails, the file is deleted: a restart then ends all sessions and revives none."""
         if self._kept is None:
             return
         with self._keeping:
@@ -148,7 +148,7 @@ class Access:
                     self._kept.unlink(missing_ok=True)
 
     def form_token(self, session: str) -> str:
-        """The value of the hidden field `FORM_FIELD` in the forms of a session, by the value of its cookie."""
+        """The value of the hidden field `FORM_FIELD` in the forms of the session with this cookie."""
         return hmac.new(self._key, session.encode(), hashlib.sha256).hexdigest()
 
     async def _check_own_page(self, request: Request, session: str) -> None:
@@ -159,11 +159,11 @@ class Access:
             given = form_fields(await request.body()).get(FORM_FIELD, "")
         if not hmac.compare_digest(self.form_token(session).encode(), given.encode()):
             raise ProblemError(
-                403, f"a change with the page's cookie needs the header `{ACTION_HEADER}: 1` or the form's own token"
+                403, f"a change with the page's cookie needs the header `{ACTION_HEADER}: 1` or the form's hidden token"
             )
 
     def _count_failure(self, request: Request) -> None:
-        """Only failures are limited: a wrong token of one program locks no other one out at the same address."""
+        """Count a failure. Only failures are limited, so one program's wrong token does not lock out others at its address."""
         address = address_of(request)
         wait_s = self._failures.wait_s(address)
         if wait_s > 0:
@@ -172,7 +172,7 @@ class Access:
 
 
 def _kept_sessions(path: Path) -> dict[str, tuple[str, float]]:
-    """By the sha256 of a session's cookie: its token's id, and when it ends; none where the file is missing or damaged."""
+    """Token id and end of each session, by the sha256 of its cookie; empty if the file is missing or damaged."""
     try:
         return TypeAdapter(dict[str, tuple[str, float]]).validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -180,14 +180,14 @@ def _kept_sessions(path: Path) -> dict[str, tuple[str, float]]:
 
 
 def set_session(response: Response, value: str, *, secure: bool) -> None:
-    """Give the browser a session; `secure` where the page is reached over HTTPS."""
+    """Set the session cookie; `secure` if the page is served over HTTPS."""
     response.set_cookie(
         COOKIE, value, max_age=int(SESSION_S), path="/", secure=secure, httponly=True, samesite="strict"
     )
 
 
 def end_session(response: Response) -> None:
-    """Take the session from the browser."""
+    """Delete the session cookie."""
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
 
 
@@ -195,19 +195,19 @@ def unauthorised() -> ProblemError:
     """The answer to a request without a valid token or session."""
     return ProblemError(
         401,
-        "a valid token is needed, as `Authorization: Bearer fcga_...`; `fedcg coordinator token create` makes one",
+        "send a valid token as `Authorization: Bearer fcga_...`; create one with `fedcg coordinator token create`",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
 def access_of(request: Request) -> Access:
-    """The access of the application that serves a request."""
+    """The `Access` of the application that serves a request."""
     access: Access = request.app.state.access
     return access
 
 
 def address_of(request: Request) -> str:
-    """The address that a request comes from."""
+    """The client's address of a request."""
     return "unknown" if request.client is None else request.client.host
 
 
@@ -215,7 +215,7 @@ def form_fields(body: bytes) -> dict[str, str]:
     """The fields of a form, each with its first value.
 
     Raises:
-        ProblemError: 400, too many of them.
+        ProblemError: 400, too many fields.
     """
     try:
         found = parse_qs(body.decode(errors="replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
@@ -229,10 +229,10 @@ def _digest(value: str) -> str:
 
 
 def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
-    """A dependency that gives the identity of a request, when its role includes `role`.
+    """A dependency that returns the identity of a request if its role includes `role`.
 
-    The dependency raises ProblemError: 401 without a valid token or session, 403 when its role is too low. The identity is in
-    `request.state.identity` too. A change that is permitted gets its first line in the audit log here, before it is made.
+    The dependency raises ProblemError: 401 without a valid token or session, 403 if the role is too low. It also stores the identity
+    in `request.state.identity`. It writes the first audit line of a permitted change before the change is made.
     """
 
     async def identified(request: Request, _: Annotated[Any, Depends(BEARER)]) -> Identity:
@@ -240,7 +240,7 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
         identity = known or await access_of(request).identify(request)
         request.state.identity = identity
         is_enough = identity is not None and identity.role.includes(role)
-        if not is_enough and request.method in READING:  # a change that is refused is counted where it ends
+        if not is_enough and request.method in READING:  # refused changes are counted in `Changes`
             request.app.state.changes.count_refused(request)
         if identity is None:
             raise unauthorised()
@@ -263,17 +263,17 @@ HEADERS = {
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
 }
-"""Added where an answer has no such header of its own. No header lets another site read anything: CORS is off."""
+"""Added to answers that do not set them. CORS is off: no header allows other sites to read anything."""
 
 
 class Guard:
     """An ASGI application in front of another one.
 
     Args:
-        application: gets what passes.
-        proxy: the address of the reverse proxy in front; its X-Forwarded-For is believed, and other addresses than it and loopback
+        application: receives the requests that pass.
+        proxy: the address of the reverse proxy in front. Its X-Forwarded-For is trusted; other addresses than the proxy and loopback
             are refused.
-        per_address: requests of one address.
+        per_address: rate limit of one address.
         monotonic: seconds.
     """
 
@@ -308,7 +308,7 @@ class Guard:
             if headers.get(b"x-forwarded-proto") == b"https":
                 scope["scheme"] = "https"
         elif self._proxy is not None and address not in LOOPBACK_HOSTS:
-            return ProblemError(403, f"this interface is reached through the proxy {self._proxy} (`[api] proxy`)")
+            return ProblemError(403, f"connect through the proxy {self._proxy} (`[api] proxy` in coordinator.toml)")
         if not self._requests.take(network_of(address)):
             return too_many("requests", self._requests.wait_s(network_of(address)))
         length = headers.get(b"content-length", b"0")
@@ -332,9 +332,7 @@ def _bounded(receive: Any) -> Any:
 
 
 def _too_large() -> ProblemError:
-    return ProblemError(
-        413, f"the body of a request has at most {MAX_BODY_BYTES} bytes", headers={"Connection": "close"}
-    )
+    return ProblemError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
 
 
 def _with_headers(send: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The FastAPI application: it runs the federations, each on a thread of its own, and its routes are the operator's interface."""
+"""The FastAPI application: runs the federations, each on its own thread, and serves the operators' interface."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ THREADS = 4
 """Threads that read the database for HTTP requests; the service uses the other connections."""
 
 COMPRESSION = 4
-"""Of gzip: a page of 1,000 devices becomes a tenth of its size in a millisecond or two; higher levels gain little."""
+"""Gzip level: a page of 1,000 devices shrinks to a tenth in a millisecond or two; higher levels gain little."""
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def create_app(
     Args:
         home: its directory.
         coordinator: runs the federations; not yet started.
-        request_exit: called to end the process with an exit code, when a service fails or all are finished.
+        request_exit: called with an exit code to end the process, when a service fails or all are finished.
         until_finished: end after the last round of every federation, once the devices have left (or a minute later).
-        beside: runs beside the federations, for as long as they work.
+        beside: context that stays open while the federations run.
         proxy: the address of the reverse proxy in front.
     """
     database = database_of(home)
@@ -77,7 +77,7 @@ def create_app(
                 if until_finished:
                     running.callback(asyncio.create_task(_leave(coordinator, request_exit)).cancel)
                 await running.enter_async_context(beside(coordinator))
-            except (FedcgError, OSError) as error:  # such as a damaged key, or an artifact that is gone
+            except (FedcgError, OSError) as error:  # such as a damaged key or a missing artifact
                 application.state.failure = error
                 request_exit(FAILED)
             yield
@@ -86,10 +86,10 @@ def create_app(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
         lifespan=life,
-        openapi_url=None,  # `operator_api` serves it, to those with a token; the pages would load scripts from elsewhere
+        openapi_url=None,  # `operator_api` serves it to token holders; FastAPI's pages would load scripts from other hosts
     )
     application.state.failure = None
-    application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # leaves event streams as they are
+    application.add_middleware(GZipMiddleware, compresslevel=COMPRESSION)  # does not compress event streams
     application.add_middleware(Guard, proxy=proxy)
     add_api(application, home, coordinator)
     return application
@@ -108,10 +108,10 @@ ROUTERS = (
 
 
 def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
-    """Add the operators' interface with all that its routes need.
+    """Add the operators' interface and everything that its routes need.
 
     Args:
-        application: gets the routes.
+        application: receives the routes.
         home: the coordinator's directory.
         coordinator: runs the federations, or is never started.
     """
@@ -132,7 +132,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
 
 
 async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:
-    while not coordinator.is_finished:  # noqa: ASYNC110 - the services' threads change it
+    while not coordinator.is_finished:  # noqa: ASYNC110 - other threads change it
         await asyncio.sleep(TICK_S)
     request_exit(0)
 
@@ -141,7 +141,7 @@ def _failed(request_exit: RequestExit, directory: Path, error: BaseException) ->
     advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
     advice = f" {error}" if isinstance(error, StoreError) else advice
     log.critical(
-        "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
+        "the coordinator failed and exits; after a restart it resumes the same attempt.%s",
         advice,
         exc_info=None if advice else error,
     )

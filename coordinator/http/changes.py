@@ -1,6 +1,6 @@
-"""What every request that changes something passes: an Idempotency-Key is used once, and the audit log gets two lines.
+"""Handling of all requests that make changes: each Idempotency-Key is used once, and the audit log gets two lines.
 
-`ChangeRoute` is the route class of such routes: `APIRouter(route_class=ChangeRoute)`.
+Such routes use the route class `ChangeRoute`: `APIRouter(route_class=ChangeRoute)`.
 """
 
 import json
@@ -32,17 +32,17 @@ from fedcg.files import advice_for, append_line
 
 KEY_HEADER = "Idempotency-Key"
 MAX_CHANGED = 8000
-"""Characters of a request's content that stand in the audit log; a change with more is refused."""
+"""Characters of a request's content in the audit log; a change with more is refused."""
 MAX_TEXT, MAX_ITEMS = 1000, 30
-"""Of them, those of one text (a plan), and the items of one list (classes)."""
+"""Of these, characters of one text (a plan), and items of one list (classes)."""
 SECRET_FIELDS = (FORM_FIELD, "token", "secret", "password")
 MAX_NAME = 100
-"""Characters of a name in a request's address, and of the address that a proxy names."""
-# changes of one token that fail: each has lines in the audit log about nothing that was changed
+"""Characters of a name in a request's path, and of an address that a proxy forwards."""
+# failed changes of one token: each writes audit lines although nothing changed
 FAILING = Rate(200, 1 / 6)
 DAY_S = 86_400.0
 MAX_WAITING = 3
-"""Plans that wait while one is completed."""
+"""Plans that may wait while another one is completed."""
 _KEY = re.compile(r"[!-~]{1,255}")
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ Made = TypeVar("Made")
 
 
 class AuditLog:
-    """The audit log: a line before a change and a line after it, durable before `write` returns, and kept for days.
+    """The audit log: one line before and one after each change, durable when `write` returns.
 
     Args:
-        path: of the file; the one before it has the suffix `.old.jsonl`, earlier ones the time of their last line.
+        path: the file. The previous file has the suffix `.old.jsonl`; older ones have the time of their last line.
         keep_days: files whose last line is older are deleted.
     """
 
@@ -62,16 +62,16 @@ class AuditLog:
         self.path = path
         self._keep_s = keep_days * DAY_S
         self._writing = threading.Lock()
-        self._last = max((line["t"] for line in self.last(1)), default=0.0)  # the clock may have been put back since
+        self._last = max((line["t"] for line in self.last(1)), default=0.0)  # the clock may have been set back since
 
     def write(self, fields: Mapping[str, EventValue]) -> None:
         """Append a line.
 
         Raises:
-            OSError: the disk did not take it; the file is as before.
+            OSError: writing failed; the file is unchanged.
         """
         with self._writing:
-            at = round(max(time.time(), self._last + 0.001), 3)  # no other line has this time
+            at = round(max(time.time(), self._last + 0.001), 3)  # unique among all lines
             if append_line(self.path, json.dumps({"t": at, **fields})) > ROTATE_BYTES:
                 self._rotate()
             self._last = at
@@ -80,9 +80,9 @@ class AuditLog:
         """The last lines of the newest two files, newest first.
 
         Args:
-            limit: at most so many.
-            identity: only lines about changes of this one.
-            before: only lines of an earlier time `t`.
+            limit: maximum number of lines.
+            identity: only lines about changes of this identity.
+            before: only lines with an earlier time `t`.
         """
         files = (self.path, self.path.with_suffix(".old.jsonl"))
         found = (
@@ -107,9 +107,9 @@ class Changes:
     """The audit log, and the keys that requests have used.
 
     Args:
-        store: where used keys are kept.
-        audit: the audit log, for changes that were permitted.
-        events: the event log, where refused requests are counted: they are in no audit log, which so nobody can fill.
+        store: keeps used keys.
+        audit: the audit log, for permitted changes.
+        events: the event log, which counts refused requests. They are not in the audit log, so strangers can't fill it.
     """
 
     def __init__(self, store: ApiStore, audit: AuditLog, events: EventLog) -> None:
@@ -119,7 +119,7 @@ class Changes:
         self._failing: Buckets[str] = Buckets(FAILING)
 
     async def make(self, request: Request, handler: Handler) -> Response:
-        """Answer a request that changes something; `require` writes the intent once the role suffices. Errors are the caller's."""
+        """Answer a request that makes a change. `require` writes the intent once the role suffices. Errors propagate to the caller."""
         body = await request.body()
         intended: dict[str, EventValue] = {}
         key = ""
@@ -138,13 +138,13 @@ class Changes:
         try:
             identity = await access_of(request).identify(request)
             if identity is None:
-                raise unauthorised()  # noqa: TRY301 - its end is counted below
+                raise unauthorised()  # noqa: TRY301 - counted below
             request.state.identity = identity
             response = await handler(request)
         except Exception as error:
             status = problem_of(error).status
             if key and status != UNFORESEEN:
-                with suppress(SQLAlchemyError):  # else the error that counts would be lost
+                with suppress(SQLAlchemyError):  # keeps the original error
                     await run_in_threadpool(self._store.free_key, str(intended["token"]), key)
             await self._end(request, intended, status)
             raise
@@ -161,7 +161,7 @@ class Changes:
             ) from error
 
     async def _end(self, request: Request, intended: Mapping[str, EventValue], status: int) -> None:
-        """Write the outcome of a change that was permitted; count a request that was refused."""
+        """Write the outcome of a permitted change, or count a refused request."""
         if not intended and status >= 400:
             self.count_refused(request)
         elif intended:
@@ -170,16 +170,16 @@ class Changes:
             try:
                 await run_in_threadpool(self.audit.write, {"event": "outcome", **intended, "outcome": status})
             except OSError as error:
-                log.error("the outcome of a change is not in the audit log, its intent is: %s", error)  # noqa: TRY400
+                log.error("can't write the outcome of a change to the audit log (its intent is there): %s", error)  # noqa: TRY400
 
     def count_refused(self, request: Request) -> None:
-        """Count a request that lacks a valid token or the role."""
+        """Count a request without a valid token or without the required role."""
         identity = getattr(request.state, "identity", None)
         name = None if identity is None else identity.name
         self._refused.count(address=address_of(request), identity=name, route=_route(request))
 
     async def _use_key(self, request: Request, identity: Identity) -> str:
-        """Use up the key of a request, if it has one: a change is made once for it. One that is refused frees it again."""
+        """Use up the key of a request, if it has one, so that the change is made once. A refused change frees the key."""
         key = request.headers.get(KEY_HEADER, "")
         if not key:
             return ""
@@ -188,20 +188,20 @@ class Changes:
         if not await run_in_threadpool(self._store.use_key, identity.token_id, key, time.time()):
             raise ProblemError(
                 409,
-                f"a change with this {KEY_HEADER} was asked for before: look whether it was made; another change needs a new key",
+                f"this {KEY_HEADER} was used before: check whether that change was made; a further change needs a new key",
                 kind=USED_KIND,
             )
         return key
 
 
 def _backwards(file: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file, the last one first; none where there is no file."""
+    """The complete lines of a file, last one first; none if the file does not exist."""
     try:
         with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
             end = data.rfind(b"\n") + 1
             while end:
                 start = data.rfind(b"\n", 0, end - 1) + 1
-                with suppress(ValueError):  # a line that a power cut tore
+                with suppress(ValueError):  # a line damaged by a power cut
                     yield json.loads(data[start:end])
                 end = start
     except (FileNotFoundError, ValueError):  # an empty file can't be mapped
@@ -209,26 +209,26 @@ def _backwards(file: Path) -> Iterator[dict[str, Any]]:
 
 
 async def in_turn(request: Request, create: Callable[[], Made]) -> Made:
-    """Complete a plan after those that came before it, unless whoever asked is gone by then.
+    """Complete a plan after all earlier ones, unless the client has disconnected by then.
 
     Raises:
-        ProblemError: 503, as many as may wait are waiting, or nobody waits for the answer any more.
+        ProblemError: 503, too many plans are waiting, or the client has disconnected.
     """
     turns: anyio.CapacityLimiter = request.app.state.creating
     if turns.statistics().tasks_waiting >= MAX_WAITING:
         raise ProblemError(
-            503, f"{MAX_WAITING} plans wait to be completed; ask again in a minute", headers={"Retry-After": "60"}
+            503, f"{MAX_WAITING} plans are waiting already; try again in a minute", headers={"Retry-After": "60"}
         )
     async with turns:
         if await request.is_disconnected():
-            raise ProblemError(503, "nothing was created: the connection had ended")
+            raise ProblemError(503, "nothing was created: the client disconnected")
         return await run_in_threadpool(create)
 
 
 class ChangeRoute(APIRoute):
-    """A route whose changes are made once for a key, and audited; reading passes through.
+    """A route whose changes are made once per key and audited. Reading requests pass unchanged.
 
-    FastAPI reads a body before it asks what a route depends on: so the route's `require` is asked here, before that.
+    FastAPI reads the body before it resolves dependencies, so the route's `require` is called here first.
     """
 
     def get_route_handler(self) -> Handler:
@@ -250,7 +250,7 @@ class ChangeRoute(APIRoute):
 
 
 def _about(request: Request, identity: Identity) -> dict[str, EventValue]:
-    """The fields of both lines about a change; each of them is bounded."""
+    """The fields of both lines about a change; each one has a maximum length."""
     return {
         "change": secrets.token_hex(8),
         "identity": identity.name,
@@ -263,15 +263,15 @@ def _about(request: Request, identity: Identity) -> dict[str, EventValue]:
 
 
 def _route(request: Request) -> str:
-    """The route of a request, with its own names for what stands in the path."""
+    """Method and path template of a request."""
     return f"{request.method} {request.scope['route'].path}"
 
 
 def _content(body: bytes, media: str) -> str:
-    """The content of a request, without secrets and with long texts and lists cut, each with what it has more; of any body.
+    """The content of any request body, without secrets. Long texts and lists are cut, with the number of omitted items.
 
     Raises:
-        ProblemError: 422, it is longer than a line holds: nothing is changed of which the line would lack a part.
+        ProblemError: 422, it is longer than an audit line, so the change is refused.
     """
     try:
         values = (
@@ -287,25 +287,23 @@ def _content(body: bytes, media: str) -> str:
     except (ValueError, RecursionError, ProblemError):
         return "(not readable)"
     if len(content) > MAX_CHANGED:
-        raise ProblemError(
-            422, "the request has more content than a line of the audit log holds: leave out what is not needed"
-        )
+        raise ProblemError(422, "the request is too long for a line of the audit log: leave out what is not needed")
     return content
 
 
 class _RepeatedFieldError(ProblemError):
-    """A request gives a field twice: which of the two counts would be a guess."""
+    """A request contains a field twice, so its value is ambiguous."""
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The values of an object of JSON.
+    """The values of a JSON object.
 
     Raises:
         _RepeatedFieldError: 422.
     """
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _RepeatedFieldError(422, "a field of the request is given more than once")
+        raise _RepeatedFieldError(422, "the request contains a field more than once")
     return values
 
 

@@ -1,8 +1,8 @@
 """The HTTPS interfaces for devices: the TLS listeners, enrolment and renewal, and the carrier of artifacts.
 
-Bounded and strict; they share no route with the operators' interface.
+They limit and check all input, and share no route with the operators' interface.
 
-For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that is shown must be valid and of the coordinator's authority, else the handshake fails. The carrier serves only what signed messages over MQTT announced. The register decides whether a device still may, also in the middle of a transfer.
+For enrolment a client certificate is optional in the handshake (a new device has none); for the carrier it is required. A certificate must be valid and issued by the coordinator's authority, else the handshake fails. The carrier serves only artifacts announced in signed MQTT messages. The register decides whether a device is still allowed, also during a transfer.
 """
 
 import asyncio
@@ -41,23 +41,23 @@ from fedcg.wire.transfer.chunk_sender import ChunkFile
 HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
 PEER = "fedcg.peer"
-"""Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
+"""Key in the ASGI scope for the connection's certificate in DER form; None without one."""
 HANG_UP = "fedcg.hang_up"
-"""Where it puts the function that ends the connection at once."""
+"""Key in the ASGI scope for the function that ends the connection immediately."""
 
 
 @contextmanager
 def listening(name: str, settings: ListenerSettings, host: str, connections: Connections) -> Iterator[Listener | None]:
-    """The socket of a listener, or None when it is off.
+    """The socket of a listener, or None if it is off.
 
     Args:
         name: its section of coordinator.toml.
         settings: that section.
-        host: the name under which devices reach it.
-        connections: where its connections count.
+        host: the name at which devices reach it.
+        connections: counts its connections.
 
     Raises:
-        HomeError: the port is taken, or the address is not this machine's.
+        HomeError: the port is taken, or the address does not belong to this machine.
     """
     if settings.port is None:
         yield None
@@ -70,20 +70,20 @@ def bound(name: str, address: str, port: int, connections: Connections) -> Liste
     """A listening socket.
 
     Raises:
-        HomeError: the port is taken, or the address is not this machine's.
+        HomeError: the port is taken, or the address does not belong to this machine.
     """
     try:
         return Listener(name, address, port, connections)
     except OSError as error:
         raise HomeError(
-            f"the {name} listener can't have {address}:{port}: {error.strerror}; end what listens there or change "
-            f"the port under [{name}] in coordinator.toml"
+            f"the {name} listener can't bind to {address}:{port}: {error.strerror}; stop the program on that port or "
+            f"change the port under [{name}] in coordinator.toml"
         ) from error
 
 
 @asynccontextmanager
 async def serving(application: FastAPI, listener: Listener, context: ssl.SSLContext) -> AsyncIterator[None]:
-    """Serve devices on a bound socket for as long as the context lasts."""
+    """Serve devices on a bound socket while the context is open."""
     config = http_config(application, listener, _identify, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S)
     config.load()
     state = ServerState()
@@ -104,13 +104,13 @@ async def serving(application: FastAPI, listener: Listener, context: ssl.SSLCont
 
 
 def hang_up(transport: asyncio.Transport) -> None:
-    """Cut a connection; one that has just closed has no protocol any more, and older releases of Python 3.11 fail over it."""
+    """Abort a connection. Older releases of Python 3.11 fail on one that has just closed, because it has no protocol."""
     with suppress(AttributeError):
         transport.abort()
 
 
 def peer_of(request: Request) -> x509.Certificate | None:
-    """The certificate of the connection, verified by TLS; None when it showed none."""
+    """The certificate of the connection, verified by TLS; None without one."""
     der = request.scope.get(PEER)
     return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
 
@@ -122,13 +122,13 @@ def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, objec
 
 
 ENROLMENT_THREADS = 2
-"""Threads that decide; a decision holds the lock of the members, so more threads would only wait."""
+"""Threads for decisions. A decision holds the members' lock, so more threads would only wait."""
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class _RequestHandler:
-    """Handles a request: limits, bounds, schema, decision, and a line in the event log."""
+    """Handles a request: limits, size, schema, decision, and a line in the event log."""
 
     def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
         self.admission = admission
@@ -155,7 +155,7 @@ class _RequestHandler:
             answer = await anyio.to_thread.run_sync(grant, wanted, limiter=self._threads)
         except RefusedError as error:
             limits.refused(asker)
-            client = "" if peer is None else asker  # a name that nobody has proved is in no log
+            client = "" if peer is None else asker  # unproven names are not logged
             self.admission.events.write(event, address=address, reason=str(error), client=client)
             return refusal(error.status, error.answer)
         return Response(answer.model_dump_json(), media_type="application/json")
@@ -170,15 +170,15 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
     """The application of the enrolment listener.
 
     Args:
-        admission: decides.
+        admission: decides on the requests.
         limits: counts refusals of connections without a certificate, by address.
-        device_limits: counts those of devices, by name, so that requests without a certificate delay no renewal.
+        device_limits: counts refusals of devices, by name, so that requests without a certificate do not delay renewals.
     """
     handler = _RequestHandler(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authority() -> Response:
-        date = formatdate(admission.clock(), usegmt=True)  # a box compares its clock before it uses the token
+        date = formatdate(admission.clock(), usegmt=True)  # a device checks its clock before it uses the token
         return Response(admission.authority(), media_type="application/x-pem-file", headers={"Date": date})
 
     async def enrol(request: Request) -> Response:
@@ -191,7 +191,7 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
         )
 
     async def failed(request: Request, error: Exception) -> Response:
-        return refusal(500, "the coordinator could not do it; its log has the reason")
+        return refusal(500, "the coordinator failed to handle the request; its log has the reason")
 
     application.add_exception_handler(Exception, failed)
     application.add_api_route(enrolment_messages.AUTHORITY_PATH, authority, methods=["GET"])
@@ -205,7 +205,7 @@ async def _body(request: Request) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > enrolment_messages.MAX_BODY_BYTES:
-            raise RefusedError(f"a request has at most {enrolment_messages.MAX_BODY_BYTES} bytes", status=413)
+            raise RefusedError(f"the request is larger than {enrolment_messages.MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
@@ -217,12 +217,12 @@ def _parse(schema: type[RequestT], body: bytes) -> RequestT:
 
 
 MEMBER_S = 2.0
-"""Interval at which the membership of a device in the middle of a transfer is checked."""
+"""Interval at which a device's membership is checked during a transfer."""
 REQUESTS_AT_ONCE = 4
-"""Concurrent requests of one device; it uses two, and a dead connection may linger."""
+"""Concurrent requests of one device. It uses two, and dead connections may linger."""
 PIECE_BYTES = 128 * 1024
 CARRIER_THREADS = 4
-"""Threads that read artifacts and the register for all devices together; one disk gains nothing by more."""
+"""Threads that read artifacts and the register for all devices; more do not speed up one disk."""
 MAX_REMEMBERED = 4096
 STATUS: dict[type[errors.WireError], int] = {
     errors.TooLargeError: 413,
@@ -237,7 +237,7 @@ ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Fetched(StreamingResponse):
-    """Pieces of an artifact; the request keeps its place among those of its device until they are sent, or can't be."""
+    """Pieces of an artifact. The request counts towards its device's limit until they are sent or sending fails."""
 
     def __init__(self, place: ExitStack, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
         super().__init__(pieces, status, headers, "application/octet-stream")
@@ -249,7 +249,7 @@ class _Fetched(StreamingResponse):
 
 
 class _Carrier:
-    """Serves fetches and takes updates of the devices that may still fetch or put anything."""
+    """Serves artifacts to member devices and receives their updates."""
 
     def __init__(self, coordinator: Coordinator, clock: Callable[[], float]) -> None:
         self._coordinator = coordinator
@@ -263,7 +263,7 @@ class _Carrier:
         """The device of the connection.
 
         Raises:
-            RefusedError: the certificate is no member's.
+            RefusedError: the certificate does not belong to a member.
         """
         shown = request.scope[PEER]
         name, read_at = self._known.get(shown, (None, float("-inf")))
@@ -283,13 +283,13 @@ class _Carrier:
 
     @contextmanager
     def _occupied(self, device: str) -> Iterator[None]:
-        """Count a request for as long as it is served.
+        """Count a request while it is served.
 
         Raises:
-            RefusedError: the device has too many.
+            RefusedError: the device has too many concurrent requests.
         """
         if self._busy[device] >= REQUESTS_AT_ONCE:
-            raise RefusedError(f"{device} has {REQUESTS_AT_ONCE} requests under way already", status=429)
+            raise RefusedError(f"{device} already has {REQUESTS_AT_ONCE} open requests; try again later", status=429)
         self._busy[device] += 1
         try:
             yield
@@ -301,15 +301,15 @@ class _Carrier:
     def _refusal(self, request: Request) -> RefusedError:
         peer = peer_of(request)
         self._refused.count(certificate=None if peer is None else enrolment_messages.common_name(peer))
-        return RefusedError("this certificate is no member's (any more); ask the operator")
+        return RefusedError("this certificate does not belong to a present member; ask the operator")
 
     async def ready(self, request: Request) -> Response:
-        """Whether the device may transfer anything."""
+        """Answer 204 if the device may transfer artifacts."""
         await self._device(request)
         return Response(status_code=204)
 
     async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
-        """Whole chunks or any other range of the spec or of an aggregate."""
+        """Serve chunks or any other range of a spec or an aggregate."""
         device = await self._device(request)
         with ExitStack() as place:
             place.enter_context(self._occupied(device))
@@ -328,11 +328,11 @@ class _Carrier:
     async def _source(self, device: str, artifact: str) -> ChunkFile:
         published = self._coordinator.published(artifact)
         if published is None:
-            raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
+            raise RefusedError(f"artifact {artifact} is not available", status=404)
         try:
             return await anyio.to_thread.run_sync(published.source, artifact, limiter=self._threads)
         except (errors.IntegrityError, OSError):
-            log.exception("%s asked for artifact %s, which can't be read", device, artifact)
+            log.exception("can't read artifact %s, requested by %s", artifact, device)
             raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
 
     async def _pieces(self, request: Request, source: ChunkFile, span: chunks.Span) -> AsyncIterator[bytes]:
@@ -343,14 +343,14 @@ class _Carrier:
                     await self._device(request)
                 except RefusedError:
                     request.scope[HANG_UP]()
-                    await asyncio.sleep(chunks.HTTPS_STALL_S)  # ended by the disconnect
+                    await asyncio.sleep(chunks.HTTPS_STALL_S)  # the disconnect ends this
                 length = min(PIECE_BYTES, span.last + 1 - start)
                 yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
         finally:
             os.close(file)
 
     async def take(self, artifact: ArtifactId, request: Request) -> Response:
-        """Chunks of the update that the device has announced; each counts as soon as it is here."""
+        """Receive chunks of the update that the device has announced. Each chunk is stored on arrival."""
         device = await self._device(request)
         with self._occupied(device):
             span = chunks.parse_content_range(request.headers.get("content-range", ""))
@@ -361,7 +361,7 @@ class _Carrier:
                 if ref is not None and ref.id == artifact:
                     await self._take_chunks(service.receiver, device, request, ref, span)
                     return Response(status_code=204)
-        raise errors.OrderError(f"no update {artifact} of {device} is under way; announce it first")
+        raise errors.OrderError(f"{device} has not announced update {artifact}; announce it first")
 
     async def _take_chunks(
         self, receiver: Receiver, device: str, request: Request, ref: ArtifactRef, span: chunks.Span
@@ -377,14 +377,14 @@ class _Carrier:
                 await asyncio.wrap_future(receiver.chunk(device, chunk))
                 index, length = next(expected, (0, 0))
         if length:
-            raise errors.MalformedError(f"the body ended in the middle of chunk {index}")
+            raise errors.MalformedError(f"the body ended within chunk {index}")
 
 
 def create_carrier_app(coordinator: Coordinator, clock: Callable[[], float]) -> FastAPI:
     """The application of the carrier's listener.
 
     Args:
-        coordinator: has the artifacts to fetch, and takes updates.
+        coordinator: provides the artifacts and receives the updates.
         clock: monotonic seconds.
     """
     carrier = _Carrier(coordinator, clock)

@@ -1,4 +1,4 @@
-"""The events as Server-Sent Events."""
+"""Streams the event log as Server-Sent Events."""
 
 import asyncio
 import json
@@ -19,26 +19,26 @@ LOOK_EVERY_S = 0.5
 KEEP_ALIVE_S = 15.0
 RETRY_MS = 2000
 RECHECK_S = 15.0
-"""Interval at which a stream's token or session is checked again: it ends with them."""
+"""Interval at which a stream's token or session is checked again. The stream ends with them."""
 MAX_WATCHERS = 500
 """Open event streams; each one looks for new events twice a second."""
 AT_ONCE = 1000
-"""Events that are read together."""
+"""Events read at once."""
 MAX_OF_TOKEN = 50
-"""Of them with one token, or with the sessions that it opened."""
+"""Open event streams of one token and its sessions."""
 
 Reader = Annotated[Identity, Depends(require(Role.VIEWER))]
 router = APIRouter(tags=["read"])
 
 
 class EventStream:
-    """The events as Server-Sent Events. Readers at one place get the same bytes, which are made once.
+    """The events as Server-Sent Events. Readers at the same position share the same bytes, which are formatted once.
 
     Args:
-        events: in the database.
+        events: the events in the database.
 
     Attributes:
-        watchers: readers there are now, by the id of their token.
+        watchers: number of present readers, by the id of their token.
     """
 
     def __init__(self, events: Events) -> None:
@@ -47,7 +47,7 @@ class EventStream:
         self.watchers: Counter[str] = Counter()
 
     def after(self, number: int) -> tuple[bytes, int]:
-        """The events after the one with this id, empty where there are none, and the id of the last one."""
+        """The events after the one with this id (empty if none), and the id of the last one."""
         if number >= self._events.newest():
             return b"", number
         if self._last is None or self._last[0] != number:
@@ -59,7 +59,7 @@ class EventStream:
     async def follow(
         self, last_event_id: str, token: str, is_valid: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[bytes]:
-        """The events after the one with this id, or from now on, as they come, while the reader stays and is still known."""
+        """Yield the events after the one with this id, or from now on, while the reader is connected and its credentials are valid."""
         await asyncio.to_thread(self._events.flush)
         newest = await asyncio.to_thread(self._events.newest)
         is_known = last_event_id.isascii() and last_event_id.isdigit() and int(last_event_id) <= newest
@@ -79,19 +79,19 @@ class EventStream:
                 if text:
                     yield text
                     sent_at = time.monotonic()
-                if number >= self._events.newest():  # all readers at one moment, so that they are at one place
+                if number >= self._events.newest():  # all readers wake at once, so that they share a position
                     await asyncio.sleep(LOOK_EVERY_S - time.monotonic() % LOOK_EVERY_S)
-        except SQLAlchemyError:  # the browser comes again, and the log of the coordinator has the reason
+        except SQLAlchemyError:  # the browser reconnects, and the coordinator's log has the reason
             return
         finally:
-            self.watchers -= Counter({token: 1})  # and no entry where none is left
+            self.watchers -= Counter({token: 1})  # also removes entries of 0
 
 
 @router.get("/api/v1/events/stream", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
 async def event_stream(
     request: Request, identity: Reader, last_event_id: Annotated[str, Header(max_length=64)] = ""
 ) -> Response:
-    """The events from now on, or from `Last-Event-ID` on, each with its id."""
+    """New events from now on, or all after `Last-Event-ID`, each with its id."""
     stream: EventStream = request.app.state.events
     own = stream.watchers[identity.token_id]
     if stream.watchers.total() >= MAX_WATCHERS or own >= MAX_OF_TOKEN:

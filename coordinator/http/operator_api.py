@@ -1,6 +1,6 @@
-"""The routes of the operators' API: facts as JSON, metrics and logs are read; federations, devices and tokens are changed.
+"""The routes of the operators' API: read facts as JSON, metrics and logs; change federations, devices and tokens.
 
-The work is in `facts` and `operations`.
+The work is done in `facts` and `operations`.
 """
 
 import hashlib
@@ -42,16 +42,16 @@ from fedcg.config_file import Settings
 from fedcg.learning.spec import RoundPolicy
 
 MAX_ITEMS = 1000
-"""Of one answer."""
+"""Maximum number of items in an answer."""
 MAX_ID = 2**53
 LEFT_OUT = "X-Left-Out"
-"""The header of a list that has more items than its answer: how many more."""
+"""Header with the number of items that an answer omits."""
 
 
 class Lines(BaseModel):
-    """Events, or lines of the audit log, oldest first; `older` is the value of `before` for those before them, None where these are all.
+    """Events, or lines of the audit log, oldest first. For older ones, pass `older` as `before`; None if there are no more.
 
-    An event has `id`, its fields, the sentence of the log under `message`, and its `level`.
+    An event has `id`, its fields, the log sentence as `message`, and its `level`.
     """
 
     events: list[dict[str, Any]]
@@ -65,41 +65,41 @@ class Health(BaseModel):
 
 
 def known_from(request: Request) -> Known:
-    """What the coordinator of the application that serves a request knows now."""
+    """The source of facts of the application that serves a request, now."""
     return known_of(request.app.state.coordinator, request.app.state.home.root)
 
 
 def reading(role: Role) -> APIRouter:
-    """Routes under /api/v1 that this role may read."""
+    """A router for routes under /api/v1 that this role may read."""
     return APIRouter(prefix="/api/v1", dependencies=[Depends(require(role))], responses=PROBLEMS, tags=["read"])
 
 
 Now = Annotated[Known, Depends(known_from)]
-Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="at most so many items")]
+Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="maximum number of items")]
 Name = Annotated[str, Query(max_length=100)]
-Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="the least level of the sentences")]
+Level = Annotated[Literal["debug", "info", "warning", "error"], Query(description="minimum level")]
 ItemT = TypeVar("ItemT")
 
 health = APIRouter()
-"""Needs no token."""
+"""Routes without a token."""
 plain = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
 router, admin = reading(Role.VIEWER), reading(Role.ADMIN)
 
 
 @health.head("/healthz", include_in_schema=False)
 @health.get("/healthz")
-async def healthz() -> Health:  # on no thread: it answers also when all are busy
-    """Whether the process answers."""
+async def healthz() -> Health:  # needs no thread, so it answers even if all are busy
+    """Check that the process answers."""
     return Health(status="ok")
 
 
 @health.get("/readyz")
 async def readyz(known: Now, response: Response) -> Health:
-    """Whether every federation is connected to the broker and can store artifacts; 503 when not."""
+    """Check that every federation is connected to the broker and can store artifacts; 503 if not."""
     problem = next((service.store_problem for service in known.services.values() if service.store_problem), "")
     cut_off = [federation for federation, service in known.services.items() if not service.is_connected]
     if cut_off and not problem:
-        problem = f"no link to the broker: {', '.join(cut_off)}"
+        problem = f"no connection to the broker: {', '.join(cut_off)}"
     if problem:
         response.status_code = 503
     return Health(status=problem or "ok")
@@ -107,7 +107,7 @@ async def readyz(known: Now, response: Response) -> Health:
 
 @plain.get("/metrics")
 def metrics(known: Now) -> Response:
-    """Metrics in the text format of Prometheus."""
+    """Metrics in the Prometheus text format."""
     return Response(metrics_text(known), media_type=CONTENT_TYPE)
 
 
@@ -121,7 +121,7 @@ async def openapi(request: Request) -> Response:
 def federations(
     known: Now, response: Response, limit: Limit = MAX_ITEMS, archived: bool = False
 ) -> list[FederationFacts]:
-    """All federations, oldest first; archived ones only where they are asked for."""
+    """All federations, oldest first. Archived ones are included only with `archived`."""
     found = known.store.federations() if archived else known.store.shown_federations()
     oldest_first = sorted(found, key=lambda record: (record.created_at, record.id))
     return [federation_facts(known, record) for record in _bounded(response, oldest_first, limit)]
@@ -129,19 +129,19 @@ def federations(
 
 @router.get("/federations/{federation}")
 def federation(federation: str, known: Now) -> FederationFacts:
-    """One federation and where it stands."""
+    """One federation and its state."""
     return federation_facts(known, known.federation(federation))
 
 
 @router.get("/federations/{federation}/now")
 def federation_now(federation: str, known: Now) -> CurrentRound:
-    """The open round: quorum, deadline, the phase of every client, and when it will probably end."""
+    """The open round: quorum, deadline, phase of every client, and estimated end."""
     return current_round(known, federation)
 
 
 @router.get("/federations/{federation}/policy")
 def policy(federation: str, known: Now, response: Response) -> RoundPolicy:
-    """How its rounds go; the ETag serves the If-Match of a change."""
+    """The policy of a federation. Use the ETag in If-Match to change it."""
     found = known.federation(federation).policy
     response.headers["ETag"] = policy_tag(found)
     return found
@@ -151,7 +151,7 @@ def policy(federation: str, known: Now, response: Response) -> RoundPolicy:
 def rounds(
     federation: str, known: Now, response: Response, limit: Limit = 100, after: Annotated[int, Query(ge=0)] = 0
 ) -> list[RoundFacts]:
-    """The rounds after one, oldest first."""
+    """The rounds after round `after`, oldest first."""
     found = attempts_by_round(known, federation)
     numbers = _bounded(response, sorted(number for number in found if number > after), limit)
     return [round_facts(known, found[number]) for number in numbers]
@@ -159,10 +159,10 @@ def rounds(
 
 @router.get("/federations/{federation}/rounds/{number}")
 def one_round(federation: str, number: int, known: Now) -> RoundFacts:
-    """One round; 404 when it was never opened."""
+    """One round; 404 if it was never opened."""
     attempts = attempts_by_round(known, federation).get(number)
     if attempts is None:
-        raise NotFoundError(f"round {number} of {federation} was not opened yet")
+        raise NotFoundError(f"round {number} of {federation} has not been opened yet")
     return round_facts(known, attempts)
 
 
@@ -178,7 +178,7 @@ def devices(
     sort: Literal["id", "enrolled_at", "last_seen_at"] = "id",
     descending: bool = False,
 ) -> list[DeviceFacts]:
-    """All devices, also those that were revoked or left; `search` is a part of the id."""
+    """All devices, including those that were revoked or left. `search` matches part of the id."""
     wanted = [
         device
         for device in device_facts(known)
@@ -198,14 +198,14 @@ def device(device: str, known: Now) -> DeviceFacts:
 
 @router.get("/enrolment-tokens")
 def enrolment_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[TokenFacts]:
-    """All enrolment tokens, newest first; their secrets are stored nowhere."""
+    """All enrolment tokens, newest first. Their secrets are not stored."""
     chosen = _bounded(response, known.store.register.tokens()[::-1], limit)
     return [token_facts(token, known.now) for token in chosen]
 
 
 @router.get("/problems")
 def problems(known: Now) -> list[Problem]:
-    """Open problems, each with its remedy; severe ones first."""
+    """Open problems with their remedies, severe ones first."""
     return open_problems(known)
 
 
@@ -220,7 +220,7 @@ def events(
     level: Level = "debug",
     before: Annotated[int | None, Query(ge=0, le=MAX_ID)] = None,
 ) -> Lines:
-    """The last events that fit, or those before the one with the id `before`."""
+    """The last matching events, or those before the event with the id `before`."""
     found = known.store.events.last(EventFilter(event, client, federation, text, level), limit, before)
     return Lines(events=found[::-1], older=found[-1]["id"] if len(found) == limit else None)
 
@@ -232,7 +232,7 @@ def audit(
     identity: Name = "",
     before: Annotated[float | None, Query(ge=0, le=MAX_ID)] = None,
 ) -> Lines:
-    """The last lines of the audit log, or those before a time `t`: who changed what, and the outcome."""
+    """The last lines of the audit log, or those before the time `before`: changes with their author and outcome."""
     changes: Changes = request.app.state.changes
     found = changes.audit.last(limit, identity, before)
     return Lines(events=found[::-1], older=found[-1]["t"] if len(found) == limit else None)
@@ -240,18 +240,18 @@ def audit(
 
 @admin.get("/api-tokens")
 def api_tokens(known: Now, response: Response, limit: Limit = MAX_ITEMS) -> list[ApiTokenFacts]:
-    """All tokens of this API, oldest first; their secrets are stored nowhere."""
+    """All API tokens, oldest first. Their secrets are not stored."""
     chosen = _bounded(response, known.store.api.tokens(), limit)
     return [api_token_facts(token, known.now) for token in chosen]
 
 
 def policy_tag(policy: RoundPolicy) -> str:
-    """The ETag of a policy: two people who edit it at once are noticed by it."""
+    """The ETag of a policy; it detects concurrent changes."""
     return f'"{hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:32]}"'
 
 
 def _bounded(response: Response, items: Sequence[ItemT], limit: int) -> list[ItemT]:
-    """The first items; a header of the answer has the number of those that are left out."""
+    """The first items; a header of the answer has the number of omitted ones."""
     if len(items) > limit:
         response.headers[LEFT_OUT] = str(len(items) - limit)
     return list(items[:limit])
@@ -267,16 +267,16 @@ EXAMPLE_PLAN = {
 
 
 class _Content(Settings, allow_inf_nan=False):
-    """The content of a request: JSON, which has no infinity."""
+    """The content of a request: JSON without infinite numbers."""
 
 
 class NewFederation(_Content):
-    """A federation to open.
+    """A federation to create.
 
     Attributes:
-        plan: as docs/reference/plan.md describes it.
-        start: else it is only created, and `start` starts it.
-        continued_from: a federation whose last aggregate has the initial weights.
+        plan: the plan; docs/reference/plan.md describes it.
+        start: whether to start it; otherwise start it later with `start`.
+        continued_from: federation whose last aggregate provides the initial weights.
     """
 
     plan: Annotated[OperatorPlan, Field(examples=[EXAMPLE_PLAN])]
@@ -285,25 +285,25 @@ class NewFederation(_Content):
 
 
 class Reason(_Content):
-    """Why something is done; it stands in the log and on the page."""
+    """The reason for a change; the log and the page show it."""
 
     reason: Annotated[str, Field(max_length=MAX_REASON, examples=["the line is being rebuilt"])] = ""
 
 
 class MoreRounds(_Content):
-    """How many rounds to add."""
+    """The number of rounds to add."""
 
     rounds: Annotated[int, Field(ge=1, le=100_000, examples=[10])]
 
 
 class Forgotten(_Content):
-    """Which devices to forget."""
+    """The devices to forget."""
 
     devices: Annotated[list[Annotated[str, Field(max_length=63)]], Field(min_length=1, max_length=1000)]
 
 
 class NewToken(_Content):
-    """An enrolment token to make; the fields are the options of `fedcg token create`."""
+    """An enrolment token to create; the fields are the options of `fedcg token create`."""
 
     device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
     replaces: Annotated[str, Field(max_length=63)] | None = None
@@ -313,7 +313,7 @@ class NewToken(_Content):
 
 
 class NewApiToken(_Content):
-    """An API token to make; it expires after `days`."""
+    """An API token to create; it expires after `days`."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, examples=["ann"])]
     role: Role
@@ -321,14 +321,14 @@ class NewApiToken(_Content):
 
 
 class MadeToken(TokenFacts, frozen=True):
-    """A new enrolment token; `token` is shown this once, `url` is where the device enrols."""
+    """A new enrolment token. `token` is shown only now; the device enrols at `url`."""
 
     token: str
     url: str | None
 
 
 class MadeApiToken(ApiTokenFacts, frozen=True):
-    """A new API token; `token` is shown this once."""
+    """A new API token. `token` is shown only now."""
 
     token: str
 
@@ -340,7 +340,7 @@ def operations_of(request: Request) -> Operations:
 
 
 def changing(role: Role) -> APIRouter:
-    """Routes under /api/v1 with which this role may change something."""
+    """A router for routes under /api/v1 with which this role may make changes."""
     needed = [Depends(require(role))]
     return APIRouter(
         prefix="/api/v1", route_class=ChangeRoute, dependencies=needed, responses=PROBLEMS, tags=["change"]
@@ -356,7 +356,7 @@ steering, steering_admin = changing(Role.OPERATOR), changing(Role.ADMIN)
 async def create_federation(
     wanted: NewFederation, doing: Doing, request: Request, response: Response
 ) -> FederationFacts:
-    """Open a federation; it takes some seconds, one after the other."""
+    """Create a federation. It takes a few seconds; concurrent requests wait for each other."""
     create = partial(doing.create_federation, wanted.plan, start=wanted.start, continued_from=wanted.continued_from)
     record = await in_turn(request, create)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
@@ -365,43 +365,43 @@ async def create_federation(
 
 @steering.post("/federations/{federation}/start")
 def start(federation: str, doing: Doing, request: Request) -> FederationFacts:
-    """Start a federation that was created and not started."""
+    """Start a federation that was created without starting it."""
     return _federation(request, doing.start(federation))
 
 
 @steering.post("/federations/{federation}/pause")
 def pause(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
-    """Open no further attempt; the open one ends as it would."""
+    """Pause a federation. The open attempt finishes normally; no further one opens."""
     return _federation(request, doing.pause(federation, why.reason))
 
 
 @steering.post("/federations/{federation}/resume")
 def resume(federation: str, doing: Doing, request: Request) -> FederationFacts:
-    """Let a federation go on that an operator paused, or that stalled after failed attempts."""
+    """Resume a federation that an operator paused, or that stalled after failed attempts."""
     return _federation(request, doing.resume(federation))
 
 
 @steering.post("/federations/{federation}/stop")
 def stop(federation: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> FederationFacts:
-    """End a federation now; its devices keep the last aggregate."""
+    """Stop a federation now. Its devices keep the last aggregate."""
     return _federation(request, doing.stop(federation, why.reason))
 
 
 @steering.post("/federations/{federation}/extend")
 def extend(federation: str, more: MoreRounds, doing: Doing, request: Request) -> FederationFacts:
-    """Add rounds, also to a federation that is over or was stopped."""
+    """Add rounds to a federation, also to one that has ended or was stopped."""
     return _federation(request, doing.extend(federation, more.rounds))
 
 
 @steering.post("/federations/{federation}/forget")
 def forget(federation: str, who: Forgotten, doing: Doing, request: Request) -> FederationFacts:
-    """Invite devices no more, for good, and learn anew without them, where the method is exact. It can't be undone."""
+    """Permanently exclude devices and recompute the model without them. Only for exact methods. This can't be undone."""
     return _federation(request, doing.forget(federation, who.devices))
 
 
 @steering.post("/federations/{federation}/archive")
 def archive(federation: str, doing: Doing, request: Request) -> FederationFacts:
-    """Take one that is over, or was never started, off the lists; its data stays, and `extend` brings it back."""
+    """Hide a federation that has ended or was never started. Its data is kept; `extend` reopens it."""
     return _federation(request, doing.archive(federation))
 
 
@@ -409,18 +409,18 @@ def archive(federation: str, doing: Doing, request: Request) -> FederationFacts:
 def change_policy(
     federation: str,
     changes: Annotated[
-        dict[str, object],  # the policy checks them, and names everything that is wrong
+        dict[str, object],  # the policy checks them and reports all errors
         Body(examples=[{"min_clients": 4, "deadline_s": 1800}], max_length=64),
     ],
     doing: Doing,
     response: Response,
     if_match: Annotated[str | None, Header()] = None,
 ) -> RoundPolicy:
-    """Change fields of the policy; with If-Match only where it is still the one that was read."""
+    """Change fields of the policy. With If-Match, only if the policy has not changed since it was read."""
 
     def check(policy: RoundPolicy) -> None:
         if if_match is not None and if_match.strip() not in ("*", policy_tag(policy)):
-            raise ProblemError(412, f"the policy of {federation} was changed meanwhile; read it again")
+            raise ProblemError(412, f"the policy of {federation} has changed since you read it; read it again")
 
     policy = doing.change_policy(federation, changes, check).policy
     response.headers["ETag"] = policy_tag(policy)
@@ -429,7 +429,7 @@ def change_policy(
 
 @steering.post("/devices/{device}/disable")
 def disable(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> DeviceFacts:
-    """Invite a device no more until it is enabled; it stays enrolled."""
+    """Stop inviting a device to rounds until it is enabled. It stays enrolled."""
     doing.disable(device, why.reason)
     return one_device(known_from(request), device)
 
@@ -443,34 +443,34 @@ def enable(device: str, doing: Doing, request: Request) -> DeviceFacts:
 
 @steering.post("/devices/{device}/revoke")
 async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_REASON) -> Revoked:
-    """Cut a device off: certificates, keys, and the session that it may have. It can't be undone."""
+    """Revoke a device: its certificates, keys and any open session. This can't be undone."""
     cut_off = partial(doing.revoke_device, device, why.reason)
     return await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
 
 
 @steering.post("/enrolment-tokens", status_code=201)
 def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
-    """Make a one-time token with which a device enrols; it is shown this once."""
+    """Create a one-time enrolment token. It is shown only now."""
     token, record = doing.create_enrolment_token(WantedToken(**wanted.model_dump()))
     return MadeToken(token=token.text, url=token.url, **token_facts(record, time.time()).model_dump())
 
 
 @steering.delete("/enrolment-tokens/{token}")
 def revoke_enrolment_token(token: str, doing: Doing) -> TokenFacts:
-    """Make a token that was not used yet unusable."""
+    """Revoke an unused enrolment token."""
     return token_facts(doing.revoke_enrolment_token(token), time.time())
 
 
 @steering_admin.post("/api-tokens", status_code=201)
 def create_api_token(wanted: NewApiToken, request: Request) -> MadeApiToken:
-    """Make a token of this API; it is shown this once."""
+    """Create an API token. It is shown only now."""
     made = access_of(request).tokens.create(wanted.name, wanted.role, wanted.days)
     return MadeApiToken(token=made.text, **api_token_facts(made.record, time.time()).model_dump())
 
 
 @steering_admin.delete("/api-tokens/{token}")
 def revoke_api_token(token: str, request: Request) -> ApiTokenFacts:
-    """Make a token of this API unusable, with every session that was opened with it."""
+    """Revoke an API token, and end all sessions that were opened with it."""
     return api_token_facts(access_of(request).tokens.revoke(token), time.time())
 
 

@@ -1,4 +1,4 @@
-"""How requests are refused: the answers of the operators' interface as `application/problem+json` (RFC 9457), those of the listeners for devices, limits on refusals, and their counted events."""
+"""Refused requests: answers of the operators' interface as `application/problem+json` (RFC 9457), answers of the device listeners, limits on refusals, and counted events."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ MAX_REASON = 600
 
 
 def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer with the reason; the connection ends with it, because a body may be left unread."""
+    """An answer with the reason. It closes the connection, because a body may be unread."""
     return Response(
         Refusal(error=reason[:MAX_REASON]).model_dump_json(),
         status,
@@ -34,11 +34,11 @@ def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) 
 
 
 class CountedEvent:
-    """An event that anybody can cause: written once in ten seconds, with the number of times until then.
+    """An event that anyone can trigger. It is written at most once in ten seconds, with a count.
 
     Args:
         events: the event log.
-        name: of the event.
+        name: the event's name.
         clock: monotonic seconds.
     """
 
@@ -49,7 +49,7 @@ class CountedEvent:
         self._count = 0
 
     def count(self, **values: str | None) -> None:
-        """Count it, and write it when it is time."""
+        """Count an occurrence, and write the event when it is due."""
         self._count += 1
         if self._lines.take(None):
             self._events.write(self._name, refused=self._count, **values)
@@ -60,12 +60,12 @@ ALL = Rate(120, 2.0)
 
 
 class FailureLimits:
-    """Counts refusals: an address that was refused too often has to wait. Successes are not counted, so a roll-out is never slowed.
+    """Counts refusals: an address with too many refusals must wait. Successes do not count, so roll-outs are never slowed.
 
     Args:
         clock: monotonic seconds.
-        per_address: for one IPv4 address, or one IPv6 network of 64 bits.
-        everybody: for all together.
+        per_address: limit of one IPv4 address, or one IPv6 network of 64 bits.
+        everybody: limit of all addresses together.
     """
 
     def __init__(self, clock: Callable[[], float], per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> None:
@@ -73,7 +73,7 @@ class FailureLimits:
         self._all: Buckets[None] = Buckets(everybody, clock)
 
     def wait_s(self, address: str) -> float:
-        """Seconds until this address may ask again; 0 when it may now."""
+        """Seconds until this address may send a request; 0 if it may now."""
         return max(self._all.wait_s(None), self._addresses.wait_s(network_of(address)))
 
     def refused(self, address: str) -> None:
@@ -87,11 +87,11 @@ MAX_PROBLEMS = 100
 ANY_KIND, EXISTS_KIND, USED_KIND = "about:blank", "urn:fedcg:exists", "urn:fedcg:used-key"
 Answer = Callable[[Request, Exception], Awaitable[Response]]
 UNFORESEEN = 500
-"""The status of an error that nobody expects: `fedcg.listening` logs it, within what one peer may cause."""
+"""The status of an unexpected error. `fedcg.listening` logs it, with a limit per peer."""
 
 
 class Problem(BaseModel):
-    """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
+    """The error of a request and the next step; `problems` has one line for each error in its content."""
 
     type: str = ANY_KIND
     title: str
@@ -107,25 +107,25 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         400: "The request can't be read",
         401: "No valid token",
         403: "The role is too low",
-        404: "There is no such thing",
-        409: "It can't be done now",
-        412: "It was changed meanwhile",
+        404: "Not found",
+        409: "Not possible in the present state",
+        412: "Changed since it was read",
         413: "The body is too large",
-        422: "The content is wrong",
+        422: "The content is invalid",
         429: "Too many requests",
     }.items()
 }
-"""The answers that every route may give, for the OpenAPI document."""
+"""Error responses of all routes, for the OpenAPI document."""
 
 
 class ProblemError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Attributes:
-        status: of the answer.
-        detail: for the person who asked: what is wrong, and what to do.
-        problems: one line for each error of the content, when there are several.
-        headers: of the answer.
+        status: HTTP status of the answer.
+        detail: the error and the next step, for the user.
+        problems: one line for each error in the content, if there are several.
+        headers: headers of the answer.
         kind: `type` of the answer.
     """
 
@@ -165,10 +165,10 @@ def too_many(what: str, wait_s: float) -> ProblemError:
 
 
 def problem_of(error: Exception) -> ProblemError:
-    """The answer to a request that ended with an error; the text of one that nobody expects stays inside."""
+    """The answer to a failed request. The text of an unexpected error is not revealed."""
     if isinstance(error, ProblemError):
         return error
-    first, *more = str(error).split("\n  ")  # as `fedcg.config_file.listed` lays out several
+    first, *more = str(error).split("\n  ")  # the layout of `fedcg.config_file.listed`
     code = error.exit_code if isinstance(error, errors.CoordinatorError) else None
     if code == NOT_FOUND:
         return ProblemError(404, first)
@@ -182,18 +182,18 @@ def problem_of(error: Exception) -> ProblemError:
         return ProblemError(409, first, problems=more)
     if isinstance(error, RequestValidationError):
         found = [f"{'.'.join(str(step) for step in one['loc'])}: {wrong_value(one)}"[:300] for one in error.errors()]
-        return ProblemError(422, "the request does not fit its schema; /openapi.json has it", problems=found)
+        return ProblemError(422, "the request does not match its schema; see /openapi.json", problems=found)
     if isinstance(error, HTTPException):
         return ProblemError(error.status_code, str(error.detail), headers=error.headers)
-    return ProblemError(UNFORESEEN, "the coordinator could not do it; its log has the reason")
+    return ProblemError(UNFORESEEN, "the coordinator failed to handle the request; its log has the reason")
 
 
 async def as_problem(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended with an error."""
+    """The problem details for a failed request."""
     return problem_of(error).answer(request.url.path)
 
 
 def answer_problems(application: FastAPI, answer: Answer = as_problem) -> None:
-    """Let an application answer every error with a problem, or in another form."""
+    """Make an application answer every error with problem details, or with another kind of answer."""
     for kind in (ProblemError, errors.CoordinatorError, RequestValidationError, HTTPException, Exception):
         application.add_exception_handler(kind, answer)

@@ -1,1 +1,1 @@
-"""What operators change and look at, for API, page and commands alike: one class of operations, and views of records."""
+"""Changes by operators, shared by API, page and commands: the class of operations, and the creation of federations."""

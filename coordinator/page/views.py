@@ -1,6 +1,6 @@
-"""What every route of the page shares: who asks, kept facts, rendering with its filters, errors as pages, form fields, and static files.
+"""Shared by all routes of the page: identity, cached facts, rendering with filters, errors as pages, form fields, static files.
 
-A value that is None is written as "unavailable".
+The value None is rendered as "unavailable".
 """
 
 import threading
@@ -42,7 +42,7 @@ def span(seconds: float) -> str:
 
 
 def moment(at: float) -> Markup:
-    """A time on the coordinator's clock; the page's script writes it in the reader's zone."""
+    """A time on the coordinator's clock; the page's script converts it to the reader's time zone."""
     stamp = datetime.fromtimestamp(at, timezone.utc).isoformat()
     return Markup('<time datetime="{}" data-at="{}">{}</time>').format(stamp, f"{at:.0f}", _clock(at))
 
@@ -54,14 +54,14 @@ def ago(at: float) -> Markup:
 
 
 def until(at: float) -> Markup:
-    """A countdown to a time; the page's script runs it."""
+    """A countdown to a time; the page's script keeps it current."""
     left = at - time.time()
     text = f"in {span(left)}" if left >= 1 else "now"
     return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
 
 
 def share(value: float, digits: int = 1) -> str:
-    """A share of one in percent."""
+    """A share in [0, 1] as a percentage."""
     return f"{100.0 * value:.{digits}f} %"
 
 
@@ -71,22 +71,22 @@ def points(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number with its thousands apart."""
+    """A number with thousands separators."""
     return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def words(value: object) -> str:
-    """A name of the code as words: `not_eligible` is "not eligible"."""
+    """An identifier as words: `not_eligible` is "not eligible"."""
     return str(value).replace("_", " ")
 
 
 def known(value: object) -> object:
-    """The value, or "unavailable" where it is empty."""
+    """The value, or "unavailable" if it is empty."""
     return UNAVAILABLE if value == "" else value
 
 
 def coded(value: str) -> Markup:
-    """A sentence whose commands stand between backticks."""
+    """A sentence as HTML, with the commands in backticks as code."""
     pieces = value.split("`")
     return Markup("").join(
         Markup("<code>{}</code>").format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
@@ -94,7 +94,7 @@ def coded(value: str) -> Markup:
 
 
 def add_formats(environment: Environment) -> None:
-    """Make all of these filters of the templates: for a value that is None each one has "unavailable"."""
+    """Add these functions as template filters; each one turns None into "unavailable"."""
 
     def unless_none(function: Callable[..., object]) -> Callable[..., object]:
         return lambda value, *more: UNAVAILABLE if value is None else function(value, *more)
@@ -110,7 +110,7 @@ def _clock(at: float) -> str:
 
 FactsT = TypeVar("FactsT")
 MAX_AGE_S = 1.0
-"""Facts are kept for so long: many watchers of one page ask for the same ones, and they are worked out once."""
+"""How long facts are cached: many viewers of one page share them, so they are computed once."""
 MAX_KEPT = 64
 FILES = {
     "page.css": "text/css",
@@ -126,10 +126,10 @@ static_files = APIRouter(include_in_schema=False)
 
 
 class Recent:
-    """Keeps facts for a moment. From any thread.
+    """A short-lived cache of facts. Thread-safe.
 
     Args:
-        max_age_s: how old a kept fact may be.
+        max_age_s: maximum age of a cached fact.
         clock: monotonic seconds.
     """
 
@@ -140,7 +140,7 @@ class Recent:
         self._changing = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], FactsT]) -> FactsT:
-        """The facts of a key: kept ones that are recent, else new ones; those who ask meanwhile wait for them."""
+        """The facts of a key: recent ones from the cache, else new ones. Concurrent callers wait for the same new facts."""
         with self._changing:
             made_at, making, facts = self._kept.get(key, (float("-inf"), threading.Lock(), None))
             if self._clock() - made_at < self._max_age_s:
@@ -158,7 +158,7 @@ class Recent:
             return facts
 
     def clear(self) -> None:
-        """Forget everything: something was changed."""
+        """Empty the cache after a change."""
         with self._changing:
             self._kept.clear()
 
@@ -172,11 +172,11 @@ def _loaded(name: str) -> tuple[bytes, str]:
 
 @static_files.get("/static/{name}")
 async def static_file(name: str, request: Request) -> Response:
-    """A file that pages load; needs no login."""
+    """A static file of the page; needs no login."""
     if name not in FILES:
         raise HTTPException(404, f"there is no file {name!r}")
     data, digest = _loaded(name)
-    tag = f'W/"{digest}"'  # weak: it may be sent compressed
+    tag = f'W/"{digest}"'  # weak, since it may be sent compressed
     headers = {"ETag": tag, "Cache-Control": FOR_GOOD if request.url.query == digest else ASK_AGAIN}
     if tag in request.headers.get("if-none-match", ""):
         return Response(None, 304, headers)
@@ -193,7 +193,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     add_formats(made)
-    # the address of a file changes with its content
+    # the URL of a file changes with its content
     made.globals.update(version=version("fedcg-edge"), static=lambda name: f"/static/{name}?{_loaded(name)[1]}")
     return made
 
@@ -203,9 +203,9 @@ class View:
     """A request for a page.
 
     Attributes:
-        request: of the browser.
-        identity: who asks.
-        known: what facts are made of, now.
+        request: the browser's request.
+        identity: the user.
+        known: the source of facts, now.
     """
 
     request: Request
@@ -214,21 +214,21 @@ class View:
 
     @property
     def may_steer(self) -> bool:
-        """Whether the forms that change something are shown."""
+        """Whether to show the forms that make changes."""
         return self.identity.role.includes(Role.OPERATOR)
 
     @property
     def recent(self) -> Recent:
-        """The facts that are kept."""
+        """The cached facts."""
         recent: Recent = self.request.app.state.recent
         return recent
 
     def facts(self, function: Callable[..., FactsT], *arguments: Any) -> FactsT:
-        """Facts that are at most a second old."""
+        """Facts, at most a second old."""
         return self.recent.get((function.__qualname__, *arguments), lambda: function(self.known, *arguments))
 
     def changed(self) -> None:
-        """Forget kept facts: the next page shows what was changed."""
+        """Empty the cache, so that the next page shows the change."""
         self.recent.clear()
 
     def render(
@@ -240,15 +240,15 @@ class View:
         is_same_for_all: bool = False,
         **values: Any,
     ) -> HTMLResponse:
-        """A page.
+        """Render a page.
 
         Args:
-            template: its name.
-            federation: the one that the page is about, for the navigation.
-            status: of the answer.
-            is_same_for_all: its live part has no form and nothing about who asks. A refresh then gets that part alone, made
-                at most once a second however many watch.
-            values: for the template.
+            template: its file name.
+            federation: the federation shown in the navigation.
+            status: HTTP status of the answer.
+            is_same_for_all: the live part has no form and does not depend on the user. A refresh then gets only this part,
+                rendered at most once a second for all viewers.
+            values: values for the template.
         """
         federations = self.facts(_federations)
         path = self.request.url.path
@@ -270,7 +270,7 @@ class View:
 
 
 def _federations(known: Known) -> list[tuple[str, str]]:
-    """Id and phase of every federation that is not archived: running ones first, then the newest."""
+    """Id and phase of all federations that are not archived: running ones first, newest first within each state."""
     found = []
     for record in known.store.shown_federations()[::-1]:
         status = record.status.value
@@ -283,7 +283,7 @@ async def view_of(request: Request) -> View:
     """The view of a request; a dependency.
 
     Raises:
-        HTTPException: 303 to the login page, or 401 for a part of a page that is shown already.
+        HTTPException: 303 to the login page, or 401 for a refresh or a form of an open page.
     """
     identity = getattr(request.state, "identity", None) or await access_of(request).identify(request)
     if identity is None:
@@ -301,24 +301,24 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def plain_page(template: str, answer: int = 200, **values: Any) -> HTMLResponse:
-    """A page for somebody who may not be logged in: without navigation and facts."""
+    """A page without navigation and facts, for users who may not be logged in."""
     return HTMLResponse(_environment().get_template(template).render(values), answer)
 
 
 def see_other(path: str) -> RedirectResponse:
-    """After a change: the page that shows it."""
+    """Redirect to the page that shows a change."""
     return RedirectResponse(path, 303)
 
 
 def own_path(text: str) -> str:
-    """A path of this page, or "/" where the text names another site."""
+    """The text if it is a path of this page, or "/" if it names another site."""
     parts = urlsplit(text)
     is_own = not parts.scheme and not parts.netloc and text.startswith("/") and not text.startswith(("//", "/\\"))
     return text if is_own and text.isprintable() else "/"
 
 
 async def _sent(request: Request) -> dict[str, str]:
-    """What a person wrote into the form of a request that a route has read."""
+    """The user's input in the form of a request, without secrets."""
     try:
         fields = {} if request.method in READING else await form_of(request)
     except ProblemError:
@@ -327,7 +327,7 @@ async def _sent(request: Request) -> dict[str, str]:
 
 
 async def as_page(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended with an error: a page for a browser, a problem for a program."""
+    """The answer to a failed request: an HTML page for a browser, problem details for a program."""
     if isinstance(error, HTTPException) and error.status_code == 303:
         return see_other((error.headers or {})["Location"])
     found, headers = problem_of(error), request.headers
@@ -335,7 +335,7 @@ async def as_page(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/api/") or not is_browser:
         return found.answer(request.url.path)
     if isinstance(error, RequestValidationError):
-        found = ProblemError(422, "the address or the form holds what this page can't take", problems=found.problems)
+        found = ProblemError(422, "the URL or the form contains invalid values", problems=found.problems)
     sent = await _sent(request) if "route" in request.scope and found.status != UNFORESEEN else {}
     if found.status == 401 and request.method not in READING and not sent:
         return see_other("/login")
@@ -345,7 +345,7 @@ async def as_page(request: Request, error: Exception) -> Response:
 
 
 def _error_page(request: Request, found: ProblemError, sent: Mapping[str, str]) -> HTMLResponse:
-    """A page with what is wrong, and with the fields of the form that was sent, to be sent again where that is allowed."""
+    """A page with the error and the fields of the submitted form. The user can correct and resend them if allowed."""
     may_not = found.status in (401, 403)
     form_token = "" if may_not else access_of(request).form_token(request.cookies.get(COOKIE, ""))
     return plain_page("error.html", found.status, found=found, path=request.url.path, sent=sent, form_token=form_token)

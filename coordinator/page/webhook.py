@@ -15,19 +15,19 @@ from fedcg.event_log import EventLog
 
 LOOK_EVERY_S = 10.0
 SETTLED_LOOKS = 2
-"""A problem opens when it is there in so many looks in a row, and closes when it is not: one that comes and goes is no news."""
+"""Consecutive looks that must agree before a problem opens or closes, so that brief problems are not reported."""
 TIMEOUT_S = 5.0
 MAX_UNSENT = 100
-"""Messages that wait for a receiver that is away; the oldest ones are dropped."""
+"""Messages kept for an unavailable receiver; the oldest ones are dropped."""
 
 log = logging.getLogger(__name__)
 
 
 class ProblemWatch:
-    """Finds which problems opened and closed between looks.
+    """Detects which problems opened and closed between looks.
 
     Args:
-        settled_looks: looks in a row that decide.
+        settled_looks: consecutive looks that must agree.
     """
 
     def __init__(self, settled_looks: int = SETTLED_LOOKS) -> None:
@@ -36,9 +36,9 @@ class ProblemWatch:
         self._looks: dict[str, int] = {}
 
     def look(self, there: list[Problem]) -> tuple[list[Problem], list[Problem]]:
-        """Take the problems that are there now; returns those that opened and those that closed."""
+        """Take the present problems; returns those that opened and those that closed."""
         now = {each.key: each for each in there}
-        # of keys that are about to change
+        # for keys that are about to change
         self._looks = {key: self._looks.get(key, 0) + 1 for key in now.keys() ^ self._open.keys()}
         settled = {key for key, looks in self._looks.items() if looks >= self._settled_looks}
         opened = [now[key] for key in sorted(settled & now.keys())]
@@ -54,12 +54,12 @@ class ProblemWatch:
 async def watching(
     known: Callable[[], Known], events: EventLog, url: str | None, every_s: float = LOOK_EVERY_S
 ) -> AsyncIterator[None]:
-    """Look at the problems for as long as the context lasts.
+    """Check for problems while the context is open.
 
     Args:
-        known: gives what facts are made of.
+        known: returns the source of all facts.
         events: the event log.
-        url: where to post; None for nowhere.
+        url: where to post; None posts nothing.
         every_s: seconds between two looks.
     """
     watch = ProblemWatch()
@@ -79,7 +79,7 @@ async def watching(
             try:
                 await asyncio.to_thread(look)
             except Exception:  # a view must not end the coordinator; the next look tries again
-                log.exception("the open problems could not be worked out")
+                log.exception("can't determine the open problems")
             await asyncio.sleep(every_s)
 
     task = asyncio.create_task(repeat())
@@ -92,7 +92,7 @@ async def watching(
 
 
 def _is_posted(url: str, values: dict[str, object]) -> bool:
-    """Post an object; False where the receiver did not take it, and the next look tries again."""
+    """Post an object; False if the receiver did not accept it, and the next look tries again."""
     request = urllib.request.Request(  # noqa: S310 - the configuration allows http and https only
         url, json.dumps(values).encode(), {"Content-Type": "application/json", "User-Agent": "fedcg-edge"}
     )
@@ -100,5 +100,5 @@ def _is_posted(url: str, values: dict[str, object]) -> bool:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - as above
             return True
     except OSError as error:
-        log.warning("the webhook %s did not take %s: %s", url, values["event"], error)
+        log.warning("the webhook %s did not accept %s: %s", url, values["event"], error)
         return False

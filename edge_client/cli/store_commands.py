@@ -57,7 +57,7 @@ def backup_command(
 
     The agent must not run meanwhile. Images are not part of it. A box with damaged files is not backed up. Exit codes: 0 done; 1 refused; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists.
 
-    Example: fedcg agent backup --out /backup/line-4 --passphrase-file /root/passphrase
+    Example: fedcg agent backup --out /backup/line-4 --passphrase-file /secure/passphrase
     """
     from edge_client.cli.status import damage_that_matters
     from edge_client.errors import StoreError

@@ -43,7 +43,7 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto("/f/shapes")
-    expect(page.locator("#live")).to_contain_text("It waits for: 3 more devices (quorum 3)")
+    expect(page.locator("#live")).to_contain_text("is waiting for: 3 more devices (quorum 3)")
     for device in stack.devices:
         stack.start_agent(device)
     tile = page.locator(".tile", has=page.get_by_role("heading", name="Devices"))
@@ -64,7 +64,7 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     expect(page.locator("#f-shapes")).not_to_contain_text("the line is cleaned")
 
     page.goto("/f/shapes")
-    expect(page.locator("#live")).to_contain_text("The federation is over", timeout=DEADLINE_MS)
+    expect(page.locator("#live")).to_contain_text("The federation has ended", timeout=DEADLINE_MS)
     page.goto("/f/shapes/worth")
     row = page.locator("#w-site-1 td")
     for column in (2, 3, 4):  # alone, personal and downloaded are reported

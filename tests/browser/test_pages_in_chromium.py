@@ -206,7 +206,7 @@ def test_a_chart_has_a_name_and_a_table_and_a_status_stands_by_its_dot(crowd: Se
     expect(chart.get_by_role("img", name="Mean accuracy of the clients by round")).to_be_visible()
     figures = chart.locator("details")
     figures.get_by_text("figures").click()
-    expect(figures.get_by_role("columnheader")).to_have_text(["round", "personal", "alone"])
+    expect(figures.get_by_role("columnheader")).to_have_text(["round", "personal", "local-only"])
     expect(figures.get_by_role("rowheader")).to_have_text(["1", "2", "3"])
     expect(figures.get_by_role("row").nth(1)).to_contain_text("64.1 %")
     tab.evaluate("htmx.trigger(live(), 'refresh')")
@@ -238,7 +238,7 @@ def test_what_a_person_typed_stays_while_data_change(page: ServedPage, logged_in
 def test_the_theme_switch_wins_over_the_system_and_is_remembered(page: ServedPage, logged_in: LogIn) -> None:
     tab = logged_in(page).new_page()
     tab.goto("/")
-    tab.get_by_role("button", name="Light or dark").click()
+    tab.get_by_role("button", name="Switch between light and dark").click()
     tab.goto("/devices")
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == DARK
 

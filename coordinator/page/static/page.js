@@ -1,12 +1,12 @@
 "use strict";
-// The page works without this script. With it: data stay current, countdowns run, charts are drawn, light and dark switch.
+// The page works without this script. The script refreshes data, runs countdowns, draws charts and switches light and dark.
 const root = document.documentElement;
 const theme = localStorage.getItem("fedcg-theme");
 if (theme) root.dataset.theme = theme;
 
-const REFRESH_MS = 2000; // at most one refresh in two seconds, however many events come
-const IDLE_MS = 15000; // figures that no event changes, such as free disk
-const KEPT_MS = 2000; // an answer may be so old: the coordinator keeps facts, and what it made of them, for a second each
+const REFRESH_MS = 2000; // at most one refresh every two seconds, regardless of the number of events
+const IDLE_MS = 15000; // for values that change without an event, such as free disk space
+const KEPT_MS = 2000; // maximum age of an answer: the coordinator caches facts and rendered pages for a second each
 let lastRefresh = Date.now(), lastEvent = 0, planned = 0, isLost = false;
 
 function live() { return document.getElementById("live"); }
@@ -52,7 +52,7 @@ function tick() {
 
 function colour(name) { return getComputedStyle(root).getPropertyValue(name).trim(); }
 
-const addresses = document.currentScript.dataset; // of the chart library, which only pages with a chart load
+const addresses = document.currentScript.dataset; // URLs of the chart library, loaded only by pages with a chart
 function loadPlot() {
   if (document.getElementById("plot")) return;
   document.head.append(
@@ -75,7 +75,7 @@ function draw() {
     box.dataset.drawn = key;
     box.replaceChildren();
     if (isEmpty) {
-      box.append(Object.assign(document.createElement("p"), { className: "empty-line", textContent: "No device reported this yet." }));
+      box.append(Object.assign(document.createElement("p"), { className: "empty-line", textContent: "No device has reported this yet." }));
       continue;
     }
     const ink = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, font: "12px system-ui" };
@@ -88,14 +88,14 @@ function draw() {
   }
 }
 
-// A stream holds one of the six connections that a browser opens to a host. So one visible tab reads the events for all of
-// them; the lock passes on when that tab is hidden, closed or killed. Without locks (plain HTTP) each visible tab reads its own.
+// A stream uses one of the six connections that a browser opens to a host. So one visible tab reads the events for all tabs.
+// The lock passes to another tab when that one is hidden, closed or killed. Without locks (plain HTTP) each visible tab reads its own stream.
 const tabs = new BroadcastChannel("fedcg-events");
-const REOPEN_MS = 5000; // after an answer that is no stream, which a browser does not try again
+const REOPEN_MS = 5000; // after an answer that is not a stream, which browsers do not retry
 let reading = null;
 
 function hear(kind) {
-  if (kind !== "error") { // "open", too: nothing was read before it
+  if (kind !== "error") { // also for "open": nothing was read before it
     lastEvent = Date.now();
     refreshSoon();
   }

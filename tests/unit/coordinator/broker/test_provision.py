@@ -259,7 +259,7 @@ def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home) 
         ("casting", "waiting", 1),
         ("second", "waiting", 1),
     ]
-    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "casting", "--dir", home.root)[1]
+    assert "updates: i8-delta, of aggregates: f32" in call("federation", "show", "casting", "--dir", home.root)[1]
     assert "there are: casting, second" in fails(2, "federation", "show", "--dir", home.root)
 
 

@@ -97,10 +97,10 @@ def test_devices_are_forgotten_once_that_is_confirmed_and_only_where_sums_are_ex
 ) -> None:
     words = ("federation", "forget", "tiny", "a", "b", "--dir", home.root)
     assert "nothing was changed" in failure(*words)[1]["message"]
-    assert "can't be taken out again" in failure(*words, "--yes")[1]["message"]
+    assert "influence of a device's data can't be removed" in failure(*words, "--yes")[1]["message"]
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     shown = run_fedcg(*words, "--yes").stdout
-    assert "`fedcg cohort status` on any device lists who does" in shown
+    assert "`fedcg cohort status` on any device lists the consents" in shown
     assert shown.endswith(f"fedcg federation watch --dir {home.root} tiny\n")
     assert "\nforgotten: a, b\n" in run_fedcg("federation", "show", "tiny", "--dir", home.root).stdout
 
@@ -188,7 +188,7 @@ def test_raising_min_clients_above_the_clients_of_the_open_attempt_is_answered_w
         store.open_attempt(FEDERATION, RoundAttempt(1, 1), "0" * 64, invited, 1.0, 2.0)
     done = [run_fedcg("federation", "set", f"min_clients={n}", "--dir", home.root).stdout for n in (3, 4)]
     assert "Round 1" not in done[0]
-    assert "Round 1 is open and invited only 3 of 4 clients: this attempt ends, and does not count" in done[1]
+    assert "Round 1 is open with only 3 of 4 clients invited. This attempt ends and does not count" in done[1]
     assert "The next one opens when 4 devices are online." in done[1]
 
 
@@ -196,7 +196,7 @@ def test_a_federation_with_sealed_parts_is_shown_with_what_the_coordinator_can_n
     sealed = tiny_spec().model_copy(update={"federation": "blind", "method": "fedavg", "sealed": (Part.EXTRACTOR,)})
     add_federation(home, "blind", spec=sealed, method="fedavg", policy=policy_of(3, 5))
     shown = run_fedcg("federation", "show", "blind", "--dir", home.root).stdout
-    assert "extractor sealed: only the devices of the cohort read the mean, and no screening sees one" in shown
+    assert "extractor sealed: only the devices of the cohort can read the mean, and screening can't check" in shown
     assert "sealed" not in run_fedcg("federation", "show", FEDERATION, "--dir", home.root).stdout
 
 
@@ -206,8 +206,8 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
         ("federation set tiny rounds", BAD_INPUT, "write FIELD=VALUE"),
         ("federation set tiny min_clients=3 min_clients=2", BAD_INPUT, "min_clients: given more than once"),
         ("federation set tiny rounds=1e24 late=never deadline_s=inf max_clients=[1]", BAD_INPUT, "tiny: 4 problems"),
-        ("federation archive", BAD_INPUT, "is not over"),
-        ("federation show nobody", NOT_FOUND, "there are: tiny"),
+        ("federation archive", BAD_INPUT, "has not ended"),
+        ("federation show nobody", NOT_FOUND, "existing ones: tiny"),
         ("device show nobody", NOT_FOUND, "fedcg device list"),
         ("device revoke nobody", NOT_FOUND, "fedcg device list"),
         ("token revoke nobody", NOT_FOUND, "fedcg token list"),
@@ -285,5 +285,5 @@ def test_a_change_whose_connection_breaks_is_asked_for_once_more_and_not_made_tw
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         code, error = failure("token", "create", "--url", url, environment={"FEDCG_API_TOKEN": "fcga_0_0"})
         thread.join(20)
-    assert (code, "broke while the change was made: look whether it was" in error["message"]) == (4, True)
+    assert (code, "broke during the change: check whether it was made" in error["message"]) == (4, True)
     assert keys[0] == keys[1] != []

@@ -175,7 +175,7 @@ def test_a_coordinator_that_is_stopped_refuses_the_plans_under_way_and_creates_n
         wait_until(lambda: children(process.pid) != [], "a plan is being completed")
         (child,) = children(process.pid)
         process.send_signal(signal.SIGTERM)
-        refusal = "nothing was created: the coordinator is being stopped; ask again when it runs"
+        refusal = "nothing was created: the coordinator is stopping; try again when it is running"
         assert [each.result() for each in asked] == [(503, refusal)] * 2
     assert process.wait(timeout=10) == 0, processes.log("coordinator")
     assert not Path(f"/proc/{child}").exists()

@@ -153,10 +153,10 @@ def test_a_report_field_is_stated_with_who_decides_that_it_leaves(make_world: Ma
     counts = ReportField.LABEL_COUNTS
     spec = world.spec.model_copy(update={"report": (*world.spec.report, counts), "optional_report": (counts,)})
     when = {field: why for field, (_, why) in sent(world.known(spec=spec), "tiny").fields.items()}
-    assert when["examples"] == "the method needs it; a device whose owner does not allow it declines"
-    assert when["label_counts"] == "where a device's owner allows it; the method uses it then"
+    assert when["examples"] == "always: the method needs it. A device declines rounds if its owner does not allow it"
+    assert when["label_counts"] == "if the owner allows it; the method then uses it"
     optional = {when[name] for name in ("accuracy", "health", "shadow", "telemetry")}
-    assert optional == {"where a device's owner allows it"}
+    assert optional == {"if the owner allows it"}
     assert sent(world.known(), "tiny").fields["label_counts"][1] == "never: the method does not use it"
     needed = spec.model_copy(update={"optional_report": ()})
     assert sent(world.known(spec=needed), "tiny").fields["label_counts"][1] == when["examples"]

@@ -201,7 +201,7 @@ def test_a_certificate_of_no_registered_device_is_refused_and_logged(bench: Benc
         assert ask(bench.port, bench.pki, identity, f"{ARTIFACTS_PATH}/{bench.world.base_id}").status == 403
     logged = bench.world.events("carrier_refused")
     assert [event["certificate"] for event in logged] == ["c"]  # the others within the same ten seconds
-    with pytest.raises(TransportError, match=r"refused \(403\): this certificate is no member's"):
+    with pytest.raises(TransportError, match=r"refused \(403\): this certificate does not belong to a present member"):
         check_ready(f"https://{HOST}:{bench.port}", bench.pki.tls("c"))
 
 

@@ -41,7 +41,7 @@ def doing(home: Home) -> Iterator[Operations]:
         (
             {"rounds": 0, "fractoin": 0.5, "late": "never", "min_clients": "two", "classes": "x", "deadline_s": "inf"},
             (
-                "classes: is fixed when a federation is opened; `fedcg federation continue` opens one",
+                "classes: can't change after creation; `fedcg federation continue` creates a new one",
                 "deadline_s: must be a number (1 to 31622400; ",
                 "fractoin: there is no such setting (did you mean `fraction`?)",
                 "late: must be 'drop' or 'next'",
@@ -88,7 +88,9 @@ def test_a_policy_of_fewer_clients_than_sealed_sums_take_is_refused_with_the_rea
     with pytest.raises(SteeringError) as refused:
         doing.change_policy("blind", {"min_clients": 3})
     assert str(refused.value).endswith(f": 1 problem\n  min_clients: {too_few_for_sums(sealed, 3)}")
-    assert "a sum of fewer than 4 devices shows too much of each: set min_clients = 4 or more" in str(refused.value)
+    assert "a sum of fewer than 4 devices reveals too much of each one: set min_clients to 4 or more" in str(
+        refused.value
+    )
     for federation, least in (("blind", 4), ("casting", 3)):
         assert doing.change_policy(federation, {"min_clients": least}).policy.min_clients == least
 
@@ -96,7 +98,7 @@ def test_a_policy_of_fewer_clients_than_sealed_sums_take_is_refused_with_the_rea
 def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason_takes_over(doing: Operations) -> None:
     doing.store.add_device("casting", "cc" * 32, 1.0)
     doing.store.set_status("casting", FederationStatus.CREATED, "")
-    with pytest.raises(SteeringError, match="was not started yet; `fedcg federation start casting"):
+    with pytest.raises(SteeringError, match="has not been started; start it with `fedcg federation start casting"):
         doing.pause("casting")
     assert [doing.start("casting").status for _ in range(2)] == [FederationStatus.RUNNING] * 2
     changes: tuple[Callable[..., Any], ...] = (doing.pause, doing.stop)
@@ -108,13 +110,11 @@ def test_a_change_that_is_made_already_is_repeated_without_harm_and_a_new_reason
     assert [each.disabled_because for each in disabled] == ["first", "first", "second"]
     assert len({each.disabled_at for each in disabled}) == 1
     assert [doing.archive("casting").status for _ in range(2)] == [FederationStatus.ARCHIVED] * 2
-    with pytest.raises(SteeringError, match="was started already; it is archived"):
+    with pytest.raises(SteeringError, match="was already started; it is archived"):
         doing.start("casting")
     with pytest.raises(SteeringError, match=r"casting was archived \(second\); `fedcg"):
         doing.resume("casting")
-    with pytest.raises(
-        SteeringError, match="casting is over; `fedcg federation extend casting --rounds N` adds rounds"
-    ):
+    with pytest.raises(SteeringError, match="casting ended; `fedcg federation extend casting --rounds N` adds rounds"):
         doing.change_policy("casting", {"rounds": 80})
     assert doing.extend("casting", 1).status is FederationStatus.RUNNING
     for refused in (doing.disable, doing.pause, doing.stop):
@@ -132,7 +132,7 @@ def test_a_federation_that_is_finished_is_changed_by_more_rounds_alone(home: Hom
     for change in refused:
         with pytest.raises(SteeringError, match=r"over is finished: .*`fedcg federation extend over --rounds N`"):
             change("over")
-    with pytest.raises(SteeringError, match="over is over; `fedcg federation extend over --rounds N` adds rounds"):
+    with pytest.raises(SteeringError, match="over ended; `fedcg federation extend over --rounds N` adds rounds"):
         doing.change_policy("over", {"rounds": 9})
     assert doing.change_policy("over", {"rounds": 1, "deadline_s": 90}).policy.rounds == 1
     assert doing.extend("over", 2).policy.rounds == 3
@@ -149,9 +149,7 @@ def test_devices_are_forgotten_where_sums_are_exact_and_with_one_more_round_wher
     add_federation(home, "exact", policy=policy_of(2, 2))
     for device in "abc":
         doing.store.add_device(device, 2 * device * 32, 1.0)
-    with pytest.raises(
-        SteeringError, match=r"trains weights \(fedcg\), .* can't be taken out again.*`fedcg device disable`"
-    ):
+    with pytest.raises(SteeringError, match=r"trains weights \(fedcg\), .* can't be removed.*`fedcg device disable`"):
         doing.forget("exact", ["a"])
     monkeypatch.setattr(FederationSpec, "is_exact", True)
     with pytest.raises(NotFoundError, match="no device 'nobody'"):

@@ -81,7 +81,7 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     page.made.devices["tiny"][2].silent = True
     page.made.devices["tiny"][1].decline = DeclineReason.NO_DATA
     reader = page.reader()
-    assert "It waits for: 2 more devices (quorum 2)" in reader.get("/f/tiny")[1]
+    assert "is waiting for: 2 more devices (quorum 2)" in reader.get("/f/tiny")[1]
     page.made.start()
     shows(reader, "/f/tiny", "1<small> of 3 wanted", "no data", "3<small> of 3 online")
     text = reader.get("/f/tiny")[1]
@@ -90,11 +90,11 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
     shows(reader, "/repairs", "b in tiny", "Put images where")
     assert "50.0 %" in reader.get("/f/tiny/worth")[1].partition('id="w-a"')[2].partition("</tr>")[0]
     worth = reader.get("/f/tiny/worth")[1]
-    assert "No device reports what it would have alone" in worth
+    assert "No device reports a local-only model" in worth
     assert "[training]\nshadow_every = 4</pre>" in worth
     assert "loses" not in worth.partition("Worst client")[2].partition("</section>")[0]
     sent = reader.get("/f/tiny/sent")[1]
-    assert "Never sent: extractor, and images." in sent
+    assert "Never sent: extractor, and training data." in sent
     (update,) = page.made.world.store.updates("tiny", RoundAttempt(1, 1))
     for path in ("/f/tiny/sent", "/f/tiny/sent.html"):
         text = html.unescape(reader.get(path)[1])
@@ -104,10 +104,8 @@ def test_a_running_federation_shows_its_clients_and_what_they_delivered(page: Se
         assert update.artifact in text
         for name, value in json.loads(update.facts or "").items():
             assert f"{name} {value}" in text
-    assert (
-        "First weights of what is never sent: cohort secret, or the public spec seed on a device without one." in sent
-    )
-    assert "Without a cohort secret: a, b, c." in sent
+    assert "weights of the private networks: cohort secret, or the public spec seed on a device without one." in sent
+    assert "Devices without a cohort secret: a, b, c." in sent
     assert "2" + "\N{NARROW NO-BREAK SPACE}" + "000" in sent  # the classifier's 40 x 50 numbers
     shows(reader, "/events", "tiny: round 1: update of a accepted (", "b declined (no_data)", 'tr class="warning"')
     shows(reader, "/f/tiny", "round 1: update of a accepted (")
@@ -125,7 +123,7 @@ def test_what_a_device_found_names_the_federations_that_it_is_about(page: Served
         content = DeviceCondition(findings=findings).model_dump_json()
         page.made.world.store.presence.keep_condition(federation, "b", time.time(), content)
     doctor = page.reader().get("/devices/b")[1].partition('id="doctor"')[2].partition("</section>")[0]
-    rows = dict(re.findall(r'data-label="What">(.*?)</td>.*?data-label="Federation">(.*?)</td>', doctor))
+    rows = dict(re.findall(r'data-label="Finding">(.*?)</td>.*?data-label="Federation">(.*?)</td>', doctor))
     assert sorted(rows.values()) == ["second, tiny", "tiny"]
     assert next(where for what, where in rows.items() if "cohort secret" in what) == "tiny"
 
@@ -143,7 +141,7 @@ def test_an_update_in_quarantine_is_shown_with_reason_figure_and_threshold_by_pa
         page.made.start()
         reader, escaped = page.reader(), html.escape(why, quote=True).replace("&#x27;", "&#39;")
         shown = shows(reader, "/f/tiny", "3 delivered", "1 quarantined", "4<small> of 4 wanted")
-        assert "Updates unlike the others" in shown
+        assert "Odd updates" in shown
         assert f'<a href="/devices/c">c</a>, round 1: {escaped}' in shown
         row = html.unescape(shown.partition('id="c-c"')[2].partition("</tr>")[0])
         assert '<span class="dot quarantined"></span>quarantined' in row
@@ -177,11 +175,11 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     row = shows(reader, "/f/tiny", '<progress max="1" value="0.1" ').partition('id="c-a"')[2].partition("</tr>")[0]
     assert "10 %" in row
     assert "classify" in row
-    assert "ends about" not in row  # one report has no rate
+    assert ", done" not in row  # one report has no rate
     time.sleep(0.05)
     report(60)
     row = shows(reader, "/f/tiny", '<progress max="1" value="0.3" ').partition('id="c-a"')[2].partition("</tr>")[0]
-    assert "30 %, ends about" in row
+    assert "30 %, done" in row
     ends_at = page.made.coordinator.services["tiny"].progress["a"].ends_at
     assert ends_at is not None
     assert f'data-until="{ends_at:.0f}"' in row
@@ -195,7 +193,7 @@ def test_training_and_merge_are_shown_as_far_as_they_are(page: ServedPage) -> No
     for each in page.made.devices["tiny"]:
         each.silent = False
         each.act()
-    text = shows(reader, "/f/tiny", "The federation is over", "Distillation of round 1: loss <b>0.5</b>")
+    text = shows(reader, "/f/tiny", "The federation has ended", "Distillation of round 1: loss <b>0.5</b>")
     assert "distil: step" not in text
 
 
@@ -248,7 +246,7 @@ def test_the_operator_steers_with_forms_and_a_viewer_may_not(page: ServedPage) -
     for form, fields, answer, text in (
         ("federations/second/extend", {"rounds": "-5"}, 409, "whole number"),
         ("federations/second/stop", {"reason": "x" * 5000}, 409, "write at most 300"),
-        ("federations/second/stop", {"form_token": "0" * 64}, 403, "form&#39;s own token"),  # of another site
+        ("federations/second/stop", {"form_token": "0" * 64}, 403, "form&#39;s hidden token"),  # of another site
     ):
         code, _, found = operator.post(f"/{form}", form_of="" if answer == 403 else "/federations", **fields)
         assert (code, text in found) == (answer, True), form
@@ -326,8 +324,8 @@ def test_a_failed_attempt_is_no_point_in_a_chart_and_has_no_part_in_a_mean(page:
 def test_what_does_not_exist_is_a_page_that_names_what_there_is(page: ServedPage) -> None:
     reader = page.reader()
     for path, hint in (
-        ("/f/none", "there are: tiny, second"),
-        ("/f/none/worth", "there are: tiny, second"),
+        ("/f/none", "existing ones: tiny, second"),
+        ("/f/none/worth", "existing ones: tiny, second"),
         ("/devices/none", "fedcg device list"),
     ):
         status, text = reader.get(path)
@@ -352,7 +350,7 @@ def test_an_empty_coordinator_says_how_to_begin(tmp_path: Path) -> None:
     with tiny_page(tmp_path, clients=(), prepare=prepare) as page:
         reader = page.reader()
         assert "No federation yet" in reader.get("/")[1]
-        assert "No device is enrolled yet" in reader.get("/devices")[1]
+        assert "No devices enrolled yet" in reader.get("/devices")[1]
         assert "Nothing to repair" in reader.get("/repairs")[1]
         for path in ("/federations", "/events", "/enrolment"):
             assert reader.get(path)[0] == 200
@@ -400,7 +398,7 @@ def test_a_thousand_devices_fit_into_a_first_paint(tmp_path: Path) -> None:
             status, text = reader.get(path)
             assert (status, len(text.encode()) < MAX_FIRST_PAINT_BYTES) == (200, True), f"{path}: {len(text)} bytes"
             assert first_paint(reader, path)[0] < MAX_FIRST_PAINT_BYTES
-        assert "125 of 1000 are worse off than alone" in reader.get("/f/tiny/worth")[1]
+        assert "125 of 1000 do worse than their local-only model" in reader.get("/f/tiny/worth")[1]
         assert "1000 of 1000 devices" in reader.get("/devices")[1]
         assert "page 10 of 10" in reader.get("/devices?page=99")[1]
         assert "1 of 1000 devices" in reader.get("/devices?q=line-0999&state=offline")[1]

@@ -42,16 +42,16 @@ SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
         ">int8<",
         "50.0 %",
         "+25.0",
-        "47.5 %, agrees 95.0 %, 30.0 kB, 0.5 ms",
+        "47.5 %, agreement 95.0 %, 30.0 kB, 0.5 ms",
     ),
     ("/devices/a", 'id="readings"', "</section>"): (
         "81.4 °C, hot from 95.0 °C",
-        "7.3 W, on battery, charged to 40 %",
+        "7.3 W, on battery, 40 % charged",
         ">hardware<",
         "unavailable",
     ),
     ("/devices/a", 'id="privacy-tiny"', "</section>"): (
-        "What the device&#39;s own audit found",
+        "Privacy audit on the device",
         "label distribution, L1 distance",
         "+0.0421",
         "\N{MINUS SIGN}0.01",
@@ -109,7 +109,7 @@ def test_all_that_a_device_reports_is_on_the_pages_and_its_updates_report_in_the
         assert (remedy or LOOK).split("`")[0] in doctor
     assert "membership" not in page_of_a.partition('id="privacy-tiny"')[2].partition("</section>")[0]
     page_of_b = reader.get("/devices/b")[1]
-    assert ("it has not reported its checks" in page_of_b, 'id="privacy-tiny"' in page_of_b) == (True, False)
+    assert ("the device has not reported its checks" in page_of_b, 'id="privacy-tiny"' in page_of_b) == (True, False)
     (attempt,) = json.loads(reader.get("/api/v1/federations/tiny/rounds/1")[1])["attempts"]
     (update,) = attempt["updates"]
     assert update["report"].items() >= json.loads(told.model_dump_json(include={"audit", "epsilon", "cost"})).items()

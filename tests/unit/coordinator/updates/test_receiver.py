@@ -328,7 +328,7 @@ def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCapt
 
     _failed(codes.append, Path("/srv/home/artifacts"), OSError(errno.ENOSPC, "no space left on device"))
     assert codes == [1]
-    assert "goes on with the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
+    assert "resumes the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
     assert "no space left on device" in caplog.text
     error = OperationalError("INSERT", {}, Exception("database or disk is full"))
     _failed(codes.append, Path("/srv/home/artifacts"), unusable(Path("/srv/home/database.sqlite"), error))
