@@ -171,7 +171,7 @@ def test_a_damaged_pointer_is_explained_and_can_be_replaced(installed: ModelVers
 def test_a_pointer_to_a_version_that_is_gone_is_explained(installed: ModelVersions) -> None:
     installed.install(_filler(b"one"))
     (installed.root / "0001").rename(installed.root / "0007")
-    with pytest.raises(SlotError, match="0001 is gone"):
+    with pytest.raises(SlotError, match="0001 is missing"):
         installed.current()
 
 

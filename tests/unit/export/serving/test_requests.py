@@ -94,9 +94,9 @@ def _with(value: object) -> object:
 @pytest.mark.parametrize(
     ("images", "field", "told"),
     [
-        (_with(256), "images[3][0][2]", "256 is no pixel"),
-        (_with(-1), "images[3][0][2]", "-1 is no pixel"),
-        (_with(10**30), "images[3][0][2]", r"1e\+30 is no pixel; send whole numbers"),
+        (_with(256), "images[3][0][2]", "256 is not a valid pixel"),
+        (_with(-1), "images[3][0][2]", "-1 is not a valid pixel"),
+        (_with(10**30), "images[3][0][2]", r"1e\+30 is not a valid pixel; send whole numbers"),
         (_with(0.5), "images", "whole numbers"),
         (_with("7"), "images", "whole numbers"),
         (_with(None), "images", "whole numbers"),
@@ -349,7 +349,10 @@ async def test_beyond_the_queue_a_request_is_refused_and_what_it_took_is_free_ag
         first = asyncio.create_task(_ask(batcher, model, 1, 2))
         await asyncio.to_thread(model.begun.wait, LONG_S)
         with batcher.place() as predict:
-            with pytest.raises(QueueFullError, match="3 images wait already, and the queue takes 3"), batcher.place():
+            with (
+                pytest.raises(QueueFullError, match="3 images are waiting and the queue's limit is 3"),
+                batcher.place(),
+            ):
                 pass
             with pytest.raises(QueueFullError):
                 await predict(model, _images(3, 4))
