@@ -27,7 +27,7 @@ in a row. Therefore runs of one class are counted for the previous version. Thei
 images, is the share of images that counts. A new version is trusted once half a window of images counts, or after `LONGEST` windows.
 
 If the images change together with the version, a good version may be rolled back. Its improvement is lost until someone chooses it
-again. If a bad version stays instead, wrong predictions are the cost. docs/serving.md has measured rates of both.
+again. If a bad version stays instead, wrong predictions are the cost. docs/research/serving.md has measured rates of both.
 """
 
 import math

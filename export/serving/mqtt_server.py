@@ -143,7 +143,7 @@ class MqttServer:
         if self._stopping.is_set():
             return RefusedError(503, "draining", "the server is shutting down; retry after it has restarted")
         if len(delivery.payload) > self._limits.max_bytes:
-            message = f"the limit of a request is {self._limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
+            message = f"the request is larger than {self._limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
             return RefusedError(413, "body_too_large", message)
         return None
 

@@ -105,7 +105,7 @@ class Bodies:
                 self._held += len(piece)
 
     def _too_large(self) -> RefusedError:
-        message = f"the limit of a body is {self._max_bytes} bytes; send fewer or smaller images, or raise --max-bytes of the server"
+        message = f"the body is larger than {self._max_bytes} bytes; send fewer or smaller images, or raise --max-bytes of the server"
         return RefusedError(413, "body_too_large", message)
 
 

@@ -112,7 +112,7 @@ def test_a_device_is_in_one_sum_a_round_and_takes_part_again_in_the_next() -> No
     again = SumBoard(SumRound("shapes", 3, 2), cohort.names)
     assert cohort.announce(again, set(), again.at) == []
     again.close(cohort.names, cohort.now)
-    assert (again.record.phase, again.record.reason) == (Phase.OFF, "the attempt was closed while it waited for keys")
+    assert (again.record.phase, again.record.reason) == (Phase.OFF, "the attempt was closed while the sum waited for keys")
     assert whole(cohort, SumRound("shapes", 4, 1)).record.phase is Phase.OPENED
 
 
@@ -561,7 +561,7 @@ def bad_keys(attempt: Attempt, signing: SigningKey, **changes: bytes | None) -> 
     [
         (None, {"mask": LOW_ORDER}, "box-00: a public key for a sealed sum is none of X25519"),
         (None, {"cipher": LOW_ORDER}, "box-00: a public key for a sealed sum is none of X25519"),
-        (None, {"key": None}, "box-00: it announced keys for a sum without the one that signs them"),
+        (None, {"key": None}, "box-00: it announced keys for a sum without its signing key"),
         (SigningKey.generate(), {}, "box-00: its keys for a sealed sum are not signed by its key for sums"),
     ],
 )

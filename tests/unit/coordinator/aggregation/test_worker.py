@@ -93,7 +93,7 @@ def test_devices_with_a_negative_variance_or_a_norm_of_9e4_are_left_out_of_all_r
     assert [tuple(event["clients"]) for event in world.events("distilling")] == [honest] * 3
     refused = {(event["client"], event["reason"].partition(";")[0]) for event in world.events("update_refused")}
     assert {client for client, _ in refused} == {"mallory", "oscar"}
-    assert ("mallory", "its generator's body.1.running_var holds a variance below 0") in refused
+    assert ("mallory", "its generator's body.1.running_var contains a variance below 0") in refused
     assert any("its classifier is 9e+04 away from the round's base" in reason for _, reason in refused)
     world.close()
 

@@ -251,9 +251,9 @@ def test_after_the_authoritys_end_nothing_starts_and_the_message_names_end_clock
             return cls.fromtimestamp(later.timestamp(), timezone.utc)
 
     monkeypatch.setattr(pki, "datetime", Clock)
-    with pytest.raises(HomeError, match="ended at"):
+    with pytest.raises(HomeError, match="expired at"):
         pki.check_pki(home.pki)
     code, output = call(*command, "--dir", home.root)
     assert code == 2, output
-    for words in (f"ended at {end:%F %H:%M} UTC", f"shows {later:%F %H:%M}", "timedatectl set-ntp true", "init"):
+    for words in (f"expired at {end:%F %H:%M} UTC", f"shows {later:%F %H:%M}", "timedatectl set-ntp true", "init"):
         assert words in output.replace("\n", " "), output

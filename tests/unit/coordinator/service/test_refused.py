@@ -263,7 +263,7 @@ def test_a_round_that_needs_the_odd_update_weighs_it_down_and_goes_on(make_world
     assert merged(world) == [["a", "b", "c"]]
     assert [shown[client]["weight"] for client in "abc"] == [11, 11, 1]
     assert shown["c"]["figures"]["action"] == "down-weight"
-    assert shown["c"]["reason"] == f"weighed down: {TOO_LONG}; {REASON}; left in because the round needs it"
+    assert shown["c"]["reason"] == f"down-weighted: {TOO_LONG}; {REASON}; kept because the round needs it"
     assert not world.events("attempt_failed")
 
 

@@ -80,7 +80,7 @@ def test_a_store_that_is_away_is_waited_for(moto: Moto, tmp_path: Path, caplog: 
         putting.join(30)
     assert (putting.is_alive(), store.problem) == (False, "")
     assert moto.objects() == {hashlib.sha256(b"waits").hexdigest()}
-    assert "can be used again" in caplog.text
+    assert "is available again" in caplog.text
     moto.kill()
     remote.stop_waiting()
     with pytest.raises(StoreError, match="can't be stored"):

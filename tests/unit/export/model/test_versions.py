@@ -250,7 +250,7 @@ def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, image
 def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
     tmp_path: Path, first: Path, right: TestImages
 ) -> None:
-    with pytest.raises(GateError, match=r"version 0001 in service 100\.0%"):
+    with pytest.raises(GateError, match=r"version 0001 in service has 100\.0%"):
         install_model(tmp_path, seed=2, images=right, gate=0.01)
     assert ModelVersions(tmp_path).current() == first
     assert [version.name for version in ModelVersions(tmp_path).versions()] == ["0001"]

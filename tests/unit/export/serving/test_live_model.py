@@ -47,7 +47,7 @@ def test_a_version_without_numbers_or_that_does_not_run_is_refused(root: Path, m
         raise RuntimeError(f"no memory for {len(images)}")
 
     for predict, told in (
-        (lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32), "not numbers"),
+        (lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32), "not finite numbers"),
         (fail, "cannot run it .no memory for 1."),
     ):
         watched = Watched(root)
