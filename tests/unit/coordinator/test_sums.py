@@ -583,7 +583,7 @@ def test_a_signature_over_another_list_counts_for_nothing(attempt: Attempt) -> N
     assert len(clients(opened)) == 5
     assert attempt.exact(opened)
     (refused,) = attempt.events("sum_refused")
-    assert refused["reason"] == "box-00: its signature is not of the list of survivors"
+    assert refused["reason"] == "box-00: its signature does not match the list of survivors"
 
 
 @pytest.mark.parametrize(("count", "opens"), [(5, True), (4, False)])

@@ -94,7 +94,7 @@ def test_a_directory_without_the_key_that_devices_know_says_what_to_do(opened: t
     with pytest.raises(HomeError, match=r"restore .*signing-1\.key from a backup"):
         load_signing_identity(home, store)
     SigningKey.generate().save(path)
-    with pytest.raises(HomeError, match="not the key that devices know"):
+    with pytest.raises(HomeError, match="not the key that devices have pinned"):
         load_signing_identity(home, store)
 
 

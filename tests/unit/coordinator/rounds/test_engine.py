@@ -74,7 +74,7 @@ def test_an_update_that_came_before_its_device_departed_still_counts() -> None:
 def test_too_few_members_left_end_the_attempt() -> None:
     state, commands = play(opened("a", "b"), Departed("b"))
     assert isinstance(commands[0], FailAttempt)
-    assert "are gone" in commands[0].reason
+    assert "or left" in commands[0].reason
     assert state.phase is Phase.WAITING
 
 
@@ -94,7 +94,7 @@ def test_the_deadline_closes_the_attempt_with_the_quorum_and_fails_it_without() 
     working, _ = play(state, Accepted(1, 1, "b"))
     _, commands = play(working, Tick(), now=100.0)
     assert isinstance(commands[0], FailAttempt)
-    assert "only 1 of 2 needed updates" in commands[0].reason
+    assert "only 1 of 2 required updates" in commands[0].reason
     assert "b (still working), c (offline)" in commands[0].reason
 
 

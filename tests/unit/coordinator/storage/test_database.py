@@ -431,7 +431,7 @@ def test_a_coordinator_without_a_lock_ends(postgres: Cluster, tmp_path: Path, mo
         postgres.end_sessions(database)
         assert process.wait(20) == 1
         _, errors = process.communicate()
-        assert "is lost, and the coordinator ends" in errors
+        assert "is lost, so the coordinator stops" in errors
 
 
 def test_another_database_is_not_locked(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

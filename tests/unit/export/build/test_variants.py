@@ -159,7 +159,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_images_there_is_nothing_to_judge_by() -> None:
-    with pytest.raises(ExportError, match="there are none"):
+    with pytest.raises(ExportError, match="some are missing"):
         HeldOut([], [], [])
 
 
@@ -257,7 +257,7 @@ def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, f
     assert told.exit_code == 0, told.output
     assert ModelVersions(root).versions() == before
     assert f"no variant is faster on this device: {root / '0003'} stays in use" in told.stdout
-    assert "at least 1.05 is asked for" in told.stdout
+    assert "at least 1.05 is required" in told.stdout
 
 
 def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: Path, clock: Clock) -> None:
