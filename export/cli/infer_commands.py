@@ -46,7 +46,10 @@ SignedBy = Annotated[
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads per prediction; 0: chosen by onnxruntime.")]
 MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Reject images with more pixels, before decoding.")]
 WatchWindow = Annotated[
-    int, typer.Option(min=0, help="Predictions after which a new version that performs badly is rolled back; 0: never.")
+    int,
+    typer.Option(
+        min=0, help="Predictions to compare with the previous version; a worse version is rolled back. 0: off."
+    ),
 ]
 ShadowImages = Annotated[
     int,
@@ -186,7 +189,7 @@ def serve_command(
 ) -> None:
     """Serve predictions over HTTP: POST /predict; GET /healthz, /readyz, /model and /metrics.
 
-    Follows the version in use without losing a request. On SIGTERM or SIGINT, the server answers all accepted requests and exits with code 0.
+    Follows the version in use without losing a request. On SIGTERM or SIGINT, the server answers all accepted requests and exits with code 0, or 1 if some are unanswered after 30 s.
 
     Example: fedcg infer serve --model /var/lib/fedcg/casting/models --port 8080
     """

@@ -37,7 +37,7 @@ def optimise_command(
         Path | None,
         typer.Option(
             "--calibration",
-            help="Images or tensors to calibrate int8, in the same form.  [default: a quarter of --images]",
+            help="Images or tensors to calibrate int8, in the same form. Default: a quarter of --images.",
         ),
     ] = None,
     budget: Annotated[
