@@ -246,7 +246,7 @@ class SumBoard:
             return [send for one in self.groups for send in one.close(accepted, now)]
         kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
-            return self._off(f"the attempt was closed while the sum waited for {kept.phase.value}")
+            return self._off(f"the attempt was closed while waiting for {kept.phase.value}")
         if kept.phase is not Phase.NUMBERS:
             return []
         kept.survivors = tuple(sorted(set(accepted) & set(kept.peers)))

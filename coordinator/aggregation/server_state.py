@@ -106,9 +106,7 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
     wanted = {part for part in aggregate_layouts(spec, method) if spec.layouts.get(part)}
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
-        raise AggregationError(
-            f"method {spec.method} returned parts {found}, not {sorted(part.value for part in wanted)}"
-        )
+        raise AggregationError(f"method {spec.method} gave parts {found}, not {sorted(part.value for part in wanted)}")
     check_finite({part: one for part, one in parts.items() if part is not Part.SEALED}, "after the merge")
 
 

@@ -167,9 +167,7 @@ def read_address(folder: Path) -> Address:
     except (OSError, ValidationError) as error:
         raise BrokerError(f"{path} is damaged or can't be read; run `fedcg deploy mosquitto` again") from error
     if address.version != 1:
-        raise BrokerError(
-            f"{path} has version {address.version}, but this program reads version 1: upgrade this program"
-        )
+        raise BrokerError(f"{path} has version {address.version}, but this program reads version 1: upgrade it")
     return address
 
 

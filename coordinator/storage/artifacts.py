@@ -120,9 +120,7 @@ class ObjectStore:
         while reason := self._problem_of(work):
             if not self.problem:
                 log.error(
-                    "%s: %s. Rounds are waiting; check [storage] artifacts, the network and the credentials",
-                    what,
-                    reason,
+                    "%s: %s. Rounds wait; check [storage] artifacts, the network and the credentials", what, reason
                 )
             self.problem = reason
             if self._stopped.wait(pause_s):

@@ -115,9 +115,7 @@ def unusable(database: Path | URL, error: DBAPIError) -> StoreError:
         user = os.geteuid()
         remedy = f"Its disk may be full or read-only, or the user with id {user} can't write to it and its folder"
         if "is full" in lines[0] or "locked" in lines[0]:
-            remedy = (
-                f"Free space on {database.parent}" if "full" in lines[0] else "Another program has locked it: try again"
-            )
+            remedy = f"Free space on {database.parent}" if "full" in lines[0] else "A program has locked it: try again"
     return StoreError(f"{name_of(database)} can't be used: {lines[0]}. {remedy}")
 
 
@@ -163,10 +161,7 @@ def checkpoint(engine: Engine) -> None:
     """Move all SQLite commits from the log into the database file; if a reader is slow, leave it to the next call."""
     if engine.dialect.name != "sqlite":
         return
-    with (
-        engine.connect() as connection,
-        suppress(OperationalError),
-    ):  # such as a full disk: everything is already committed
+    with engine.connect() as connection, suppress(OperationalError):  # such as a full disk: all is committed
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {CHECKPOINT_TIMEOUT_MS}")
         try:
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()

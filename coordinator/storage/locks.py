@@ -74,9 +74,7 @@ def changing_members(home: Home) -> Iterator[None]:
         HomeError: another machine has held the database's lock for a minute.
         StoreError: the database can't be reached.
     """
-    busy = (
-        "a program{} is changing the devices or federations of {} and does not finish; try again, or stop that program"
-    )
+    busy = "a program{} is changing the devices or federations of {} and does not end; try again, or stop it"
     with locked(home.root / "members.lock", mode=PRIVATE), _database_lock(home, MEMBERS_LOCK, MEMBERS_WAIT_S, busy):
         yield
 

@@ -49,7 +49,7 @@ class UpdateChecks:
     def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
         """The outcome if another update of the same device and attempt was stored: a conflict, unless this coordinator was recovered since."""
         if 1000 * earlier.stored_at < self.store.epoch():  # the epoch began as the time of the recovery
-            return Outcome.LATE, "another update of this device counts, from before this coordinator was restored"
+            return Outcome.LATE, "another one counts, from before this coordinator was restored"
         return Outcome.CONFLICT, "another update for this round and attempt has already ended"
 
     def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:

@@ -195,9 +195,7 @@ def _conversion() -> Iterator[None]:
 def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
     """The same file; only TensorRT options differ."""
     if runtime.TENSORRT not in runtime.available_providers():
-        raise ConversionError(
-            f"not tried: TensorRT is not available, only {runtime.in_words(runtime.available_providers())}"
-        )
+        raise ConversionError(f"not tried: no TensorRT, only {runtime.in_words(runtime.available_providers())}")
     return content
 
 

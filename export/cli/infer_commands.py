@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from export.serving.judge import CandidateStage
 
 model_app = typer.Typer(
-    help="List, verify, choose and roll back the model versions on this device.",
-    no_args_is_help=True,
-    add_completion=False,
+    help="List, verify, use and roll back model versions on this device.", no_args_is_help=True, add_completion=False
 )
-Root = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder that contains 0001, 0002, …")
-]
+Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, …")]
 SignedBy = Annotated[
     str | None,
     typer.Option(
@@ -46,10 +42,7 @@ SignedBy = Annotated[
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads per prediction; 0: chosen by onnxruntime.")]
 MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Reject images with more pixels, before decoding.")]
 WatchWindow = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Predictions to compare with the previous version; a worse version is rolled back. 0: off."
-    ),
+    int, typer.Option(min=0, help="Predictions to compare after an update; a worse version is rolled back. 0: off.")
 ]
 ShadowImages = Annotated[
     int,
@@ -408,9 +401,7 @@ def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
 @prints
 def export_command(
     spec: Annotated[Path, typer.Option("--spec", help="The federation's spec from an agent's store.")],
-    weights: Annotated[
-        Path, typer.Option("--weights", help="safetensors file with tensors part/name or slot/part/name.")
-    ],
+    weights: Annotated[Path, typer.Option("--weights", help="safetensors file: tensors part/name or slot/part/name.")],
     out: Annotated[Path, typer.Option("--out", help="Root of the versions. The new version is put in use.")],
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign with a device's message key, e.g. signing.key.")
@@ -439,9 +430,7 @@ def export_command(
 
     read = read_spec(spec)
     if raw and isinstance(read.input, TensorForm):
-        raise ExportError(
-            "--raw applies only to models that take images; models that take tensors always include normalisation"
-        )
+        raise ExportError("--raw applies only to models that take images: tensors are always normalised inside")
     files, labels = labelled_files(images, read.classes, read.input) if images else ([], [])
     directory = package_personal(
         read,

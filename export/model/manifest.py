@@ -143,9 +143,7 @@ def check_intact(directory: Path, manifest: bytes) -> str:
     signature = _read_signature(directory)
     if signature is None:
         return "no signature: not checked"
-    return _check_signer(
-        directory, manifest, (_verify_key(signature.key),), "the key stored with it, signer not verified"
-    )
+    return _check_signer(directory, manifest, (_verify_key(signature.key),), "its own key, signer not verified")
 
 
 def _keys_in(path: Path) -> tuple[VerifyKey, ...]:

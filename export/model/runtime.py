@@ -360,9 +360,7 @@ class Predictor:
         given = [(self.class_count,)] * 2 if self.class_count else [outputs[0][2] if outputs else ()]
         expected = ([taken], [(name, "tensor(float)", shape) for name, shape in zip(self._outputs, given, strict=True)])
         if (inputs, outputs) != expected:
-            raise ManifestError(
-                f"{name}: has inputs {inputs} and outputs {outputs}; expected {expected[0]} and {expected[1]}"
-            )
+            raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
         self._check_form(name)
 
     def _check_form(self, name: str) -> None:
@@ -375,9 +373,7 @@ class Predictor:
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(
-                f"{name}: was exported for inputs {stated[:300] or 'of no stated form'}; expected {wanted}"
-            )
+            raise ManifestError(f"{name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(

@@ -147,9 +147,7 @@ class Service:
             RefusedError: no model is in service, or the server is shutting down.
         """
         if self.is_draining:
-            raise RefusedError(
-                503, "draining", "the server is shutting down; retry after it has restarted", retry_after_s=5
-            )
+            raise RefusedError(503, "draining", "the server is shutting down; retry after its restart", retry_after_s=5)
         if self.models.current is None:
             message = f"{self.models.refused}; see /readyz for when a model is ready"
             raise RefusedError(503, "no_model", message, retry_after_s=5)

@@ -102,7 +102,7 @@ class Batcher:
 
     def _take(self, images: int) -> None:
         if self._taken + images > self._capacity:
-            raise QueueFullError(f"{self._taken} images are waiting and the queue's limit is {self._capacity}")
+            raise QueueFullError(f"{self._taken} images are waiting; the limit is {self._capacity}")
         self._taken += images
 
     async def _run(self, thread: ThreadPoolExecutor) -> None:

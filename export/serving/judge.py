@@ -294,7 +294,7 @@ class Comparison:
             return reason
         if agreement < self._floor:
             told = apart(agreement, self._floor)
-            return f"it predicts the same class as version {self._before.version} for {told[0]} of the images; their accuracies imply at least {told[1]}"
+            return f"it predicts the same class as version {self._before.version} for {told[0]} of the images, by accuracy at least {told[1]}"
         return ""
 
     def _shift(self) -> tuple[float, float]:

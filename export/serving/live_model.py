@@ -291,9 +291,7 @@ class ServedModel:
         """
         installed = ModelVersions(self._directory, accept=self._accept)
         if self.candidate is not None and self.current is not None and verdict.version == self.current.version:
-            log.error(
-                "version %s performs badly, so the candidate takes all requests: %s", verdict.version, verdict.reason
-            )
+            log.error("version %s performs badly, so the candidate serves: %s", verdict.version, verdict.reason)
             self._promote(self.candidate.model)
             return False
         try:

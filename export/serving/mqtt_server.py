@@ -141,7 +141,7 @@ class MqttServer:
     def _objection(self, delivery: Delivery) -> RefusedError | None:
         """Why a request is refused; None if it is queued."""
         if self._stopping.is_set():
-            return RefusedError(503, "draining", "the server is shutting down; retry after it has restarted")
+            return RefusedError(503, "draining", "the server is shutting down; retry after its restart")
         if len(delivery.payload) > self._limits.max_bytes:
             message = f"the request is larger than {self._limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
             return RefusedError(413, "body_too_large", message)
@@ -173,9 +173,7 @@ class MqttServer:
     def _predict(self, payload: bytes) -> dict[str, object]:
         served = self._models.current
         if served is None:
-            raise RefusedError(
-                503, "no_model", f"{self._models.refused}; see the status topic for when a model is ready"
-            )
+            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when a model is ready")
         if not payload:
             raise RefusedError(
                 400, "empty_body", "the payload is empty; send the bytes of an image or of an npy file, or JSON"

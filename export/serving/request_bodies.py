@@ -202,9 +202,7 @@ def _bad_multipart(why: str, field: str = "body") -> RefusedError:
 
 
 def _too_many(most: int, what: str = "images") -> RefusedError:
-    return RefusedError(
-        413, "too_many_images", f"a request may have at most {most} {what}; send several requests", field=what
-    )
+    return RefusedError(413, "too_many_images", f"the limit is {most} {what} per request; send several", field=what)
 
 
 def _from_npy(content: bytes, form: TensorForm, limits: Limits) -> list[NamedInput]:
@@ -278,7 +276,5 @@ def _array(values: object, form: InputForm, what: str, most: int) -> Sample:
     if not is_good.all():
         at = int(is_good.argmin())
         place = "".join(f"[{index}]" for index in np.unravel_index(at, sizes))
-        raise refusal(
-            f"{flat[at]:g} is not a {'valid pixel' if isinstance(form, ImageForm) else 'valid number'}", place
-        )
+        raise refusal(f"{flat[at]:g} is not a valid {'pixel' if isinstance(form, ImageForm) else 'number'}", place)
     return flat.astype(form.dtype).reshape(shape)

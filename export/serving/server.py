@@ -78,9 +78,7 @@ def serve(
     # Connections in between get an error with the reason; beyond, the oldest of the address with most connections is closed.
     with _bound(host, port, Connections(Caps(2 * concurrency, 2 * concurrency))) as listener:
         if host not in LOOPBACK_HOSTS:
-            log.warning(
-                "%s is not a loopback address: anyone who can reach it can send requests without authentication", host
-            )
+            log.warning("%s is not a loopback address: anyone who reaches it can send requests", host)
         address, number = listener.getsockname()[:2]
         url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
         config = http_config(

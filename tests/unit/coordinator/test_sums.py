@@ -112,10 +112,7 @@ def test_a_device_is_in_one_sum_a_round_and_takes_part_again_in_the_next() -> No
     again = SumBoard(SumRound("shapes", 3, 2), cohort.names)
     assert cohort.announce(again, set(), again.at) == []
     again.close(cohort.names, cohort.now)
-    assert (again.record.phase, again.record.reason) == (
-        Phase.OFF,
-        "the attempt was closed while the sum waited for keys",
-    )
+    assert (again.record.phase, again.record.reason) == (Phase.OFF, "the attempt was closed while waiting for keys")
     assert whole(cohort, SumRound("shapes", 4, 1)).record.phase is Phase.OPENED
 
 

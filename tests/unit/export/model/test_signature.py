@@ -38,7 +38,7 @@ def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what
 ) -> None:
     root, fingerprint = directory.parent, key.public.hex[:16]
     words = ("--signed-by", key.public.hex)
-    by_whom = f"signature checked with the key stored with it, signer not verified (fingerprint {fingerprint})"
+    by_whom = f"signature checked with its own key, signer not verified (fingerprint {fingerprint})"
     assert by_whom in run_fedcg("model", "verify", root).stdout
     by_key = f"signature checked with {key.public.hex} (fingerprint {fingerprint})"
     assert by_key in run_fedcg("model", "verify", root, *words).stdout

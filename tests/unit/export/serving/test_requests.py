@@ -349,10 +349,7 @@ async def test_beyond_the_queue_a_request_is_refused_and_what_it_took_is_free_ag
         first = asyncio.create_task(_ask(batcher, model, 1, 2))
         await asyncio.to_thread(model.begun.wait, LONG_S)
         with batcher.place() as predict:
-            with (
-                pytest.raises(QueueFullError, match="3 images are waiting and the queue's limit is 3"),
-                batcher.place(),
-            ):
+            with pytest.raises(QueueFullError, match="3 images are waiting; the limit is 3"), batcher.place():
                 pass
             with pytest.raises(QueueFullError):
                 await predict(model, _images(3, 4))
