@@ -1,7 +1,7 @@
-"""Sealed sums of round attempts, on the coordinator's side: it adds what it can't read.
+"""Sealed sums of round attempts, on the coordinator's side: it adds numbers that it can't read.
 
-`SumBoard`, pure but for keys, collects the devices' steps and says what to send next. `SealedSums` keeps the board of the open attempt in the
-database before anything is sent, and opens the sum before the merge. Neither decides about the round: where too few answer in time there is no sum, and the round goes on without one.
+`SumBoard`, pure except for keys, collects the devices' steps and returns the next messages. `SealedSums` stores the board of the open attempt in the
+database before sending anything, and opens the sum before the merge. Neither decides about the round: if too few devices answer in time, the round continues without a sum.
 """
 
 import secrets
@@ -26,16 +26,16 @@ from fedcg.wire.sealed_numbers import Numbers, added, number_count
 from fedcg.wire.sums import Members, SumRound, Survivors, check_keys, survivors_label, unmask
 
 KEYS_WAIT_S = 60.0
-"""How long devices may take for their keys after the first one's: some load their images meanwhile."""
+"""How long to wait for keys after the first device's: some devices load their images first."""
 WAIT_S = 15.0
-"""How long any other step waits for those who have not answered."""
+"""How long any other step waits for missing answers."""
 REPEAT_S = 4.0
-"""After so long a step is sent again to those who have not answered: their link may have been lost."""
+"""Time after which a step is sent again to devices without an answer, in case their link was lost."""
 Sends = list[tuple[str, schemas.ToDevice]]
 
 
 class Phase(str, Enum):
-    """What the sum waits for."""
+    """What the sum is waiting for."""
 
     KEYS = "keys"
     SHARES = "shares"
@@ -45,7 +45,7 @@ class Phase(str, Enum):
     OPENED = "opened"
     OFF = "off"
     GROUPS = "groups"
-    """It is several sums, of a group of devices each."""
+    """Split into several sums, one per group of devices."""
 
 
 _TIMED = (Phase.SHARES, Phase.SIGNATURES, Phase.OPENING)
@@ -53,16 +53,16 @@ _ENDED = (Phase.OPENED, Phase.OFF)
 
 
 class SumRecord(BaseModel, extra="forbid", ser_json_bytes="hex"):
-    """All that the sum knows; bytes in hex.
+    """The complete state of a sum; bytes in hex.
 
     Attributes:
-        awaited: who has not answered the last step.
-        ended: the phase in which it went off.
-        signers: the keys for sums that came with `keys`, by device.
-        members: whose keys were passed on; `peers` whose shares were dealt out; `survivors` those of them whose numbers came.
-        told: by device, its number in a sum of weights.
-        refused: why devices take no part in it, by device.
-        groups: the sums of groups that this one was split into.
+        awaited: devices that have not answered the last step.
+        ended: the phase in which it was called off.
+        signers: the signing keys for sums received with `keys`, by device.
+        members: devices whose keys were passed on; `peers` those whose shares were dealt out; `survivors` those of them whose numbers arrived.
+        told: each device's number in a sum of weights.
+        refused: why devices do not participate, by device.
+        groups: the sums of groups, if this one was split.
     """
 
     phase: Phase = Phase.KEYS
@@ -83,15 +83,15 @@ class SumRecord(BaseModel, extra="forbid", ser_json_bytes="hex"):
 
 
 class SumBoard:
-    """One sum; of more than `MAX_SUM_DEVICES` devices one for each of several groups, drawn anew each time.
+    """One sum. More than `MAX_SUM_DEVICES` devices are split into random groups with one sum each.
 
     Args:
-        at: of the attempt.
-        participants: those who were invited.
-        record: of the same attempt's board before a restart.
+        at: the attempt.
+        participants: the invited devices.
+        record: state of the same attempt's board before a restart.
 
     Attributes:
-        record: all that it knows.
+        record: the complete state.
     """
 
     def __init__(self, at: SumRound, participants: Iterable[str], record: SumRecord | None = None) -> None:
@@ -103,34 +103,34 @@ class SumBoard:
 
     @property
     def waits(self) -> bool:
-        """Whether it goes on by itself as time does."""
+        """Whether it advances with time."""
         return any(one.waits for one in self.groups) or self.record.phase in self._timed
 
     @property
     def phase(self) -> Phase:
-        """What it waits for; of several groups, what the slowest does. Opened where one group is."""
+        """What it is waiting for; with groups, the phase of the slowest one. Opened if one group is opened."""
         phases = {one.phase for one in self.groups} or {self.record.phase}
         waiting = phases - set(_ENDED)
         return next(iter(sorted(waiting, key=list(Phase).index)), Phase.OPENED if Phase.OPENED in phases else Phase.OFF)
 
     @property
     def ended(self) -> tuple[Phase | None, str]:
-        """In which phase it went off, and why; of several groups, the first one's."""
+        """In which phase it was called off, and why; with groups, those of the first one."""
         return next((one.ended for one in self.groups), (self.record.ended, self.record.reason))
 
     @property
     def refused(self) -> dict[str, schemas.SumObstacle]:
-        """Why devices take no part in it, by device."""
+        """Why devices do not participate, by device."""
         return {**self.record.refused, **{name: why for one in self.groups for name, why in one.refused.items()}}
 
     @property
     def opened(self) -> list["SumBoard"]:
-        """Those that are opened, each of one group."""
+        """The opened sums, one per group."""
         return [one for one in self.groups or [self] if one.phase is Phase.OPENED]
 
     @property
     def _timed(self) -> tuple[Phase, ...]:
-        numbers = (Phase.NUMBERS,) if self._is_of_weights else ()  # else they come with updates
+        numbers = (Phase.NUMBERS,) if self._is_of_weights else ()  # otherwise they arrive with updates
         return (Phase.KEYS, *_TIMED, *numbers)
 
     @property
@@ -138,17 +138,17 @@ class SumBoard:
         return self.at.exchange == "weights"
 
     def _of(self, device: str) -> "SumBoard | None":
-        """The group that a device is in."""
+        """The group of a device."""
         return next((one for one in self.groups if device in one.record.members.announced), None)
 
     def check(self, device: str, step: schemas.FromDevice) -> None:
-        """Check what the other devices will check, so that one device can't cost all of them the sum.
+        """Check a step as the other devices will, so that one device can't spoil the sum for all.
 
-        Only they know which keys for sums are the cohort's: here a device's is the one that came with what it announced.
+        Only the devices know the cohort's keys for sums. Here, a device's key is the one received with its announcement.
 
         Args:
-            device: whose step it is; one that is not waited for is not checked.
-            step: keys, or a signature over the list of survivors; others need no check.
+            device: the sender; steps of devices that are not awaited are not checked.
+            step: keys, or a signature over the list of survivors; other steps need no check.
 
         Raises:
             SignatureError, MalformedError: with the device's name.
@@ -160,15 +160,15 @@ class SumBoard:
             return
         if isinstance(step, schemas.SumKeys) and kept.phase is Phase.KEYS:
             if step.key is None:
-                raise MalformedError(f"{device}: it announced keys for a sum without the one that signs them")
+                raise MalformedError(f"{device}: it announced keys for a sum without its signing key")
             check_keys(self.at, device, step, VerifyKey(step.key))
         if isinstance(step, schemas.SumSigned) and kept.phase is Phase.SIGNATURES:
             label = survivors_label(self.members, kept.peers, kept.survivors)
             if not VerifyKey(kept.signers[device]).verifies(step.signature, label):
-                raise SignatureError(f"{device}: its signature is not of the list of survivors")
+                raise SignatureError(f"{device}: its signature does not match the list of survivors")
 
     def leave_out(self, device: str, now: float) -> Sends:
-        """Wait for a device no longer whose step is not as it must be."""
+        """Stop waiting for a device after an invalid step."""
         if (group := self._of(device)) is not None:
             return group.leave_out(device, now)
         self.record.awaited.discard(device)
@@ -176,7 +176,7 @@ class SumBoard:
         return [(device, schemas.SumOff()), *(self._next(now) if is_last else [])]
 
     def receive(self, device: str, step: schemas.FromDevice, now: float) -> Sends:
-        """Take a device's step; what is not waited for from it is passed over, and keys that come again or too late are answered."""
+        """Handle a device's step. Unexpected steps are ignored; repeated or late keys are answered."""
         if (group := self._of(device)) is not None:
             return group.receive(device, step, now)
         kept = self.record
@@ -210,11 +210,11 @@ class SumBoard:
         return [] if kept.awaited else self._next(now)
 
     def tick(self, there: Collection[str], now: float) -> Sends:
-        """Time went on.
+        """Advance the time.
 
         Args:
-            there: who may still take part in the attempt; in its first two steps nobody else is waited for.
-            now: seconds, of any clock.
+            there: devices that may still participate in the attempt; its first two steps wait only for these.
+            now: seconds, by any clock.
         """
         if self.groups:
             return [send for one in self.groups if one.waits for send in one.tick(there, now)]
@@ -232,33 +232,33 @@ class SumBoard:
         return [(device, self._asked_of(device)) for device in sorted(kept.awaited)]
 
     def wait_anew(self) -> None:
-        """Nobody could answer for a while: from the next tick on all have their time again."""
+        """Restart the wait at the next tick, after devices could not answer for a while."""
         self._until = None
         for one in self.groups:
             one.wait_anew()
 
     def close(self, accepted: Iterable[str], now: float) -> Sends:
-        """The attempt's updates are these: ask for signatures over the list of those that hold sealed numbers.
+        """Close the sum for the attempt's accepted updates: request signatures over the list of those with sealed numbers.
 
-        The list stays what it was, whatever is called later.
+        The list does not change in later calls.
         """
         if self.groups:
             return [send for one in self.groups for send in one.close(accepted, now)]
         kept = self.record
         if kept.phase in (Phase.KEYS, Phase.SHARES):
-            return self._off(f"the attempt was closed while it waited for {kept.phase.value}")
+            return self._off(f"the attempt was closed while waiting for {kept.phase.value}")
         if kept.phase is not Phase.NUMBERS:
             return []
         kept.survivors = tuple(sorted(set(accepted) & set(kept.peers)))
         if len(kept.survivors) < self.members.needed:
-            return self._off(f"{len(kept.survivors)} of {self.members.needed} sealed updates came")
+            return self._off(f"{len(kept.survivors)} of {self.members.needed} required sealed updates arrived")
         return self.ask(Phase.SIGNATURES, kept.survivors, now)
 
     def correction(self, size: int) -> Numbers:
-        """What is to be added, modulo 2^32, to the sum of the survivors' sealed numbers, [size] uint32.
+        """The correction to add, modulo 2^32, to the sum of the survivors' sealed numbers, [size] uint32.
 
         Raises:
-            SumError: it is not opened, or shares do not fit what was announced; names the device.
+            SumError: it is not opened, or shares do not match the announcements; names the device.
         """
         if self.groups:
             return added([np.zeros(size, np.uint32), *(one.correction(size) for one in self.opened)])
@@ -270,14 +270,14 @@ class SumBoard:
 
     @property
     def named(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Of each group that is opened, the digest of its members' announcements and whose numbers are in it."""
+        """For each opened group, the digest of its members' announcements and the devices whose numbers are in it."""
         return tuple((one.members.digest, one.record.survivors) for one in self.opened)
 
     def weights(self) -> list[schemas.SumOpened]:
-        """Of a sum of weights, what each group's sum is: for holders of the cohort's secret.
+        """For a sum of weights, the sum of each group, for holders of the cohort's secret.
 
         Raises:
-            SumError: as of `correction`.
+            SumError: as `correction`.
         """
         found = []
         for number, one in enumerate(self.opened):
@@ -289,11 +289,11 @@ class SumBoard:
 
     @property
     def members(self) -> Members:
-        """Who is in it, and what each announced."""
+        """The members and their announcements."""
         return Members(self.at, self.record.members.announced)
 
     def _asked_of(self, device: str) -> schemas.ToDevice:
-        """What a device that is waited for was sent last."""
+        """The last message sent to an awaited device."""
         kept = self.record
         if kept.phase is Phase.SHARES:
             return kept.members
@@ -324,7 +324,7 @@ class SumBoard:
     def _begin(self, now: float) -> Sends:
         kept = self.record
         if len(kept.keys) < MIN_SUM_DEVICES:
-            return self._off(f"{len(kept.keys)} of {MIN_SUM_DEVICES} devices announced keys")
+            return self._off(f"{len(kept.keys)} of {MIN_SUM_DEVICES} required devices announced keys")
         total, drawn = sum(keys.weight for keys in kept.keys.values()), groups_of(kept.keys)
         if len(drawn) == 1:
             kept.members = schemas.SumMembers(announced=kept.keys, total=total)
@@ -346,7 +346,7 @@ class SumBoard:
         kept = self.record
         kept.peers = tuple(sorted(kept.sealed))
         if len(kept.peers) < self.members.needed:
-            return self._off(f"{len(kept.peers)} of {self.members.needed} devices dealt out shares")
+            return self._off(f"{len(kept.peers)} of {self.members.needed} required devices dealt out shares")
         others = [(device, schemas.SumOff()) for device in kept.members.announced if device not in kept.peers]
         dealt = self.ask(Phase.NUMBERS, kept.peers, now)
         if not self._is_of_weights:
@@ -357,7 +357,7 @@ class SumBoard:
         return schemas.SumDealt(sealed={peer: self.record.sealed[peer][device] for peer in self.record.peers})
 
     def ask(self, phase: Phase, devices: Collection[str], now: float) -> Sends:
-        """Go on to a phase, and wait for these devices."""
+        """Start a phase and wait for these devices."""
         self.record.phase, self.record.awaited = phase, set(devices)
         self._until, self._repeat_at = now + WAIT_S, now + REPEAT_S
         return [(device, self._asked_of(device)) for device in devices]
@@ -368,7 +368,7 @@ class SumBoard:
         return [(device, schemas.SumOff()) for device in sorted(kept.keys)]
 
     def _again(self, device: str, keys: schemas.SumKeys) -> Sends:
-        """What a device missed that announces its keys once more, or too late."""
+        """The messages missed by a device that announces its keys again or too late."""
         kept = self.record
         if kept.phase is Phase.OFF or kept.members.announced.get(device) != keys.model_copy(update={"key": None}):
             return [(device, schemas.SumOff())]
@@ -378,7 +378,7 @@ class SumBoard:
 
 
 def groups_of(devices: Iterable[str]) -> list[list[str]]:
-    """The groups that these are drawn into: as few and as equal as can be, of at most `MAX_SUM_DEVICES`, each sorted."""
+    """Split devices into random groups of at most `MAX_SUM_DEVICES`: as few and as equal as possible, each sorted."""
     drawn = sorted(devices)
     secrets.SystemRandom().shuffle(drawn)
     count = -(-len(drawn) // MAX_SUM_DEVICES)
@@ -393,7 +393,7 @@ _RECORDS = TypeAdapter(dict[schemas.SumExchange, SumRecord])
 
 @dataclass(frozen=True)
 class SumFailure:
-    """Why a round went on without its sum; `ended`: what the sum waited for, None where it had all answers."""
+    """Why a round continued without its sum; `ended`: what the sum was waiting for, None if it had all answers."""
 
     round: int
     reason: str
@@ -401,19 +401,19 @@ class SumFailure:
 
 
 class SealedSums:
-    """The sums of one federation, one attempt after the other.
+    """The sums of one federation, one attempt after another.
 
     Args:
-        spec: of the federation; one without sealed parts has no sums, and every call does nothing.
+        spec: the federation's spec; without sealed parts there are no sums, and all calls do nothing.
         store: the database.
         publisher: sends the steps.
         events: the event log.
         clock: seconds.
-        is_member: whether a device may still take part.
+        is_member: whether a device may still participate.
 
     Attributes:
-        failure: of the last sum, if it could not be opened or is in no aggregate; kept in memory only.
-        refused: why devices took no part in it, by device; likewise.
+        failure: failure of the last sum, if it was not opened or is in no aggregate; kept in memory only.
+        refused: why devices did not participate in it, by device; kept in memory only.
     """
 
     def __init__(
@@ -435,7 +435,7 @@ class SealedSums:
         self.refused: dict[str, schemas.SumObstacle] = {}
 
     def begin(self, at: schemas.RoundAttempt, participants: Collection[str]) -> None:
-        """An attempt is open; after a restart its sum goes on."""
+        """Start the sum of an open attempt; after a restart, resume it."""
         self._boards, self._merge = {}, None
         if not self._spec.sealed_in(at.round):
             return
@@ -448,11 +448,11 @@ class SealedSums:
                 self._boards[exchange] = SumBoard(where, participants, known.get(exchange))
 
     def end(self) -> None:
-        """The attempt failed."""
+        """End the sum of a failed attempt."""
         self._boards, self._merge = {}, None
 
     def receive(self, device: str, message: schemas.SumUp) -> None:
-        """Take a device's step, or leave the device out of the sum for it."""
+        """Handle a device's step; an invalid step excludes the device from the sum."""
         board = self._boards.get(message.exchange)
         if board is None or not self._is_member(device) or message.at != self._at:
             return
@@ -467,18 +467,18 @@ class SealedSums:
             self._follow(board, board.receive(device, message.body, self._clock()))
 
     def link_is_back(self) -> None:
-        """Devices could not answer for a while."""
+        """Restart the wait, since devices could not answer for a while."""
         for board in self._boards.values():
             board.wait_anew()
 
     def tick(self, there: Collection[str]) -> None:
-        """Time went on, with a link; `there`: who may still take part in the attempt."""
+        """Advance the time while the link is up; `there`: devices that may still participate in the attempt."""
         for board in self._boards.values():
             if board.waits:
                 self._follow(board, board.tick(there, self._clock()))
 
     def open(self, accepted: Collection[str], merge: Merge) -> None:
-        """Open the sum of these clients' sealed numbers, then call `merge`; where it can't be opened, without it."""
+        """Open the sum of these clients' sealed numbers, then call `merge`, with an empty sum if it can't be opened."""
         board = self._boards.get("parts")
         if board is None:
             merge(OpenedSum())
@@ -487,7 +487,7 @@ class SealedSums:
         self._follow(board, board.close(accepted, self._clock()))
 
     def lost(self, at: schemas.RoundAttempt, reason: str) -> None:
-        """The aggregate of an attempt has no sum although it could be opened."""
+        """Record that an attempt's aggregate has no sum although it was opened."""
         self.failure = SumFailure(at.round, reason, None)
         self._events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
 
@@ -511,7 +511,7 @@ class SealedSums:
             merge(self._opened(board))
 
     def _tell_weights(self, board: SumBoard) -> None:
-        """Send the opened sum of weights to those who wait for it, or that there is none: then there is none of parts."""
+        """Send the opened sum of weights, or its failure, to the devices that wait for it. Without it, there is no sum of parts."""
         known = self._boards["parts"].record.keys
         waiting = sorted(board.record.keys.keys() - known.keys())
         try:

@@ -2,16 +2,16 @@
 
 ExportError
 ├── InputError            a file that cannot be classified: missing, not an image
-├── ModelError            a model directory that cannot be used
-│   ├── ManifestError     no manifest, or one that is not valid
-│   └── TamperedError     the model's bytes are not the ones the manifest names
-├── SlotError             no such version, or nothing to roll back to
+├── ModelError            an unusable model directory
+│   ├── ManifestError     missing or invalid manifest
+│   └── TamperedError     the model's bytes do not match the manifest
+├── SlotError             no such version, or no version to roll back to
 ├── GateError             the new model is worse than the one in service
-├── ServingError          the server cannot start: its port is taken, its address is not this machine's
-├── RefusedError          a request that the server does not answer with a prediction
+├── ServingError          the server cannot start: the port is in use, or the address is not local
+├── RefusedError          a request that gets an error instead of a prediction
 │   └── QueueFullError    the queue is full
 ├── ConversionError       the network could not be written as ONNX
-└── VerificationError     the ONNX model does not do what the trained one does
+└── VerificationError     the ONNX model's outputs differ from the trained model's
 """
 
 from fedcg.errors import BAD_INPUT, FedcgError
@@ -19,7 +19,7 @@ from fedcg.event_log import log_text
 
 
 class ExportError(FedcgError):
-    """Base of everything this package raises."""
+    """Base of all errors of this package."""
 
     exit_code = BAD_INPUT
 
@@ -29,7 +29,7 @@ class InputError(ExportError):
 
     Attributes:
         file: the file's name as the caller gave it.
-        reason: what is wrong with it.
+        reason: why it cannot be classified.
     """
 
     def __init__(self, file: str, reason: str, exit_code: int | None = None) -> None:
@@ -39,23 +39,23 @@ class InputError(ExportError):
 
 
 class ModelError(ExportError):
-    """A model directory that cannot be used."""
+    """An unusable model directory."""
 
 
 class ManifestError(ModelError):
-    """No manifest in the directory, or one that is not valid."""
+    """The manifest is missing or invalid."""
 
 
 class TamperedError(ModelError):
-    """The model's bytes are not the ones the manifest names."""
+    """The model's bytes do not match the manifest."""
 
 
 class SlotError(ExportError):
-    """No such version, or nothing to roll back to."""
+    """No such version, or no version to roll back to."""
 
 
 class GateError(ExportError):
-    """The new model is worse on this box's held-out images than the one in service, which stays."""
+    """The new model is worse on the device's held-out images than the one in service, which stays in service."""
 
 
 class ServingError(ExportError):
@@ -63,13 +63,13 @@ class ServingError(ExportError):
 
 
 class RefusedError(ExportError):
-    """A request that the server does not answer with a prediction.
+    """A request that gets an error instead of a prediction.
 
     Attributes:
         status: the HTTP status, 400 to 599.
-        code: which refusal it is, one word for programs.
-        field: what of the request is meant: a file's name, a position in an array, a header; "" when it is no part of it.
-        retry_after_s: seconds after which the same request may succeed; None when it never will.
+        code: machine-readable name of the error.
+        field: the part of the request at fault: a file's name, a position in an array, a header; "" for none.
+        retry_after_s: seconds after which the same request may succeed; None if it will not.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class RefusedError(ExportError):
         self.retry_after_s = retry_after_s
 
     def as_json(self) -> dict[str, object]:
-        """The document that answers the request, over HTTP and over MQTT."""
+        """The error response, over HTTP and MQTT."""
         return {"error": {"code": self.code, "message": str(self), "field": self.field or None}}
 
 
 class QueueFullError(RefusedError):
-    """The queue is full; the same request may succeed in a moment."""
+    """The queue is full. The same request may succeed later."""
 
     def __init__(self, why: str) -> None:
         super().__init__(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
@@ -98,4 +98,4 @@ class ConversionError(ExportError):
 
 
 class VerificationError(ExportError):
-    """The ONNX model does not do what the trained model does; it must not be served."""
+    """The ONNX model's outputs differ from the trained model's; it must not be served."""

@@ -1,1 +1,1 @@
-"""The worker process that owns torch and the GPU."""
+"""The aggregation worker: the process that uses torch and the GPU."""

@@ -1,4 +1,4 @@
-"""The messages between the coordinator and its aggregation worker; values only, torch-free."""
+"""The messages between the coordinator and its aggregation worker. Plain values, torch-free."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,11 @@ class WorkerSettings:
     Attributes:
         threads: torch threads.
         device: "auto", "cpu" or "cuda".
-        secret: root of the coordinator's random streams; never shown, never sent.
+        secret: root of the coordinator's random streams; never logged or sent.
         artifacts: directory of the artifact store.
-        spill: directory for the rows of teacher passes.
+        spill: directory for the outputs of teacher passes.
         public_data: unlabelled images, or None; at most `public_images` of them are read.
-        stall_s: seconds without a sign of life after which a worker that has work is replaced.
+        stall_s: seconds without a message after which a busy worker is replaced.
     """
 
     threads: int
@@ -33,11 +33,11 @@ class WorkerSettings:
 
 
 Updates = tuple[tuple[str, str, int], ...]
-"""(client, artifact, the number of examples that it counts for) of each update to be merged."""
+"""(client, artifact, weight in examples) of each update to merge."""
 
 
 SMALLER_BATCHES, AVERAGE = 1, 2
-"""How a job is eased when memory runs out or the worker dies: smaller batches, then a weighted average without distillation."""
+"""Fallbacks if memory runs out or the worker dies: smaller batches, then a weighted average without distillation."""
 EASED = {
     SMALLER_BATCHES: "merged with smaller batches, since the aggregation worker ran out of memory or died",
     AVERAGE: "merged by weighted averaging alone, since the aggregation worker ran out of memory or died",
@@ -49,7 +49,7 @@ class Job:
     """One attempt to aggregate; all ids are artifact ids.
 
     Attributes:
-        limits: an update farther from the base is scaled back.
+        limits: updates farther from the base are scaled back.
         ease: 0, `SMALLER_BATCHES` or `AVERAGE`.
     """
 
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class AddUpdate:
-    """Do the teacher pass of a client's update."""
+    """Run the teacher pass of a client's update."""
 
     client: str
     artifact: str
@@ -73,18 +73,18 @@ class AddUpdate:
 
 @dataclass(frozen=True)
 class AssessJob:
-    """Measure these updates, (client, artifact) sorted by client, beside each other."""
+    """Measure these updates, (client, artifact) sorted by client, against each other."""
 
     updates: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class OpenedSum:
-    """What takes all masks but the cohort's off a sum of sealed numbers: empty where it can't be opened.
+    """The correction that removes all masks except the cohort's from a sum of sealed numbers; empty if the sum can't be opened.
 
     Attributes:
-        groups: of each group, the digest of its members' announcements, and the clients in it.
-        correction: 4 bytes a number, little endian, to be added to the sum.
+        groups: the digest of the members' announcements and the clients of each group.
+        correction: 4 bytes per number, little endian, to add to the sum.
     """
 
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -93,10 +93,10 @@ class OpenedSum:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass.
+    """Merge exactly these updates, sorted by client. Limits other than the job's need another teacher pass.
 
     Attributes:
-        opened: of updates that are sealed in part.
+        opened: the correction for partly sealed updates.
     """
 
     updates: Updates
@@ -109,7 +109,7 @@ Request = Job | AddUpdate | AssessJob | FinishJob
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker has imported torch and takes requests."""
+    """The worker has imported torch and accepts requests."""
 
     pid: int
     threads: int
@@ -118,7 +118,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class PhaseStarted(OfAttempt):
-    """A teacher pass or the distillation begins."""
+    """A teacher pass or the distillation has started."""
 
     pid: int
     phase: str
@@ -127,7 +127,7 @@ class PhaseStarted(OfAttempt):
 
 @dataclass(frozen=True)
 class Progressed(OfAttempt):
-    """How far a phase is; `loss`: the mean of its last steps that were looked at, of a distillation."""
+    """Progress of a phase; `loss`: mean loss over the last recorded steps of a distillation."""
 
     pid: int
     phase: str
@@ -138,14 +138,14 @@ class Progressed(OfAttempt):
 
 @dataclass(frozen=True)
 class UpdateAdded(OfAttempt):
-    """The teacher pass of a client is durable."""
+    """The teacher pass of a client is stored durably."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class UpdateFailed(OfAttempt):
-    """One client's update can't be merged. The job continues; the coordinator has to request a merge without that update."""
+    """One client's update can't be merged. The job continues; the coordinator must request a merge without that update."""
 
     client: str
     reason: str
@@ -153,14 +153,14 @@ class UpdateFailed(OfAttempt):
 
 @dataclass(frozen=True)
 class Assessed(OfAttempt):
-    """What the updates of an `AssessJob` do, by client."""
+    """The figures of an `AssessJob`, by client."""
 
     figures: dict[str, Figures]
 
 
 @dataclass(frozen=True)
 class JobEased(OfAttempt):
-    """The job goes on with less memory; `ease` as in `Job`."""
+    """The job continues with less memory; `ease` as in `Job`."""
 
     ease: int
     reason: str
@@ -168,7 +168,7 @@ class JobEased(OfAttempt):
 
 @dataclass(frozen=True)
 class JobDone(OfAttempt):
-    """Aggregate and server state are in the artifact store; `ease` as in `Job`; `sum_lost`: why it has no sum that was opened, or ""."""
+    """Aggregate and server state are in the artifact store. `ease` as in `Job`; `sum_lost`: why no sum was opened, or ""."""
 
     aggregate: str
     size: int
@@ -179,21 +179,21 @@ class JobDone(OfAttempt):
 
 @dataclass(frozen=True)
 class JobFailed(OfAttempt):
-    """The updates can't be merged; another try would fail the same way."""
+    """The updates can't be merged; a retry would fail the same way."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class WorkerBroke:
-    """The worker's accelerator can't be used by this process any more: it ends, and another one tries again."""
+    """This process can't use its accelerator any more. It exits, and a new process retries."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """The worker has ended and another one is being started; `reason` is set when it reported one, or hung."""
+    """The worker has exited and is being restarted; `reason` is set if it reported one or hung."""
 
     pid: int
     deaths: int

@@ -1,4 +1,4 @@
-"""The server state between rounds, as bytes: the aggregate as an artifact, the rest as a safetensors file.
+"""Serialises the server state between rounds: the aggregate as an artifact, the rest as a safetensors file.
 
 Imports torch: only the aggregation worker and the creation of a federation may import this.
 """
@@ -27,12 +27,12 @@ MAX_LINE = 120
 
 
 def aggregate_layouts(spec: FederationSpec, method: Method) -> PartLayouts:
-    """The tensors that an aggregate of this federation holds."""
+    """The tensor layouts of this federation's aggregates."""
     return {part: spec.layouts[part] for part in sorted(on_wire(method.payload.down, frozenset(spec.sealed)))}
 
 
 def before_first_sum(spec: FederationSpec, aggregate: Aggregate) -> Aggregate:
-    """An aggregate with room for what is sealed: numbers that are of no sum yet."""
+    """An aggregate with placeholders for the sealed numbers, before the first sum."""
     numbers = {layout.name: torch.zeros(layout.shape, dtype=torch.uint32) for layout in spec.layouts[Part.SEALED]}
     return replace(aggregate, parts={**aggregate.parts, Part.SEALED: numbers})
 
@@ -40,7 +40,7 @@ def before_first_sum(spec: FederationSpec, aggregate: Aggregate) -> Aggregate:
 def pack_aggregate(
     spec: FederationSpec, aggregate: Aggregate, round_number: int, attempt: int, base: str | None, device: str
 ) -> bytes:
-    """The artifact of an aggregate; the same aggregate on the same machine always gives the same bytes.
+    """The artifact of an aggregate; deterministic for the same aggregate on the same machine.
 
     Args:
         spec: the federation's spec.
@@ -51,7 +51,7 @@ def pack_aggregate(
         device: the torch device that computed it.
 
     Raises:
-        CodecError: a number that the spec's codec of aggregates can't hold.
+        CodecError: the spec's aggregate codec can't represent a number.
     """
     header = ArtifactHeader(
         kind="aggregate",
@@ -71,14 +71,14 @@ def pack_aggregate(
 
 
 def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggregate:
-    """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
+    """Decode the aggregate in an artifact as the clients do: both sides continue from the decoded numbers."""
     layouts = aggregate_layouts(spec, method)
     artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
     return Aggregate(to_weights(artifact.parts), artifact.header.label_distribution, artifact.header.sums)
 
 
 def encode_extras(state: ServerState) -> bytes:
-    """Everything of a server state but its aggregate."""
+    """Encode everything in a server state except its aggregate."""
     tensors = {
         f"{group}/{name}": tensor.detach().cpu().contiguous().clone()
         for group, weights in state.extras.items()
@@ -88,7 +88,7 @@ def encode_extras(state: ServerState) -> bytes:
 
 
 def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
-    """The extras in the bytes that `encode_extras` wrote."""
+    """Decode the extras from `encode_extras`."""
     extras: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load(data).items():
         group, _, name = key.partition("/")
@@ -97,7 +97,7 @@ def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Method) -> None:
-    """Make sure that a method's aggregate has exactly the parts that the method declares as shared, with finite numbers.
+    """Check that a method's aggregate has exactly the parts declared as shared, with finite numbers.
 
     Raises:
         AggregationError: it has other parts.
@@ -106,7 +106,7 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
     wanted = {part for part in aggregate_layouts(spec, method) if spec.layouts.get(part)}
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
-        raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")
+        raise AggregationError(f"method {spec.method} gave parts {found}, not {sorted(part.value for part in wanted)}")
     check_finite({part: one for part, one in parts.items() if part is not Part.SEALED}, "after the merge")
 
 

@@ -1,7 +1,7 @@
-"""The process that owns torch and the GPU: teacher passes on arrival, then the merge. Started by `worker_handle`.
+"""The process that uses torch and the GPU: runs teacher passes as updates arrive, then the merge. Started by `worker_handle`.
 
-It may be killed at any point: rows of finished teacher passes lie on disk under the attempt's name, everything else is a
-function of the stored updates, the spec and the coordinator's secret, so the next worker arrives at the same bytes.
+It may be killed at any point. Outputs of finished teacher passes are on disk under the attempt's name. Everything else is a function of
+the stored updates, the spec and the coordinator's secret, so the next worker computes the same bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 0.2
 EASED_ROWS = 32
-"""Rows that go through a teacher at once when memory is short."""
+"""Batch size of a teacher pass if memory is short."""
 Send = Callable[[jobs.Reply], None]
 Public = Callable[["ImageForm"], "torch.Tensor | None"]
 
 
 def worker_main(connection: Connection, settings: jobs.WorkerSettings) -> None:
-    """Serve requests until the coordinator is gone."""
+    """Serve requests until the coordinator disconnects."""
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -58,17 +58,17 @@ def worker_main(connection: Connection, settings: jobs.WorkerSettings) -> None:
     for request in requests_of(connection):
         if isinstance(request, jobs.Job):
             runner = None
-            gc.collect()  # aggregators are in cycles of references: else the tensors of many ended jobs would stay
+            gc.collect()  # aggregators are in reference cycles: without this, the tensors of many ended jobs would stay in memory
             runner = JobRunner(request, settings, device, connection.send, public)
         elif runner is not None:
             runner.serve(request)
 
 
 def public_images(data: Path | None, most: int) -> Public:
-    """A function that reads this coordinator's public images for an image form, once: [N, C, H, W] uint8, or None without any.
+    """Return a function that reads the public images for an image form, once: [N, C, H, W] uint8, or None without any.
 
     Raises:
-        DataError: raised by that function when the images can't be read.
+        DataError: raised by that function if the images can't be read.
     """
     from fedcg.learning.data.public_images import read_public
 
@@ -80,7 +80,7 @@ def public_images(data: Path | None, most: int) -> Public:
 
 
 class JobRunner:
-    """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
+    """Runs one job: turns requests into calls of the method's aggregator. Every request gets one reply."""
 
     def __init__(self, job: jobs.Job, settings: jobs.WorkerSettings, device: str, send: Send, public: Public) -> None:
         self._job = job
@@ -89,13 +89,13 @@ class JobRunner:
         self._send = send
         self._public = public
         self._store = ArtifactStore(settings.artifacts)
-        self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
+        self._counted: dict[str, int]  # weight of each client in the aggregator
         self._movements: dict[str, robustness.Movement] = {}
         self._has_diverged = False
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
-        """Serve a request and reply; a failure that no single update caused is reported once and ends the job."""
+        """Serve a request and reply. A failure not caused by a single update is reported once and ends the job."""
         if self._failed:
             return
         serve: dict[type, Callable[[Any], None]] = {
@@ -106,13 +106,13 @@ class JobRunner:
         self._failed = not self._guarded(partial(serve[type(request)], request))
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        """Whether work was done; without enough memory it is tried again, eased."""
+        """Run work, again with less memory if it runs out; return whether it succeeded."""
         from fedcg.learning.training.device_errors import is_out_of_memory
 
         while True:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
+            except Exception as error:  # noqa: BLE001 - the run loop of this process; the operator gets the reason
                 reason = self._reason(error)
                 if not is_out_of_memory(error) or self._job.ease >= jobs.AVERAGE:
                     self._send(jobs.JobFailed(self._job.round, self._job.attempt, reason))
@@ -125,7 +125,7 @@ class JobRunner:
                 return False
 
     def _reason(self, error: Exception) -> str:
-        """The error's text for the operator; after an error that leaves the accelerator unusable this process ends."""
+        """The error's text for the operator. If the error leaves the accelerator unusable, this process exits."""
         from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 
         reason = told(error)[:280]
@@ -163,7 +163,7 @@ class JobRunner:
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
         def start(limits: robustness.Distances) -> Aggregator:
-            # clipped updates and smaller batches have other rows
+            # clipped updates and smaller batches have different outputs
             plan = repr((limits, job.ease) if job.ease else limits)
             rows = DirectorySpill(folder / sha256(plan.encode()).hexdigest()[:16])
             if job.ease >= jobs.AVERAGE:
@@ -175,7 +175,7 @@ class JobRunner:
         self._begin_again(job.limits)
 
     def _begin_again(self, limits: robustness.Distances) -> None:
-        """Start without updates: a counted update has another weight or other limits now, or no part in the merge."""
+        """Restart without updates: a counted update now has another weight or other limits, or is not merged."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: jobs.AddUpdate) -> None:
@@ -190,7 +190,7 @@ class JobRunner:
         self._send(jobs.Assessed(self._job.round, self._job.attempt, figures))
 
     def _counts(self, client: str, artifact: str, weight: int) -> bool:
-        """Have the aggregator count an update; one that it can't count is reported, and its round goes on without it."""
+        """Add an update to the aggregator. If that fails, report it; the round continues without this update."""
         from fedcg.learning.training.device_errors import is_of_this_machine
 
         job = self._job
@@ -207,11 +207,11 @@ class JobRunner:
         return True
 
     def _reject(self, client: str, reason: str) -> None:
-        self._begin_again(self._limits)  # a part of this update may have been counted
+        self._begin_again(self._limits)  # this update may be partly counted
         self._send(jobs.UpdateFailed(self._job.round, self._job.attempt, client, reason))
 
     def _finish(self, request: jobs.FinishJob) -> None:
-        """Merge, with rows of teacher passes from the disk where a client was counted with another weight, or not yet."""
+        """Merge; reads outputs of teacher passes from disk for clients counted with another weight or not yet."""
         from fedcg.learning.method import DivergedError
         from fedcg.wire.errors import CodecError
 
@@ -251,7 +251,7 @@ class JobRunner:
     def _with_sealed(
         self, request: jobs.FinishJob, aggregate: Aggregate, state: ServerState
     ) -> tuple[Aggregate, ServerState, str]:
-        """What was merged in the clear, beside the sum that only the cohort can read, and why it lacks that of this round."""
+        """The clear merge with the sum that only the cohort can read, and why this round's sum is missing, or ""."""
         from fedcg.learning.aggregation.sealed_means import merged
         from fedcg.learning.tensor_conversion import to_weights
         from fedcg.wire.messages.schemas import SealedSum
@@ -267,7 +267,7 @@ class JobRunner:
         names = frozenset(name for _, names in opened.groups for name in names)
         told = {client: artifact for client, artifact, _ in request.updates if client in names}
         if names - told.keys():
-            lost = "it holds numbers of devices whose updates are not merged: "
+            lost = "it includes numbers of devices whose updates are not merged: "
             lost += ", ".join(sorted(names - told.keys()))
         elif told:
             correction = np.frombuffer(opened.correction, "<u4").astype(np.uint32)
@@ -287,7 +287,7 @@ class JobRunner:
         return np.concatenate([decoded.parts[Part.SEALED][part.value] for part in parts]).astype(np.uint32)
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
-        """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
+        """An update for the merge: clipped, with the given weight (its own for 0)."""
         from fedcg.learning.method import Update
         from fedcg.learning.tensor_conversion import to_weights
 
@@ -295,7 +295,7 @@ class JobRunner:
         yardstick = self._yardstick_of(read_header(data).base)
         decoded = unpack_update(data, self._spec, yardstick.base)
         if client not in self._movements:
-            seed = self._streams.seed("sketch")  # of the coordinator's secret: no device knows the sums
+            seed = self._streams.seed("sketch")  # from the coordinator's secret: devices can't predict the sums
             self._movements[client] = robustness.movement_of(
                 decoded.parts, yardstick, self._method.payload.with_base, seed
             )
@@ -309,14 +309,14 @@ class JobRunner:
         return Update(client=client, parts=to_weights(parts), examples=weight or examples, label_counts=counts)
 
     def _yardstick_of(self, base: str | None) -> robustness.Yardstick:
-        """The measure of an update: the round's, or that of the round before for one that came late."""
+        """The yardstick of an update: this round's, or the previous round's for a late update."""
         if base is None or base == self._job.base:
             return self._yardstick
         return robustness.Yardstick(base_in(self._store.get(base), self._spec, base), {})
 
 
 class Throttle:
-    """A progress callback that reports a phase's first step, its last, those with a loss, and one every fifth of a second between."""
+    """A progress callback that reports a phase's first and last step, steps with a loss, and otherwise five steps per second."""
 
     def __init__(self, job: jobs.Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self._job = job
@@ -328,7 +328,7 @@ class Throttle:
         self._is_new_loss = False
 
     def watch_loss(self, loss: float) -> None:
-        """Record the mean loss of the last steps, for the next report."""
+        """Record the mean loss of the last steps for the next report."""
         self._loss = loss if math.isfinite(loss) else None
         self._is_new_loss = True
 
@@ -349,5 +349,5 @@ class Throttle:
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:
-    """The folder of an attempt's rows."""
+    """The folder for an attempt's teacher outputs."""
     return root / federation / f"{round_number}-{attempt}"

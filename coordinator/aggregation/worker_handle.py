@@ -1,6 +1,6 @@
-"""The coordinator's handle on its aggregation worker: gives it work, and starts it again when it dies.
+"""The coordinator's handle on its aggregation worker: sends it work and restarts it if it dies.
 
-Torch-free and never blocking; used by one thread. The open job and its requests are kept here and sent again to every new worker process.
+Torch-free and never blocking; used by one thread. Keeps the open job and its requests, and sends them again to every new worker process.
 """
 
 import time
@@ -14,18 +14,18 @@ from coordinator.updates.robustness import Distances
 from fedcg.worker_process import Exited, WorkerProcess
 
 MAX_DEATHS = 5
-"""Deaths over one update after which it is rejected; over anything else, after which the job is given up."""
+"""Deaths of the worker after which the update in progress is rejected, or the job fails if there is none."""
 EASE_EVERY = 2
-"""After so many deaths over the same thing the job is eased; over an update no further than to smaller batches."""
+"""Deaths over the same work after which the job is eased; for a single update, only to smaller batches."""
 MAX_BACKOFF_S = 10.0
 
 
 class AggregationWorker:
-    """Keeps one worker process alive and its job going; one that hangs, or whose GPU broke, is replaced.
+    """Keeps one worker process running with its job. Replaces it if it hangs or loses its GPU.
 
     Args:
-        settings: of the worker process.
-        deliver: gets every reply of the process, on a thread; must only enqueue it for `follow`.
+        settings: settings of the worker process.
+        deliver: called on a thread with every reply of the process; must only enqueue it for `follow`.
     """
 
     def __init__(self, settings: jobs.WorkerSettings, deliver: Callable[[jobs.Reply | Exited], None]) -> None:
@@ -34,18 +34,18 @@ class AggregationWorker:
         self._is_ready = False
         self._is_stopped = True
         self._restart_at: float | None = None
-        self._under_way = ""  # the client whose update the worker counts now
-        self._broke = ""  # the reason that the process reported before it ended
-        self._deaths: Counter[str] = Counter()  # by the client whose update was under way; "" for none
+        self._under_way = ""  # the client whose update the worker is processing
+        self._broke = ""  # the reason that the process reported before it exited
+        self._deaths: Counter[str] = Counter()  # by the client whose update was in progress; "" for none
 
     def start(self) -> None:
-        """Start the worker; requests may come at once."""
+        """Start the worker; requests may be sent at once."""
         self._is_ready, self._restart_at, self._under_way, self._broke = False, None, "", ""
         self._is_stopped = False
         self._process.start()
 
     def open(self, job: jobs.Job) -> None:
-        """Begin an attempt; the requests of an earlier one are dropped. The first one starts the worker."""
+        """Begin an attempt and drop requests of earlier ones. The first attempt starts the worker."""
         if self._is_stopped:
             self.start()
         self._deaths.clear()
@@ -65,17 +65,17 @@ class AggregationWorker:
         self._ask(jobs.FinishJob(tuple(sorted(updates)), limits, opened))
 
     def tick(self) -> None:
-        """Start a worker in the place of one that died, when it is time."""
+        """Start a worker to replace one that died, when its delay is over."""
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self.start()
 
     def stop(self) -> None:
-        """End the worker at once; whatever it has not stored is computed again."""
+        """Kill the worker; results that are not stored are computed again."""
         self._is_stopped, self._is_ready, self._restart_at = True, False, None
         self._process.stop()
 
     def follow(self, reply: jobs.Reply | Exited) -> tuple[jobs.WorkerEvent, ...]:
-        """Take a reply of the process; returns the events that follow for the round."""
+        """Handle a reply of the process; return the resulting events of the round."""
         if isinstance(reply, Exited):
             return () if self._is_stopped else self._died(reply)
         if isinstance(reply, jobs.WorkerBroke):
@@ -90,7 +90,7 @@ class AggregationWorker:
         return (reply,)
 
     def _ask(self, request: jobs.AddUpdate | jobs.AssessJob | jobs.FinishJob) -> None:
-        """Send a request for the open job; without an open job (it failed, or is done) the worker would not answer."""
+        """Send a request for the open job. Without one (failed or done), the worker would not reply."""
         if self._wanted and request not in self._wanted:
             self._wanted.append(request)
             self._send(request)
@@ -100,7 +100,7 @@ class AggregationWorker:
             self._process.send(request)
 
     def _note(self, reply: jobs.JobReply) -> None:
-        """How far the open job is."""
+        """Record the progress of the open job."""
         if isinstance(reply, jobs.PhaseStarted):
             self._under_way = reply.client
         elif isinstance(reply, jobs.JobEased):
@@ -123,15 +123,15 @@ class AggregationWorker:
 
     def _died(self, exited: Exited) -> tuple[jobs.WorkerEvent, ...]:
         client, job = self._under_way, self._job
-        self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
+        self._deaths[client] += exited.was_busy  # an idle worker was killed by another process
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
         self._is_ready, self._under_way, self._broke = False, "", ""
         self._restart_at = time.monotonic() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
         died = jobs.WorkerDied(exited.pid, deaths, reason)
         if deaths < MAX_DEATHS or job is None:
-            return died, *self._eased(job, client, reason or "the worker died, perhaps for want of memory")
+            return died, *self._eased(job, client, reason or "the worker died, possibly out of memory")
         over = f"the update of {client}" if client else "the same updates"
-        reason = f"the aggregation worker died {deaths} times over {over} ({reason or 'out of memory?'})"
+        reason = f"the aggregation worker died {deaths} times with {over} ({reason or 'out of memory?'})"
         failed: jobs.UpdateFailed | jobs.JobFailed = jobs.JobFailed(job.round, job.attempt, reason)
         if client:
             failed = jobs.UpdateFailed(job.round, job.attempt, client, reason)
@@ -139,7 +139,7 @@ class AggregationWorker:
         return (died, failed)
 
     def _eased(self, job: jobs.Job | None, client: str, reason: str) -> tuple[jobs.JobEased, ...]:
-        """Ask less of the next worker, when this one was not the first to die over the same thing."""
+        """Ease the job if this was not the first death over the same work."""
         deaths, most = self._deaths[client], jobs.SMALLER_BATCHES if client else jobs.AVERAGE
         if job is None or not deaths or deaths % EASE_EVERY or job.ease >= most:
             return ()
@@ -149,7 +149,7 @@ class AggregationWorker:
 
 
 def _concerns(request: jobs.Request, client: str) -> bool:
-    """Whether a request asks for the update of a client."""
+    """Whether a request concerns a client's update."""
     if isinstance(request, jobs.AddUpdate):
         return request.client == client
     return isinstance(request, jobs.AssessJob | jobs.FinishJob) and any(client == name for name, *_ in request.updates)

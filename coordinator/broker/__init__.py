@@ -1,1 +1,1 @@
-"""Configuration and access lists of the broker; the embedded one."""
+"""Configuration and access lists of the broker; the embedded broker."""

@@ -1,6 +1,6 @@
-"""Who may use the broker: makes the lists from the database, and has brokers apply them.
+"""Access lists of the broker: creates them from the database and publishes them to the program that runs the broker.
 
-Brings lists of devices to the broker: over a connection of its own, which lasts until they are applied.
+Uses a separate connection, which stays open until the lists are applied.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ TIMEOUT_S = 5.0
 
 
 def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> None:
-    """Publish lists, retained, and wait until the program that runs the broker has applied them.
+    """Publish the lists, retained, and wait until the program that runs the broker has applied them.
 
-    Call it with `changing_members` held: one connection at a time has this identity.
+    Call it with `changing_members` held: only one connection at a time may use this identity.
 
     Raises:
-        BrokerError: they are not applied yet; with the reason and what to do.
+        BrokerError: they are not applied yet, with the reason and the next step.
         TransportError: the broker can't be reached.
     """
     with tempfile.TemporaryDirectory(prefix="lists-", dir=home.root) as folder:
@@ -50,8 +50,8 @@ def publish_lists(home: Home, lists: Lists, timeout_s: float = TIMEOUT_S) -> Non
 
 
 def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:
-    """Publish one message, and wait for its answer."""
-    transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # whoever called has the reason
+    """Publish one message and wait for its response."""
+    transport = MqttTransport(config, retry_log_level=logging.DEBUG)  # the caller reports the reason
     digest = hashlib.sha256(payload).hexdigest()
     answers: queue.SimpleQueue[Applied] = queue.SimpleQueue()
 
@@ -59,7 +59,7 @@ def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:
         try:
             answer = Applied.model_validate_json(delivery.payload)
         except ValidationError:
-            return  # by another version; the time runs out
+            return  # from another version; wait until the timeout
         if answer.lists == digest:
             answers.put(answer)
 
@@ -72,8 +72,8 @@ def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:
         answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
         raise BrokerError(
-            f"the broker at {config.address} has the lists, and nothing there has applied them: start Mosquitto by "
-            "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`; if it runs so, its log has the reason"
+            f"the broker at {config.address} has received the lists but has not applied them: start Mosquitto with "
+            "`fedcg broker run` in the folder of `fedcg deploy mosquitto`; if it already runs this way, see its log"
         ) from None
     finally:
         transport.close()
@@ -82,19 +82,19 @@ def _exchange(config: MqttConfig, payload: bytes, timeout_s: float) -> None:
 
 
 NOT_APPLIED = (
-    "No broker has applied the new lists of devices; a warning has the reason. A running coordinator brings them to its broker when "
-    "it reaches it, else it does at its next start; until then the broker uses the earlier ones."
+    "The broker has not applied the new lists of devices; see the warning for the reason. A running coordinator publishes them once "
+    "it reaches the broker, otherwise at its next start. Until then the broker uses the earlier lists."
 )
 SILENCED_NAME = "silenced.json"
 PENDING_NAME = "lists-pending"
-"""In a home's broker folder while lists that were made are not applied; its date is that of the last try."""
+"""Exists in a home's broker folder while new lists are not applied; its date is that of the last try."""
 PENDING_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
 def refresh_access(home: Home) -> Lists:
-    """Make the lists from the database, and write the revocation list of the coordinator's own listeners."""
+    """Create the lists from the database, and write the revocation list of the coordinator's listeners."""
     silenced = silenced_in(home)
     with closing(Store.of(home)) as store:
         federations = tuple(record.id for record in store.federations())
@@ -110,21 +110,21 @@ def refresh_access(home: Home) -> Lists:
 
 
 def end_silences(home: Home) -> None:
-    """When a coordinator starts: no device is silenced, and the lists are made anew; they are published when it reaches its broker."""
+    """At a coordinator's start: unsilence all devices and create the lists again; they are published once it reaches its broker."""
     with changing_members(home):
         replace_durably(home.broker / SILENCED_NAME, json.dumps([]))
         refresh_access(home)
 
 
 def silence(home: Home, devices: Collection[str]) -> bool:
-    """Leave exactly these devices out of every access list from now on; returns what `publish_access` does."""
+    """Exclude exactly these devices from every access list from now on; returns as `publish_access`."""
     with changing_members(home):
         replace_durably(home.broker / SILENCED_NAME, json.dumps(sorted(devices)))
         return publish_access(home)
 
 
 def silenced_in(home: Home) -> list[str]:
-    """The devices that are left out; none where the file can't be read: a device that goes on flooding is silenced again."""
+    """The silenced devices; none if the file can't be read. A device that continues flooding is silenced again."""
     try:
         return list(json.loads((home.broker / SILENCED_NAME).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -132,10 +132,10 @@ def silenced_in(home: Home) -> list[str]:
 
 
 def publish_access(home: Home) -> bool:
-    """`refresh_access`, and have the broker apply the lists. Call it with `changing_members` held.
+    """Run `refresh_access` and publish the lists to the broker. Call it with `changing_members` held.
 
     Returns:
-        False when no broker has applied them; the log has the reason.
+        False if the broker has not applied them; the log has the reason.
     """
     pending = home.broker / PENDING_NAME
     pending.touch()
@@ -143,14 +143,14 @@ def publish_access(home: Home) -> bool:
     try:
         publish_lists(home, lists)
     except (BrokerError, TransportError) as error:
-        log.warning("the broker gets the new lists of devices later, from the running coordinator: %s", error)
+        log.warning("the running coordinator will publish the new lists of devices later: %s", error)
         return False
     pending.unlink(missing_ok=True)
     return True
 
 
 def are_lists_pending(home: Home) -> bool:
-    """Whether the last try to bring lists to the broker failed or was cut short, in whichever process, `PENDING_S` ago or earlier."""
+    """Whether the last try to publish lists, in any process, failed or was interrupted at least `PENDING_S` ago."""
     try:
         return time.time() - (home.broker / PENDING_NAME).stat().st_mtime >= PENDING_S
     except FileNotFoundError:

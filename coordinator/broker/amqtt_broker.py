@@ -1,7 +1,7 @@
 """An MQTT 3.1.1 broker in this process (amqtt 0.12.1), for demos on a machine without Mosquitto; identities by certificate.
 
-It listens on loopback, requires a client certificate, and applies the rules of `Topics` at every step. It reads no list of devices
-and no revocation list: a deployment runs Mosquitto. Overrides private methods of amqtt and refuses to start without them.
+It listens on loopback, requires client certificates, and applies the rules of `Topics` at every step. It reads neither the lists of
+devices nor the revocation list: deployments use Mosquitto. Overrides private methods of amqtt and refuses to start without them.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def identity_of(client_id: str | None) -> str:
 
 
 def is_allowed(client_id: str | None, action: Action, topic: str | None) -> bool:
-    """Whether a connection may publish on, subscribe to or receive a topic, in whichever federation it is."""
+    """Whether a connection may publish on, subscribe to or receive a topic, in any federation."""
     identity = identity_of(client_id)
     if not identity or not topic:
         return False
@@ -63,11 +63,11 @@ class CertificatePlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
     async def topic_filtering(
         self, *, session: Session | None = None, topic: str | None = None, action: Action | None = None
     ) -> bool:
-        """Whether this client may do this on this topic."""
+        """Whether this client may perform this action on this topic."""
         return session is not None and action is not None and is_allowed(session.client_id, action, topic)
 
     async def on_mqtt_packet_received(self, *, packet: Any, session: Session | None = None) -> None:
-        """Forget the will of a client that disconnects: amqtt sends it when DISCONNECT comes before amqtt waits for it."""
+        """Drop the will of a client that disconnects: amqtt sends it if DISCONNECT arrives before amqtt waits for it."""
         if session is not None and isinstance(packet, DisconnectPacket):
             session.will_flag = False
 
@@ -76,14 +76,14 @@ class DemoBroker(Broker):  # type: ignore[misc]
     """amqtt with required certificates, and with retained messages only for clients that have just subscribed.
 
     Args:
-        port: on loopback.
-        tls: the server's side.
+        port: port on loopback.
+        tls: the server's TLS context.
     """
 
     def __init__(self, port: int, tls: ssl.SSLContext) -> None:
         missing = [name for name in OVERRIDDEN if not hasattr(Broker, name)]
         if missing:
-            raise RuntimeError(f"this amqtt has no Broker.{missing[0]}; amqtt 0.12.1 is needed")
+            raise RuntimeError(f"this amqtt has no Broker.{missing[0]}; install amqtt 0.12.1")
         self._tls = tls
         self._just_subscribed: set[tuple[str | None, str]] = set()
         self._deliveries: set[asyncio.Task[Any]] = set()
@@ -98,7 +98,7 @@ class DemoBroker(Broker):  # type: ignore[misc]
         return self._tls
 
     async def _topic_filtering(self, session: Session, topic: str, action: Action) -> bool:
-        # Without suspending: amqtt calls this while it iterates over its subscriptions, and a client that subscribes
+        # Must not suspend: amqtt calls this while it iterates over its subscriptions, and a client that subscribes
         # meanwhile would end the iteration with an error and lose the message for all later subscribers.
         return is_allowed(session.client_id, action, topic)
 
@@ -113,7 +113,7 @@ class DemoBroker(Broker):  # type: ignore[misc]
         self, subscription: tuple[str, int], session: Session
     ) -> None:
         # amqtt calls this after a SUBSCRIBE, and on connect for every subscription of every client: only the first
-        # is right. Tasks instead of waiting, for the reason given in _topic_filtering.
+        # is right. Uses tasks instead of waiting, for the reason in _topic_filtering.
         topic_filter, qos = subscription
         fresh = (session.client_id, topic_filter)
         handler = self._get_handler(session)
@@ -129,7 +129,7 @@ class DemoBroker(Broker):  # type: ignore[misc]
 
 
 async def serve_amqtt(port: int, tls: ssl.SSLContext, ready: Callable[[], None], stop: asyncio.Event) -> None:
-    """Serve on 127.0.0.1 until `stop` is set; `ready` is called when connections are accepted."""
+    """Serve on 127.0.0.1 until `stop` is set; calls `ready` once connections are accepted."""
     broker = DemoBroker(port, tls)
     await broker.start()
     try:

@@ -1,9 +1,9 @@
-"""The folder that `fedcg broker run` starts a Mosquitto from, on whichever machine it lies, and the lists of devices that it applies, as one message.
+"""The folder from which `fedcg broker run` starts Mosquitto on any machine, and the message with the lists of devices.
 
-It holds the authority's certificate without its key, the broker's certificate and key, those of the program that keeps the lists up to
-date, the lists as they were when the folder was written or last changed, and the address. No path in it depends on where it lies; Mosquitto's
-configuration has such paths, and is written at each start. The coordinator publishes the lists retained; each message holds everything, so the latest one is enough.
-Knows no database: a broker's own machine has not its packages.
+It contains the authority's certificate without its key, the broker's certificate and key, those of the program that updates the
+lists, the latest lists, and the address. The folder can be moved: Mosquitto's configuration has absolute paths, but is written at each
+start. The coordinator publishes the lists retained. Each message contains all lists, so the latest one is enough.
+Doesn't use the database: its packages are not installed on a broker's machine.
 """
 
 import os
@@ -29,7 +29,7 @@ from fedcg.wire.messages.topics import LISTS_READER, Topics, lists_acl
 from fedcg.wire.tls import SET_CLOCK, clock_time
 
 MAX_BYTES = 1_900_000
-"""Of one message: within the broker's largest packet. 1,000 devices with names of 63 letters and 1,000 revocations take 135 KB."""
+"""Largest message, within the broker's packet limit. 1,000 devices with names of 63 letters and 1,000 revocations take 135 KB."""
 Name = Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]{0,62}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -39,14 +39,14 @@ class _Message(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class Lists(_Message):
-    """What the broker has to apply.
+    """The lists that the broker must apply.
 
     Attributes:
-        federations: ids.
-        devices: ids of those that may connect and are not silenced.
+        federations: ids of all federations.
+        devices: ids of devices that may connect and are not silenced.
         observers: identities that may read everything.
-        revocations: PEM of the revocation list; its date orders messages.
-        revoked: ids of devices that may still read that they are revoked, in a session from before.
+        revocations: PEM of the revocation list; its date determines the order of messages.
+        revoked: ids of revoked devices; in a session opened before, they may still read that they are revoked.
     """
 
     federations: Annotated[tuple[Name, ...], Field(max_length=1000)]
@@ -56,17 +56,17 @@ class Lists(_Message):
     revoked: Annotated[tuple[Name, ...], Field(max_length=25_000)] = ()
 
     def access_list(self) -> str:
-        """Mosquitto's access list: one `user` section per identity, nothing for anybody else."""
+        """Mosquitto's access list: one `user` section per identity; all others have no access."""
         identities = sorted(self.devices), sorted(self.observers), sorted(self.revoked)
         return "\n".join([lists_acl(), *(Topics(each).mosquitto_acl(*identities) for each in self.federations)])
 
 
 class Applied(_Message):
-    """The answer to `Lists`.
+    """The response to `Lists`.
 
     Attributes:
         lists: sha256 of the message.
-        problem: why they were not applied; empty when they were.
+        problem: why they were not applied; empty if they were.
     """
 
     lists: Digest
@@ -74,11 +74,11 @@ class Applied(_Message):
 
 
 class OlderListsError(BrokerError):
-    """Lists that are older than those in use."""
+    """The lists are older than those in use."""
 
 
 def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
-    """Lists from the broker, checked.
+    """Parse and check lists from the broker.
 
     Args:
         payload: the message.
@@ -86,11 +86,11 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
         applied: PEM of the revocation list that is in use.
 
     Raises:
-        BrokerError: not such a message, or of another authority.
-        OlderListsError: older than what is in use.
+        BrokerError: not such a message, or from another authority.
+        OlderListsError: older than the lists in use.
     """
     if len(payload) > MAX_BYTES:
-        raise BrokerError(f"the lists have {len(payload)} bytes; at most {MAX_BYTES} are taken")
+        raise BrokerError(f"the lists have {len(payload)} bytes; the limit is {MAX_BYTES}")
     try:
         lists = Lists.model_validate_json(payload)
         lists.access_list()
@@ -106,7 +106,7 @@ def parse_lists(payload: bytes, authority: bytes, applied: bytes) -> Lists:
         )
     if revocations.last_update_utc < x509.load_pem_x509_crl(applied).last_update_utc:
         raise OlderListsError(
-            "the lists are older than those in use. If this is in the log again and again, run `fedcg deploy mosquitto` again"
+            "the lists are older than those in use. If this error repeats, run `fedcg deploy mosquitto` again"
         )
     return lists
 
@@ -118,7 +118,7 @@ CONFIG_NAME = "mosquitto.conf"
 
 
 class Address(BaseModel, frozen=True, extra="forbid", strict=True):
-    """Where devices and the coordinator reach the broker; `broker.json`."""
+    """The broker's address for devices and the coordinator; `broker.json`."""
 
     version: int = 1
     host: str
@@ -126,7 +126,7 @@ class Address(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def write_folder(home: Home, folder: Path, lists: Lists) -> None:
-    """Write all that a broker needs into a folder, or bring it up to date; what is in its `data` stays.
+    """Write a broker's folder, or update it; its `data` stays.
 
     Raises:
         BrokerError: the folder can't be written.
@@ -141,11 +141,11 @@ def write_folder(home: Home, folder: Path, lists: Lists) -> None:
         write_lists(folder, lists)
         replace_durably(folder / ADDRESS_NAME, Address(host=broker.host, port=broker.port).model_dump_json(), READABLE)
     except OSError as error:
-        raise BrokerError(f"{folder} can't be made a broker's folder: {error}") from error
+        raise BrokerError(f"can't write a broker's folder to {folder}: {error}") from error
 
 
 def write_lists(folder: Path, lists: Lists) -> None:
-    """Replace the lists, in this order: a revoked device must not come back."""
+    """Replace the lists, in this order, so that a revoked device can't reconnect."""
     replace_durably(folder / CRL_NAME, lists.revocations)
     replace_durably(folder / ACL_NAME, lists.access_list())
 
@@ -154,7 +154,7 @@ def read_address(folder: Path) -> Address:
     """The address of a folder's broker.
 
     Raises:
-        BrokerError: there is no such folder (code 7), or it is one of another version.
+        BrokerError: there is no such folder (code 7), or it has another version.
     """
     path = folder / ADDRESS_NAME
     try:
@@ -165,17 +165,17 @@ def read_address(folder: Path) -> Address:
             exit_code=NOT_FOUND,
         ) from error
     except (OSError, ValidationError) as error:
-        raise BrokerError(f"{path} is damaged, or can't be read; run `fedcg deploy mosquitto` again") from error
+        raise BrokerError(f"{path} is damaged or can't be read; run `fedcg deploy mosquitto` again") from error
     if address.version != 1:
-        raise BrokerError(f"{path} has version {address.version}, and this program reads version 1: update it")
+        raise BrokerError(f"{path} has version {address.version}, but this program reads version 1: upgrade it")
     return address
 
 
 def check_dates(folder: Path) -> None:
-    """Check that the dates of the revocation list do not make Mosquitto refuse everybody.
+    """Check that Mosquitto won't refuse all connections because of the revocation list's dates.
 
     Raises:
-        BrokerError: they do, by this machine's clock.
+        BrokerError: by this machine's clock, it would.
     """
     path, now = folder / CRL_NAME, datetime.now(timezone.utc)
     try:
@@ -185,19 +185,19 @@ def check_dates(folder: Path) -> None:
     begin, end = revocations.last_update_utc, revocations.next_update_utc or now
     if not begin <= now <= end:
         raise BrokerError(
-            f"{path} is valid from {clock_time(begin)} to {clock_time(end)}, and this machine's clock shows {clock_time(now)}: Mosquitto "
-            f"would refuse everybody. {SET_CLOCK.capitalize()}; if it is right, run `fedcg deploy mosquitto` again, and copy the folder"
+            f"{path} is valid from {clock_time(begin)} to {clock_time(end)}, but this machine's clock shows {clock_time(now)}: Mosquitto "
+            f"would refuse all connections. {SET_CLOCK.capitalize()}; if it is right, run `fedcg deploy mosquitto` again and copy the folder"
         )
 
 
 def write_config(folder: Path) -> Path:
-    """Write mosquitto.conf into a broker's folder, with the paths that it has now, and create the folder for Mosquitto's data in it.
+    """Write mosquitto.conf with the current paths into a broker's folder, and create its folder for Mosquitto's data.
 
     Returns:
         The file.
 
     Raises:
-        BrokerError: it is no broker's folder.
+        BrokerError: it is not a broker's folder.
     """
     address, folder = read_address(folder), folder.resolve()
     (folder / DATA_NAME).mkdir(exist_ok=True, mode=stat.S_IRWXU)
@@ -211,7 +211,7 @@ def write_config(folder: Path) -> Path:
         acl=folder / ACL_NAME,
         crl=folder / CRL_NAME,
         persistence=folder / DATA_NAME,
-        extra="user root" if os.geteuid() == 0 else "",  # a user of its own could not read the folder
+        extra="user root" if os.geteuid() == 0 else "",  # a separate user could not read the folder
     )
     replace_durably(folder / CONFIG_NAME, text, READABLE)
     return folder / CONFIG_NAME

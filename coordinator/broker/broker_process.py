@@ -1,6 +1,6 @@
-"""Runs a broker in the foreground: Mosquitto, with its lists of devices kept up to date, or for demos the embedded one.
+"""Runs a broker in the foreground: Mosquitto, or for demos the embedded one.
 
-Beside a broker: applies the lists of devices that the coordinator publishes on it. Needs no access to the coordinator's directory.
+Applies the lists of devices that the coordinator publishes to Mosquitto. Needs no access to the coordinator's directory.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
-    """Apply every list that comes, and answer whether it was applied; the retained one comes after every reconnect.
+    """Apply every received list, and respond whether it was applied. The retained list arrives after every reconnect.
 
     Args:
-        folder: the broker's.
-        reload: makes the broker read its lists again.
+        folder: the broker's folder.
+        reload: makes the broker reload its lists.
 
     Raises:
-        BrokerError: it is no broker's folder.
+        BrokerError: it is not a broker's folder.
         TransportError: its certificates can't be used.
     """
     address = broker_folder.read_address(folder)
@@ -61,14 +61,14 @@ def following(folder: Path, reload: Callable[[], None]) -> Iterator[None]:
             reload()
         except (BrokerError, OSError, ValueError) as error:
             problem = str(error)[:500]
-            # the broker's copy is that of before, where this folder was brought up to date since
+            # the broker's retained copy is older if this folder was updated since
             is_copy = delivery.retained and isinstance(error, broker_folder.OlderListsError)
             log.log(logging.DEBUG if is_copy else logging.ERROR, "the lists of devices were not applied: %s", problem)
         answer = broker_folder.Applied(lists=hashlib.sha256(delivery.payload).hexdigest(), problem=problem)
         try:
             transport.publish(LISTS_APPLIED, answer.model_dump_json().encode())
         except TransportError as error:
-            log.warning("the answer to the lists could not be sent; they come again with the link: %s", error)
+            log.warning("could not confirm the lists; they arrive again after a reconnect: %s", error)
 
     transport.subscribe(LISTS)
     transport.start(apply, lambda _up: None)
@@ -86,18 +86,18 @@ Report = Callable[[str], None]
 
 
 def run_mosquitto(directory: Path, report: Report) -> int:
-    """Run Mosquitto until SIGTERM or SIGINT. The first line reported names it, `ready` follows once it accepts connections.
+    """Run Mosquitto until SIGTERM or SIGINT. The first reported line names it; `ready` follows once it accepts connections.
 
     Args:
-        directory: a coordinator's, or a folder of `fedcg deploy mosquitto`.
+        directory: a coordinator's directory, or a folder from `fedcg deploy mosquitto`.
         report: called with each line.
 
     Returns:
-        The exit code: 0 when it was asked to end.
+        The exit code: 0 if it was asked to stop.
 
     Raises:
-        BrokerError: there is no Mosquitto on this machine, it can't be started, or the directory is neither.
-        HomeError: another one runs in this directory.
+        BrokerError: Mosquitto is not installed or can't be started, or the directory is neither.
+        HomeError: another broker runs in this directory.
     """
     home, mosquitto = Home(directory), find_mosquitto()
     is_home = home.config_file.is_file()
@@ -105,8 +105,8 @@ def run_mosquitto(directory: Path, report: Report) -> int:
         broker_folder.read_address(directory)
     if mosquitto is None:
         raise BrokerError(
-            "there is no Mosquitto on this machine: install it, or run `make setup-broker`. For a demo on this machine "
-            "--broker amqtt does without"
+            "Mosquitto is not installed on this machine: install it, or run `make setup-broker`. For a demo on this machine, "
+            "use --broker amqtt"
         )
     folder = home.broker if is_home else directory
     with held(folder / PID_NAME, "a broker"):
@@ -119,7 +119,7 @@ def run_mosquitto(directory: Path, report: Report) -> int:
 
 
 def _bring_up_to_date(home: Home) -> None:
-    # here, because it needs the database's packages, which a broker's own machine has not
+    # imported here: it needs the database's packages, which are not installed on a broker's machine
     from coordinator.broker.access_lists import refresh_access
     from coordinator.storage.locks import changing_members
 
@@ -134,12 +134,12 @@ def run_embedded(home: Home, report: Report) -> int:
         0, the exit code.
 
     Raises:
-        BrokerError: the home's broker is for other machines too, or the port is taken.
-        HomeError: another one runs for this home.
+        BrokerError: the home's broker also serves other machines, or the port is in use.
+        HomeError: another broker runs for this home.
     """
     broker = home.config().broker
     if broker.host not in LOOPBACK_HOSTS:
-        raise BrokerError(f"amqtt is for demos on this machine, and broker.host is {broker.host}; install Mosquitto")
+        raise BrokerError(f"amqtt is for demos on this machine, but broker.host is {broker.host}; install Mosquitto")
     try:
         from coordinator.broker.amqtt_broker import run_amqtt
     except ModuleNotFoundError as error:
@@ -158,7 +158,7 @@ def run_embedded(home: Home, report: Report) -> int:
 def _supervise(folder: Path, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
     config = broker_folder.write_config(folder)
     if _accepts(port):
-        raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
+        raise BrokerError(f"port {port} is in use on this machine; stop the program that uses it or change broker.port")
     stopping: list[int] = []
     child = subprocess.Popen(
         [str(mosquitto.binary), "-c", str(config)],
@@ -187,13 +187,13 @@ def _supervise(folder: Path, mosquitto: Mosquitto, port: int, ready: Callable[[]
 
 def _begin_child(parent: int) -> None:
     die_with_parent(parent, signal.SIGTERM)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has a handler of its own
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Mosquitto installs its own handler
 
 
 def _accepts(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:  # a connection without a handshake would be in the broker's log as an error
+        try:  # the broker would log a connection without a handshake as an error
             probe.bind(("127.0.0.1", port))
         except PermissionError:
             return probe.connect_ex(("127.0.0.1", port)) == 0

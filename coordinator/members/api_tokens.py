@@ -1,4 +1,4 @@
-"""Tokens with which people and programs use the coordinator's API: made and shown once, kept as salted hashes. No HTTP here."""
+"""API tokens for people and programs: shown once at creation, stored as salted hashes. No HTTP here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedcg.files import replace_durably
 SECRET_BYTES = 32
 SALT_BYTES = 16
 DAYS = 90.0
-"""After which a token expires, where nobody asks for another time."""
+"""Default days until a token expires."""
 MAX_DAYS = 3650.0
 DAY_S = 86_400.0
 LOCAL_NAME = "local"
@@ -33,7 +33,7 @@ _NO_HASH = f"{'0' * 32}${'0' * 64}"
 
 
 class Role(str, Enum):
-    """What the bearer of a token may do; each role may do all that the one before it may."""
+    """Permissions of a token; each role includes the previous one."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
@@ -47,7 +47,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who makes a request: the name and the role of its token, and the token's id."""
+    """The sender of a request: name, role and id of its token."""
 
     name: str
     role: Role
@@ -56,14 +56,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token that was made just now; `text` is shown once and stored nowhere."""
+    """A new token; `text` is shown once and never stored."""
 
     text: str
     record: ApiTokenRecord
 
 
 class ApiTokenFacts(BaseModel, frozen=True):
-    """A token of this API; `is_valid`: neither revoked nor expired."""
+    """An API token; `is_valid`: neither revoked nor expired."""
 
     id: str
     name: str
@@ -81,10 +81,10 @@ def api_token_facts(token: ApiTokenRecord, now: float) -> ApiTokenFacts:
 
 
 class ApiTokens:
-    """Makes, checks and revokes tokens of the API. Blocks; thread-safe.
+    """Creates, checks and revokes API tokens. Blocks; thread-safe.
 
     Args:
-        store: where they are kept.
+        store: stores the tokens.
         clock: unix time.
     """
 
@@ -93,15 +93,15 @@ class ApiTokens:
         self._clock = clock
 
     def create(self, name: str, role: Role, days: float | None = DAYS) -> NewToken:
-        """Make a token.
+        """Create a token.
 
         Args:
-            name: of the person or program that gets it; it stands in the audit log.
-            role: what it allows.
-            days: after which it expires; None for never, which only the token of the commands on this machine is.
+            name: name of its person or program; appears in the audit log.
+            role: its permissions.
+            days: days until it expires; None for never, only for the token of the commands on this machine.
 
         Raises:
-            SteeringError: a name or a number of days that can't be.
+            SteeringError: invalid name or number of days.
         """
         if not _NAME.fullmatch(name):
             raise SteeringError(f"name {name[:80]!r}: use 1 to 64 letters, digits, spaces and . _ @ -")
@@ -119,19 +119,19 @@ class ApiTokens:
         return self._store.tokens()
 
     def revoke(self, token: str) -> ApiTokenRecord:
-        """Make a token unusable at once, and every session that was opened with it. Repeating it changes nothing.
+        """Revoke a token and all sessions opened with it, at once. Idempotent.
 
         Raises:
-            NotFoundError: there is none of that id.
+            NotFoundError: no token has this id.
         """
         self._store.revoke_token(token, self._clock())
         known = self._store.token(token)
         if known is None:
-            raise NotFoundError(f"there is no API token {token[:80]!r}; `fedcg coordinator token list` shows their ids")
+            raise NotFoundError(f"there is no API token {token[:80]!r}; see `fedcg coordinator token list` for the ids")
         return known
 
     def check(self, text: str) -> Identity | None:
-        """Whose token this is; None for one that is unknown, wrong, expired or revoked. Takes as long for each of them."""
+        """The identity of a token; None if it is unknown, wrong, expired or revoked. Takes the same time in each case."""
         found = _TEXT.fullmatch(text)
         record = None if found is None else self._store.token(found["id"])
         salt, _, _ = (kept := _NO_HASH if record is None else record.secret_hash).partition("$")
@@ -139,7 +139,7 @@ class ApiTokens:
         return self._identity(record) if is_right else None
 
     def of_session(self, token: str) -> Identity | None:
-        """Whose session this is, by the id of the token that opened it; None when that is no longer valid."""
+        """The identity of a session, from the id of the token that opened it; None if that is no longer valid."""
         return self._identity(self._store.token(token))
 
     def _identity(self, record: ApiTokenRecord | None) -> Identity | None:
@@ -151,14 +151,14 @@ class ApiTokens:
 
 
 def local_token(home: Home, tokens: ApiTokens) -> str:
-    """The token of the commands on the coordinator's machine, in HOME/api.token (0600); made anew where it is missing or not valid.
+    """The token of the commands on the coordinator's machine, in HOME/api.token (0600); created again if missing or invalid.
 
     Call it without `changing_members` held.
     """
     text = _valid_text(home, tokens)
     if text is not None:
         return text
-    with changing_members(home):  # two commands may find it missing at once
+    with changing_members(home):  # two commands may find it missing at the same time
         text = _valid_text(home, tokens)
         if text is not None:
             return text
@@ -178,5 +178,5 @@ def _valid_text(home: Home, tokens: ApiTokens) -> str | None:
 
 
 def _hash(salt: str, secret: str) -> str:
-    # 256 random bits can't be guessed from their hash: a slow hash would only help an attacker who floods the API
+    # 256 random bits can't be guessed from a hash; a slow hash would only help an attacker who floods the API
     return f"{salt}${hashlib.sha256(f'{salt}{secret}'.encode()).hexdigest()}"

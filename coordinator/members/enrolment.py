@@ -1,8 +1,9 @@
-"""What operators make so that a device can enrol: a one-time token, or a bundle that a person carries.
+"""Creates enrolment tokens and bundles for new devices.
 
-Tokens are shown once, kept as hashes and compared in constant time.
+Tokens are used once, shown once, stored as hashes and compared in constant time.
 
-A bundle holds private keys. A device that enrols by token (`membership`) keeps its keys to itself. No HTTP here.
+A bundle contains private keys, and a person carries it to the device. A device that enrols by token (`membership`) never sends its private
+keys. No HTTP here.
 """
 
 import hashlib
@@ -38,21 +39,21 @@ from fedcg.wire.messages.topics import check_device_id
 def make_bundles(
     home: Home, store: Store, ids: Sequence[str], out: Path, now: float, federation: str
 ) -> dict[str, Path]:
-    """Make a bundle per device and register its public key.
+    """Create a bundle per device and register its public key.
 
     Args:
         home: the coordinator's directory.
         store: its database.
         ids: new devices.
-        out: bundles go to `out/<id>`.
+        out: folder for the bundles, `out/<id>`.
         now: unix time.
-        federation: that their agent.toml names; it may be opened later (`federation_to_join` finds the only one).
+        federation: federation in their agent.toml; it may be created later (see `federation_to_join` for a default).
 
     Returns:
-        Where each bundle is.
+        The folder of each bundle.
 
     Raises:
-        EnrolmentError: an id that can't be used, is taken or named twice; nothing was written.
+        EnrolmentError: an id is invalid, in use or repeated; nothing was written.
     """
     _check(store, ids, out)
     coordinator = load_signing_identity(home, store).key.public
@@ -64,28 +65,28 @@ def make_bundles(
 
 
 def federation_to_join(store: Store, named: str | None) -> str:
-    """The federation that a new device's agent.toml names: the named one, or the only one, of several the only one that is not over.
+    """The federation for a new device's agent.toml: the named one, else the only one, or the only one that is not over.
 
     Raises:
-        EnrolmentError: there is none, none of that name, or several and none was named.
+        EnrolmentError: there is none, none with this id, or no id was given for several.
     """
     shown = store.shown_federations()
     there = [record.id for record in shown]
     if not there:
-        raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
+        raise EnrolmentError("there is no federation to join yet; create one with `fedcg federation create`")
     if named is not None and named not in there:
-        raise EnrolmentError(f"there is no federation {named!r}; there are {', '.join(there)}", exit_code=NOT_FOUND)
+        raise EnrolmentError(f"there is no federation {named!r}; existing: {', '.join(there)}", exit_code=NOT_FOUND)
     live = [
         each.id for each in shown if not (each.status.is_ended or store.round_state(each.id).phase is Phase.FINISHED)
     ]
     meant = [named] if named else live or there
     if len(meant) > 1:
-        raise EnrolmentError(f"name the federation with --federation; there are {', '.join(there)}")
+        raise EnrolmentError(f"choose a federation with --federation: {', '.join(there)}")
     return meant[0]
 
 
 def problem_with_new(store: Store, device: str) -> str:
-    """Why an id can't be given to a new device; empty when it can."""
+    """Why a new device can't have this id; empty if it can."""
     try:
         check_device_id(device)
     except ValueError as error:
@@ -95,13 +96,13 @@ def problem_with_new(store: Store, device: str) -> str:
         return ""
     was = "" if known.state is DeviceState.ENROLLED else f" (it is {known.state.value})"
     return (
-        f"there is a device {device!r} already{was}; choose another id, or put a new device in its place: "
+        f"device {device!r} already exists{was}; choose another id, or replace the device: "
         f"`fedcg token create --replaces {device}`"
     )
 
 
 def certificate_record(device: str, certificate: x509.Certificate, now: float) -> CertificateRecord:
-    """The record of a certificate that was issued `now`."""
+    """The record of a certificate issued `now`."""
     return CertificateRecord(
         serial=f"{certificate.serial_number:x}",
         device=device,
@@ -113,7 +114,7 @@ def certificate_record(device: str, certificate: x509.Certificate, now: float) -
 
 
 def _check(store: Store, ids: Sequence[str], out: Path) -> None:
-    problems = [f"{device!r} is named twice" for device in sorted(set(ids)) if ids.count(device) > 1]
+    problems = [f"{device!r} is given twice" for device in sorted(set(ids)) if ids.count(device) > 1]
     for device in ids:
         problem = problem_with_new(store, device)
         if not problem and (out / device).exists():
@@ -130,7 +131,7 @@ def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyK
     tls.mkdir(parents=True)
     target.chmod(0o700)
     config = home.config()
-    # Without an enrolment listener nothing can renew it
+    # Without an enrolment listener, the device can't renew it
     life = LEAF_LIFE if config.url_of(config.enrolment) is None else timedelta(days=config.enrolment.certificate_days)
     own = issue(home.pki, device, target=tls, life=life)
     own.certificate.rename(tls / "device.pem")
@@ -161,14 +162,14 @@ _NO_HASH = "0" * 64
 
 @dataclass(frozen=True)
 class WantedToken:
-    """An enrolment token to make.
+    """Settings of a new enrolment token.
 
     Attributes:
-        device: the only id that it enrols; None lets the device choose.
-        replaces: the device whose place a new one takes.
-        hours: for how long it can be used.
-        url: where devices reach the enrolment listener, when it is not the one in coordinator.toml.
-        federation: that the device's agent.toml names; None for the only one.
+        device: the only id that it enrols; None: the device chooses.
+        replaces: the device that the new one replaces.
+        hours: how long it is valid.
+        url: URL of the enrolment listener for devices; None for the one in coordinator.toml.
+        federation: federation in the device's agent.toml; None for the only one.
     """
 
     device: str | None = None
@@ -181,18 +182,18 @@ class WantedToken:
 def create_token(
     home: Home, store: Store, now: float, wanted: WantedToken
 ) -> tuple[enrolment_messages.Token, TokenRecord]:
-    """Make a token; only its hash is kept.
+    """Create a token; only its hash is stored.
 
     Raises:
-        EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
-        ConfigError: the home's configuration is not usable.
+        EnrolmentError: the enrolment listener is off, or the device can't be enrolled or replaced.
+        ConfigError: the home's configuration is invalid.
         HomeError: the message key can't be loaded.
     """
     replaces, hours = wanted.replaces, wanted.hours
     _check_device(store, wanted.device, replaces)
     url = wanted.url or _listener_url(home.config())
     if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
-        raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT, with a port of 1 to 65535")
+        raise EnrolmentError(f"--enrolment-url {url}: use https://HOST:PORT, with a port from 1 to 65535")
     if not 0 < hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, wanted.federation)
@@ -213,7 +214,7 @@ def create_token(
 
 
 class TokenFacts(BaseModel, frozen=True):
-    """An enrolment token without its secret; for the fields see `TokenRecord`."""
+    """An enrolment token without its secret; see `TokenRecord` for the fields."""
 
     id: str
     state: TokenState
@@ -236,45 +237,45 @@ def _check_device(store: Store, device: str | None, replaces: str | None) -> Non
         raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
     if replaces is not None and store.device(replaces) is None:
         raise EnrolmentError(
-            f"there is no device {replaces!r} to replace; `fedcg device list` shows all", exit_code=NOT_FOUND
+            f"there is no device {replaces!r} to replace; see `fedcg device list`", exit_code=NOT_FOUND
         )
     if replaces is None and device is not None and (problem := problem_with_new(store, device)):
         raise EnrolmentError(problem, exit_code=EXISTS if store.device(device) is not None else None)
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
-    """Make a token unusable; returns what is kept of it.
+    """Revoke a token and return its record.
 
     Raises:
-        NotFoundError: there is none of that id.
-        EnrolmentError: it was used already.
+        NotFoundError: no token has this id.
+        EnrolmentError: it was already used.
     """
     known = store.register.token(token)
     if known is None:
-        raise NotFoundError(f"there is no token {token[:80]!r}; `fedcg token list` shows their ids")
+        raise NotFoundError(f"there is no token {token[:80]!r}; see `fedcg token list` for the ids")
     if known.state(now) is TokenState.USED:
         raise EnrolmentError(
-            f"token {token!r} was used by device {known.used_by!r}; revoke that with `fedcg device revoke {known.used_by}`"
+            f"token {token!r} was used by device {known.used_by!r}; revoke the device with `fedcg device revoke {known.used_by}`"
         )
     store.register.revoke_token(token, now)
     return store.register.token(token) or known
 
 
 def is_secret_of(token: TokenRecord | None, secret: bytes) -> bool:
-    """Whether `secret` is the token's; takes as long where there is no token."""
+    """Whether `secret` is the token's; takes the same time without a token."""
     kept = _NO_HASH if token is None else token.secret_hash
     return hmac.compare_digest(_hash(secret), kept) and token is not None
 
 
 def _hash(secret: bytes) -> str:
-    # 256 random bits can't be guessed from their hash: a slow hash would only help an attacker who floods the listener
+    # 256 random bits can't be guessed from a hash; a slow hash would only help an attacker who floods the listener
     return hashlib.sha256(secret).hexdigest()
 
 
 def _listener_url(config: CoordinatorConfig) -> str:
     if (url := config.url_of(config.enrolment)) is None:
         raise EnrolmentError(
-            "this coordinator serves no enrolment: set `port` under [enrolment] in coordinator.toml and start it again, or "
-            "make a bundle with `fedcg device add`"
+            "enrolment is off on this coordinator: set `port` under [enrolment] in coordinator.toml and restart it, or "
+            "create a bundle with `fedcg device add`"
         )
     return url

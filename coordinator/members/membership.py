@@ -1,8 +1,8 @@
-"""The membership of devices: enrolment by token, renewal of certificates, revocation, and the end of sessions at the broker.
+"""The membership of devices: enrolment by token, renewal of certificates, revocation, and ending sessions at the broker.
 
-Synchronous; knows nothing of HTTP and its limits.
+Synchronous; independent of HTTP and its limits.
 
-Every refusal has two texts: the answer to the device, and the reason in the event log, for the operator. A revoked device is refused even while the broker can't be reached: the coordinator forgets its message key.
+Every refusal has two texts: the response to the device, and the reason in the event log for the operator. A revoked device is refused even if the broker can't be reached, since the coordinator drops its message key.
 """
 
 import hashlib
@@ -47,9 +47,9 @@ from fedcg.wire.transport.mqtt_config import connection_name
 log = logging.getLogger(__name__)
 
 REPEAT_S = 900.0
-"""How long the same device with the same keys gets its answer again: a link may break after the token was used."""
+"""How long the same device with the same keys gets the same response again, in case its connection broke after the token was used."""
 RENEWALS_AT_ONCE = 6
-"""Unexpired certificates of one device; one more is refused until the oldest has expired or an operator revoked it."""
+"""Most unexpired certificates of one device; more are refused until one expires or an operator revokes the device."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class Admission:
     clock: Callable[[], float] = time.time
 
     def authority(self) -> bytes:
-        """The authority's certificate, PEM; public."""
+        """The authority's public certificate as PEM."""
         return credential_of(self.home.pki, CA_NAME).certificate.read_bytes()
 
     def enrol(self, request: EnrolRequest) -> EnrolAnswer:
         """Enrol a device.
 
         Raises:
-            RefusedError: with the answer to the device.
+            RefusedError: with the response to the device.
         """
         with changing_members(self.home):
             now = self.clock()
             token = self.store.register.token(request.token)
             if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
-                reason = "the token: no token of that id" if token is None else f"token {token.id}: the secret is wrong"
-                raise RefusedError("the token is not valid here", reason)
+                reason = "the token: unknown id" if token is None else f"token {token.id}: wrong secret"
+                raise RefusedError("the token is not valid on this coordinator", reason)
             key = _requested_key(request.request, request.device)
             purpose = _purpose(request, key)
             earlier = self._earlier(token, purpose, now)
@@ -96,14 +96,14 @@ class Admission:
             return self._answer(request, earlier, token.federation or self.store.federations()[0].id)
 
     def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
-        """The next certificate of a device.
+        """Issue a device's next certificate.
 
         Args:
-            peer: the certificate of the connection, verified by TLS; None when it showed none.
+            peer: the connection's client certificate, verified by TLS; None without one.
             request: the device's request.
 
         Raises:
-            RefusedError: with the answer to the device.
+            RefusedError: with the response to the device.
         """
         with changing_members(self.home):
             now = self.clock()
@@ -117,7 +117,7 @@ class Admission:
                 if record.revoked_at is None and record.expires_at > now
             ]
             if len(alive) >= RENEWALS_AT_ONCE:
-                raise RefusedError(f"the device has {len(alive)} valid certificates already; it renews too often")
+                raise RefusedError(f"the device already has {len(alive)} valid certificates; it renews too often")
             record = self._certify(request.device, key, now)
             self.store.register.add_certificate(record)
         self.events.write("certificate_renewed", client=request.device, serial=record.serial, until=record.expires_at)
@@ -141,7 +141,7 @@ class Admission:
         self.store.register.admit(token, purpose, request.signing_key, record, now)
         reloaded = publish_access(self.home)
         if not reloaded:
-            log.warning("%s is enrolled. %s", device, NOT_APPLIED)
+            log.warning("%s enrolled. %s", device, NOT_APPLIED)
         if earlier is not None:
             evict(self.home, device, earlier.public_key, [record.id for record in self.store.federations()])
         self.events.write(
@@ -159,14 +159,14 @@ class Admission:
         return certificate_record(device, certify(self.home.pki, device, key, life), now)
 
     def _identified(self, peer: x509.Certificate | None, request: RenewRequest) -> str:
-        """The message key of the device whose certificate the connection showed."""
+        """The message key of the device with the connection's certificate."""
         if peer is None:
-            raise RefusedError("a renewal needs the device's current certificate on the connection")
+            raise RefusedError("a renewal requires the device's current certificate for the connection")
         if common_name(peer) != request.device:
-            raise RefusedError("the certificate of the connection is another device's")
+            raise RefusedError("the connection's certificate belongs to another device")
         known = member_of(self.store, peer)
         if known is None:
-            raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
+            raise RefusedError("the device is no longer enrolled; ask the operator for a new token")
         return known.public_key
 
     def _answer(self, request: EnrolRequest, certificate: CertificateRecord, federation: str) -> EnrolAnswer:
@@ -186,7 +186,7 @@ class Admission:
 
 
 def member_of(store: Store, peer: x509.Certificate) -> DeviceRecord | None:
-    """The device that a certificate names; None when it is no member (any more) or the certificate was revoked."""
+    """The device of a certificate; None if it is not or no longer a member, or if the certificate was revoked."""
     name = common_name(peer)
     known = None if name is None else store.device(name)
     shown = store.register.certificate(f"{peer.serial_number:x}")
@@ -199,7 +199,7 @@ def _check_token(token: TokenRecord, device: str, now: float) -> None:
     state = token.state(now)
     if state is not TokenState.OPEN:
         reason = {
-            TokenState.USED: f"the token was used already, by device {token.used_by!r}",
+            TokenState.USED: f"the token was already used by device {token.used_by!r}",
             TokenState.REVOKED: "the operator revoked the token",
             TokenState.EXPIRED: "the token has expired",
         }[state]
@@ -211,7 +211,7 @@ def _check_token(token: TokenRecord, device: str, now: float) -> None:
 def _check_proof(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:
     statement = enrolment_statement(request.token, request.device, key_digest(key), request.signing_key)
     if not _verifies(request.signing_key, request.proof, statement):
-        raise RefusedError("the request is not signed by the message key that it names")
+        raise RefusedError("the request is not signed by its message key")
 
 
 def _verifies(key: str, signature: str, statement: bytes) -> bool:
@@ -219,7 +219,7 @@ def _verifies(key: str, signature: str, statement: bytes) -> bool:
 
 
 def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
-    """The key of a certificate request; nothing else of it is used but the name, which must be the device's."""
+    """The key of a certificate request. Only its key and name are used, and the name must be the device's."""
     try:
         request = x509.load_pem_x509_csr(pem.encode())
         is_signed = request.is_signature_valid
@@ -234,7 +234,7 @@ def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
-    """Digest of device and keys: the same when a device repeats its request, even with other bytes."""
+    """Digest of device and keys: the same if a device repeats its request, even with different bytes."""
     return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()
 
 
@@ -244,12 +244,12 @@ EVICTION_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Revoked:
-    """A device that was cut off.
+    """The result of a revocation.
 
     Attributes:
-        was_member: False when the device had been revoked, or had left, before.
-        certificates: how many of its certificates are on the revocation list now.
-        broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
+        was_member: False if the device had already been revoked or had left.
+        certificates: number of its certificates on the revocation list.
+        broker_reloaded: whether the broker has applied it; otherwise the coordinator publishes it later.
     """
 
     id: str
@@ -260,7 +260,7 @@ class Revoked:
 
 
 def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Revoked:
-    """Revoke a device of this coordinator: from now on it is refused everywhere. Revoking it again repeats the steps that failed."""
+    """Revoke a device: it is refused everywhere from now on. Revoking it again repeats steps that failed."""
     with changing_members(home):
         was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
         reloaded = publish_access(home)
@@ -269,19 +269,19 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
 
 
 def evict(home: Home, device: str, public_key: str, federations: Collection[str]) -> bool:
-    """End the sessions that a replaced device still has at the broker, by connecting under its name for a moment.
+    """End a replaced device's sessions at the broker by connecting briefly under its name.
 
-    An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
-    one from coming back.
+    An access list can't distinguish the old device from the new one, which has the same name. The revocation list stops the old one
+    from reconnecting.
 
     Args:
         home: the coordinator's directory.
-        device: whose sessions.
-        public_key: its message key before it was replaced, in hex.
-        federations: in which it may have sessions.
+        device: id of the device.
+        public_key: its message key before the replacement, in hex.
+        federations: the federations in which it may have sessions.
 
     Returns:
-        False when the broker could not be reached: then there is no session to end, or it ends with the broker.
+        False if the broker could not be reached: then there is no session, or it ends with the broker.
     """
     with tempfile.TemporaryDirectory(prefix="evict-", dir=home.root) as folder:
         own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
@@ -290,6 +290,6 @@ def evict(home: Home, device: str, public_key: str, federations: Collection[str]
                 connection = connection_name(federation, bytes.fromhex(public_key))
                 probe(broker_config(home, device, own, connection), EVICTION_TIMEOUT_S)
         except TransportError as error:
-            log.warning("the session of the device that %s replaces was not ended: %s", device, error)
+            log.warning("could not end the session of the device that %s replaces: %s", device, error)
             return False
     return True

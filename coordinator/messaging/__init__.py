@@ -1,1 +1,1 @@
-"""Signed messages in and out."""
+"""Sends and receives signed messages."""

@@ -1,7 +1,7 @@
-"""Incoming messages: how many of a device are processed, and which of them may be acted on, by topic, signature, addressee, session and order.
+"""Checks incoming messages: limits the rate per device, and verifies topic, signature, recipient, session and order.
 
-Everything else is refused and counted with its reason. A device that stays above what any honest one sends is silenced: the service takes it off
-the broker's access list. Keeps the sessions; decides nothing about rounds. Chunks of updates carry no signature of their own and go to the receiver: the signed manifest names the sha256 of the whole.
+All other messages are refused and counted by reason. A device that stays above the rate of any honest device is silenced: the service removes it
+from the broker's access list. Keeps the sessions; decides nothing about rounds. Chunks of updates have no separate signature and go to the receiver: the signed manifest contains the sha256 of the whole.
 """
 
 import secrets
@@ -19,7 +19,7 @@ from fedcg.wire.messages.envelopes import Session, VerifyKey, open_envelope, ses
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
 
-NONCES_KEPT = 64  # of each device's earlier hellos since the start
+NONCES_KEPT = 64  # number of each device's earlier hellos remembered since the start
 
 
 MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
@@ -27,7 +27,7 @@ MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 @dataclass(frozen=True)
 class FromDevice:
-    """A message of a device that passed every check."""
+    """A message of a device that passed all checks."""
 
     device: str
     message: schemas.DeviceMessage
@@ -42,14 +42,14 @@ class _OpenSession:
 
 
 class Sessions:
-    """The open session of every device; a new hello replaces the session, a repeated one does not."""
+    """The open session of every device. A new hello replaces the session; a repeated one does not."""
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenSession] = {}
         self._earlier: dict[str, deque[str]] = {}
 
     def greet(self, device: str, nonce: str, carrier: schemas.Carrier = schemas.Carrier.MQTT) -> str:
-        """Open a session for a hello and return the coordinator's nonce for the welcome."""
+        """Open a session for a hello; return the coordinator's nonce for the welcome."""
         known = self._open.get(device)
         if known is not None and known.device_nonce == nonce:
             return known.nonce
@@ -61,32 +61,32 @@ class Sessions:
 
     @property
     def carriers(self) -> frozenset[schemas.Carrier]:
-        """How the artifacts of devices with a session travel."""
+        """The carriers of artifacts for all devices with a session."""
         return frozenset(known.carrier for known in self._open.values())
 
     def carrier(self, device: str) -> schemas.Carrier:
-        """How a device's artifacts travel, as announced in its hello."""
+        """The carrier of a device's artifacts, from its hello."""
         known = self._open.get(device)
         return schemas.Carrier.MQTT if known is None else known.carrier
 
     def check_hello(self, hello: schemas.Hello) -> None:
-        """Check that a hello is not the recording of one whose session was replaced since.
+        """Check that a hello is not the replay of one whose session has been replaced.
 
         Raises:
-            ReplayError: it is.
+            ReplayError: it is a replay.
         """
         if hello.nonce in self._earlier.get(hello.sender, ()):
-            raise errors.ReplayError("a hello of a session that a later one has replaced")
+            raise errors.ReplayError("a hello of a session that was replaced by a later one")
 
     def close(self, device: str) -> None:
-        """End the session of a device, if it has one."""
+        """End a device's session, if any."""
         self._open.pop(device, None)
 
     def admit(self, device: str, message: schemas.AnyMessage) -> None:
         """Check that a message continues the device's session.
 
         Raises:
-            OtherSessionError: no session, or another one.
+            OtherSessionError: no session, or a different one.
             ReplayError: a repeated counter.
         """
         known = self._open.get(device)
@@ -95,7 +95,7 @@ class Sessions:
         known.session.admit(message)
 
     def stamp(self, device: str, message: MessageT) -> MessageT | None:
-        """The message with the device's session and the next counter; None when the device has no session."""
+        """The message with the device's session and the next counter; None if the device has no session."""
         known = self._open.get(device)
         return None if known is None else known.session.stamp(message)
 
@@ -107,16 +107,16 @@ class Cohorts:
         self._marks: dict[str, str | None] = {}
 
     def note(self, device: str, mark: str | None) -> tuple[str, ...]:
-        """Store a device's mark (None for a device without a secret); returns the devices that have another one."""
+        """Store a device's mark (None without a secret); return the devices with a different mark."""
         self._marks[device] = mark
         return tuple(sorted(name for name, other in self._marks.items() if other != mark))
 
     def forget(self, device: str) -> None:
-        """Forget the mark of a device that left the federation: the others are judged without it."""
+        """Drop the mark of a device that left the federation."""
         self._marks.pop(device, None)
 
     def verdict(self, device: str) -> schemas.CohortVerdict:
-        """Whether a device's secret equals those of all other devices that have sent a mark."""
+        """Whether a device's secret equals the secrets of all other devices with a mark."""
         mine = self._marks.get(device)
         others = {mark for name, mark in self._marks.items() if name != device}
         if not others:
@@ -131,11 +131,11 @@ class Cohorts:
         return sorted(device for device, mark in self._marks.items() if mark is None)
 
     def outsiders(self) -> dict[str, str]:
-        """The devices whose secret is not that of most others, and why they are outside."""
+        """The devices whose secret differs from that of most others, and the reason."""
         counts = Counter(mark for mark in self._marks.values() if mark is not None)
         most = max(sorted(counts), key=lambda mark: counts[mark], default=None)
         return {
-            device: "it has no cohort secret" if mark is None else "its cohort secret is not that of most devices"
+            device: "it has no cohort secret" if mark is None else "its cohort secret differs from that of most devices"
             for device, mark in self._marks.items()
             if mark is None or mark != most
         }
@@ -145,7 +145,7 @@ class MessageChecks:
     """Checks deliveries.
 
     Args:
-        topics: of the federation.
+        topics: the federation's topics.
         sessions: shared with the publisher.
         refusals: counts and reports refused messages.
     """
@@ -160,7 +160,7 @@ class MessageChecks:
         """Replace the register of public keys: (device, hex) pairs.
 
         Returns:
-            The devices whose earlier key is no longer valid; their sessions are closed.
+            The devices whose earlier key is no longer valid; their sessions end.
         """
         known, self._keys = self._keys, {device: VerifyKey.from_hex(text) for device, text in keys}
         gone = frozenset(device for device, key in known.items() if self._keys.get(device) != key)
@@ -169,7 +169,7 @@ class MessageChecks:
         return gone
 
     def key_of(self, device: str) -> VerifyKey | None:
-        """A device's key, None if it is not in the register."""
+        """A device's key; None if it is not in the register."""
         return self._keys.get(device)
 
     def knows(self, device: str) -> bool:
@@ -177,19 +177,19 @@ class MessageChecks:
         return device in self._keys
 
     def origin(self, delivery: Delivery) -> tuple[str, TopicKind]:
-        """The registered device on whose topic a delivery came, empty for all others, and the kind of topic. From any thread."""
+        """The registered device of a delivery's topic (empty for others), and the kind of topic. Thread-safe."""
         parsed = self._topics.parse(delivery.topic)
         if parsed is None or parsed.device not in self._keys:
             return "", TopicKind.UP_CONTROL if parsed is None else parsed.kind
         return parsed.device, parsed.kind
 
     def name_of(self, delivery: Delivery) -> str:
-        """The topic of a delivery, for a log: one that no registered device has is not spelled there."""
+        """A delivery's topic for the log; topics of unregistered devices are not spelled out."""
         device, kind = self.origin(delivery)
         return delivery.topic if device else f"{kind.value} of a device that is not enrolled"
 
     def open(self, delivery: Delivery) -> FromDevice | None:
-        """The message in a delivery, or None when it is refused (and counted)."""
+        """The message in a delivery; None if it is refused (and counted)."""
         try:
             return self._open(delivery)
         except errors.WireError as error:
@@ -204,7 +204,7 @@ class MessageChecks:
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS
         if isinstance(message, schemas.DeviceStatus) != status_topic:
-            raise errors.MalformedError(f"a {message.kind} message on a topic that is not for it")
+            raise errors.MalformedError(f"a {message.kind} message on a wrong topic")
         if isinstance(message, schemas.Hello):
             self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
@@ -224,30 +224,30 @@ class MessageChecks:
             raise errors.OtherDeviceError(f"a message for {message.recipient!r}")
 
 
-# of one device and topic kind: the grants of a download of 900 MB; 8 chunks a grant make it 190 MB/s of downloads
+# per device and topic kind: the grants for a download of 900 MB; 8 chunks per grant allow 190 MB/s
 MESSAGES = Rate(1000, 200.0)
-# of one device, on all topics, without the chunks that were granted: 4,000/s are a flood after one second, and 600/s after 30
+# per device on all topics, without granted chunks: 4,000/s are a flood after one second, 600/s after 30
 FLOOD = Rate(3000, 500.0)
 SILENCE_S = 600.0
-# in the event log, about one device, of the kinds that it can cause at will; a round every two seconds
+# lines in the event log per device, of kinds that it can cause at will; allows a round every two seconds
 LINES = Rate(200, 0.5)
 MAX_BYTES = 64 * 1024 * 1024
 SENDER_BYTES = 1024 * 1024
 ITEM_BYTES = 4096
-"""Every item takes at least so many: a sender has at most 256 of them waiting, and all together 16,384."""
+"""Smallest size counted for an item: limits waiting items to 256 per sender and 16,384 in total."""
 LIMITED_EVENTS = frozenset({"accepted", "cohort_differs", "declined", "offline", "online", "update_refused"})
 
 Item = TypeVar("Item")
 
 
 class LineLimit:
-    """Which lines of the event log about a device are written: all, until it causes too many of those that it can repeat."""
+    """Limits event log lines that a device can repeat at will; all other lines are written."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lines: Buckets[str] = Buckets(LINES, clock)
 
     def allows(self, event: str, client: str) -> bool:
-        """Whether one more line of this kind about this device may be written."""
+        """Whether another line of this kind about this device may be written."""
         return event not in LIMITED_EVENTS or self._lines.take(client)
 
 
@@ -268,8 +268,8 @@ class FloodLimits:
         """Whether a message may be processed.
 
         Args:
-            device: the sender; empty for all devices that are not in the register, which share a bucket.
-            kind: of its topic.
+            device: the sender; empty for unregistered devices, which share a bucket.
+            kind: kind of its topic.
         """
         if device in self._silenced:
             return False
@@ -279,11 +279,11 @@ class FloodLimits:
         return self._messages.take((device, kind))
 
     def is_silenced(self, device: str) -> bool:
-        """Whether messages of a device are ignored now."""
+        """Whether messages of a device are currently ignored."""
         return device in self._silenced
 
     def silenced(self) -> frozenset[str]:
-        """The devices whose messages are ignored now; from any thread. One whose time is over starts with a full bucket."""
+        """The currently silenced devices; thread-safe. After its silence, a device starts with a full bucket."""
         now = self._clock()
         for device, until in list(self._silenced.items()):
             if now >= until:
@@ -299,15 +299,14 @@ class _Queue(Generic[Item]):
 
 
 class EventQueue(Generic[Item]):
-    """The one queue of the service: any thread puts, the loop takes. Its own items first, then the senders in turns, each one's in order.
+    """The single queue of the service: any thread puts, the loop takes. The service's own items come first, then the senders in turns, each in order.
 
-    An item that does not fit, because its sender or all of them have too much waiting, is dropped and counted: every sender repeats
-    a message that was not answered.
+    If a sender or all senders exceed their limit, an item is dropped and counted. Senders repeat unanswered messages.
     """
 
     def __init__(self) -> None:
         self._own: deque[Item] = deque()
-        self._senders: dict[str, _Queue[Item]] = {}  # those with items, the next one first
+        self._senders: dict[str, _Queue[Item]] = {}  # senders with items, the next one first
         self._bytes = 0  # of all senders
         self._filled = threading.Condition()
         self.dropped = 0
@@ -317,7 +316,7 @@ class EventQueue(Generic[Item]):
 
         Args:
             item: what to add.
-            size: bytes it holds.
+            size: its bytes.
             sender: the device that sent it.
         """
         with self._filled:
@@ -329,7 +328,7 @@ class EventQueue(Generic[Item]):
             self._filled.notify()
 
     def get(self, timeout_s: float) -> Item | None:
-        """The next item, or None when none came in time."""
+        """The next item; None after the timeout."""
         with self._filled:
             if not self._own and not self._senders:
                 self._filled.wait(timeout_s)
@@ -354,6 +353,6 @@ class EventQueue(Generic[Item]):
         item, size = queue.items.popleft()
         queue.bytes -= size
         if queue.items:
-            self._senders[sender] = queue  # behind the others
+            self._senders[sender] = queue  # after the others
         self._bytes -= size
         return item

@@ -1,7 +1,7 @@
 """Builds, stamps, signs and publishes the coordinator's messages and chunks. Decides nothing.
 
-A message that can't be handed to the broker now is dropped and logged: every one of them is repeated by the protocol
-(offers and status when the link is back, offers by timer too, invites and grants by timer, receipts on the repeated manifest).
+Messages that can't be passed to the broker are dropped and logged, since the protocol repeats them all: offers and status after a
+reconnect, offers, invites and grants by timer, receipts after a repeated manifest.
 """
 
 import logging
@@ -47,18 +47,18 @@ def _envelope(
 
 
 def status_message(federation: str, epoch: int, *, online: bool) -> schemas.CoordinatorStatus:
-    """The coordinator's status; it is published retained."""
+    """The coordinator's status, to publish retained."""
     return schemas.CoordinatorStatus(**_envelope(federation, epoch), online=online)
 
 
 def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
-    """The message that the broker publishes when the coordinator vanishes; signed in advance."""
+    """The message that the broker publishes if the coordinator disconnects; signed in advance."""
     return Will(topics.coordinator, seal(status_message(topics.federation, epoch, online=False), key))
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes for the coordinator in one federation and one epoch. From any thread."""
+    """Publishes for the coordinator in one federation and epoch. Thread-safe."""
 
     transport: Transport
     topics: Topics
@@ -70,11 +70,11 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._sender = ChunkSender(self.transport, "chunks")
-        self._lock = threading.Lock()  # messages of a session leave in the order of their counters
+        self._lock = threading.Lock()  # messages of a session are sent in the order of their counters
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk size that fits the link and the configuration."""
+        """The chunk size for the link and the configuration."""
         return chunk_bytes_for(self.transport.max_payload, self.limits.chunk_bytes)
 
     def status(self, *, online: bool) -> bool:
@@ -83,15 +83,15 @@ class Publisher:
         return self._publish(self.topics.coordinator, self._seal(message), retain=True)
 
     def has_key(self, key: str | None) -> bool:
-        """Whether a message key that a hello names, in hex, is the one in use or one that it replaced; None is of a hello that names none."""
+        """Whether a hello's message key, in hex, is the current one or one that it replaced; None if the hello has no key."""
         identity = self.signing_identity
         return key in (None, identity.key.public.hex, *(link.old for link in identity.links))
 
     def use(self, signing_identity: SigningIdentity) -> bool:
-        """Sign with this key from now on; a new one is published first, and again on a new link before anything else.
+        """Sign with this key from now on. A new key is published first, and again first after each reconnect.
 
         Returns:
-            Whether it is a new one.
+            Whether the key is new.
         """
         if signing_identity.links == self.signing_identity.links:
             return False
@@ -101,14 +101,14 @@ class Publisher:
         return True
 
     def connect_anew(self) -> None:
-        """Make the broker discard its queue for the coordinator. Honest devices repeat their messages in it, as after any lost link.
+        """Reconnect with a new session, so that the broker discards its queue. Honest devices repeat their messages, as after any lost link.
 
-        After a flood, Mosquitto 2.0.11 was seen to deliver messages of other devices seconds late; a new session ended that.
+        After a flood, Mosquitto 2.0.11 delivered messages of other devices seconds late; a new session fixed that.
         """
         self.transport.change_will(status_will(self.topics, self.epoch, self.signing_identity.key))
 
     def keys(self) -> bool:
-        """Publish, retained, how the message key was replaced; nothing while it is still the first one."""
+        """Publish, retained, the history of the message key; nothing while the first key is in use."""
         links = self.signing_identity.links[-schemas.MAX_KEY_LINKS :]
         if not links:
             return True
@@ -135,7 +135,7 @@ class Publisher:
         return self._publish(self.topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
-        """Answer a hello, with the version that the session has."""
+        """Answer a hello with the session's protocol version."""
         message = schemas.Welcome(
             **self._to(device),
             version=version,
@@ -147,7 +147,7 @@ class Publisher:
         return self._publish(self.topics.down_control(device), self._seal(message))
 
     def refuse_hello(self, device: str, hello: schemas.Hello) -> bool:
-        """Answer a hello that lists no version of the protocol supported here."""
+        """Answer a hello without a supported protocol version."""
         message = schemas.Refusal(
             **self._to(device),
             device_nonce=hello.nonce,
@@ -158,17 +158,17 @@ class Publisher:
         return self._publish(self.topics.down_control(device), self._seal(message))
 
     def invite(self, device: str, at: schemas.RoundAttempt, share: float = 1.0) -> bool:
-        """Ask a device to take part in (round, attempt) with a share of the spec's local steps."""
+        """Ask a device to participate in (round, attempt) with a share of the spec's local steps."""
         return self._send(
             device, schemas.Invite(**self._to(device, at), cohort=self.cohorts.verdict(device), share=share)
         )
 
     def left(self, device: str) -> bool:
-        """Confirm that a device is no member any more."""
+        """Confirm that a device is no longer a member."""
         return self._send(device, schemas.Left(**self._to(device)))
 
     def revoked(self, device: str, key: str) -> bool:
-        """Tell the device that has this message key that it is revoked; outside of a session, as it has none any more."""
+        """Notify the device with this message key of its revocation, outside of a session."""
         return self._publish(self.topics.down_control(device), self._seal(schemas.Revoked(**self._to(device), key=key)))
 
     def sum_step(
@@ -186,22 +186,22 @@ class Publisher:
     def receipt(
         self, device: str, at: schemas.RoundAttempt, artifact: str, outcome: schemas.Outcome, reason: str
     ) -> bool:
-        """End an update, or say what became of one that was accepted."""
+        """End an update, or send the result of an accepted one."""
         message = schemas.Receipt(**self._to(device, at), artifact=artifact, outcome=outcome, reason=reason[:300])
         return self._send(device, message)
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
-        """Send what one device asked for, as the link takes it; the device asks again for lost chunks."""
+        """Send the chunks that a device requested, at the link's speed; the device requests lost chunks again."""
         self._sender.serve(self.topics.down_chunk(device), source, ranges)
 
     def forget(self, artifact: str) -> None:
-        """Send nothing more of an artifact: it is deleted."""
+        """Stop sending a deleted artifact."""
         self._sender.forget(artifact)
 
     def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
-        """Send an aggregate to everybody, paced, at most once; a device that misses a chunk asks for it.
+        """Send an aggregate to all devices, paced, at most once. Devices request missing chunks.
 
-        Nothing is sent when every device fetches over HTTPS.
+        Nothing is sent if every device fetches over HTTPS.
         """
         if self.sessions.carriers == {schemas.Carrier.HTTPS}:
             return
@@ -209,11 +209,11 @@ class Publisher:
         self._sender.broadcast(self.topics.aggregate, source, is_current, self.limits.broadcast_bytes_per_s, burst)
 
     def carrier(self, device: str) -> schemas.Carrier:
-        """How a device's artifacts travel."""
+        """The carrier of a device's artifacts."""
         return self.sessions.carrier(device)
 
     def start(self) -> None:
-        """Begin to send chunks."""
+        """Start sending chunks."""
         self._sender.start()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The authority and the signing keys."""
+"""The certificate authority and the signing keys."""

@@ -1,6 +1,6 @@
 """A small certificate authority for the broker's mutual TLS: P-256 keys, one certificate per identity, CN = identity.
 
-Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `crl.pem`, `<name>.pem`, `<name>.key` (keys are 0600).
+Owns only files in the given directory: `ca.pem`, `ca.key`, `crl.pem`, `<name>.pem`, `<name>.key` (keys are 0600).
 """
 
 import logging
@@ -30,7 +30,7 @@ CA_LIFE = timedelta(days=3650)
 LEAF_LIFE = timedelta(days=825)
 RENEW_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
-"""Devices without a battery-backed clock start with a date in the past; a fresh certificate must already be valid for them."""
+"""Devices without a battery-backed clock start with a date in the past; new certificates must already be valid then."""
 
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class Credential:
 
 
 def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
-    """Make a certificate authority in `directory`.
+    """Create a certificate authority in `directory`.
 
     Args:
-        directory: created when missing; must not hold an authority already.
+        directory: created if missing; must not contain an authority.
         now: start of validity, for tests; default the current time.
 
     Raises:
-        FileExistsError: there is an authority already; replacing it would cut off every enrolled device.
+        FileExistsError: an authority exists; replacing it would cut off every enrolled device.
     """
     directory.mkdir(parents=True, exist_ok=True)
     credential = credential_of(directory, CA_NAME)
@@ -94,17 +94,17 @@ def issue(
     """Issue a certificate with CN = `common_name` from the authority in `directory`, and its key.
 
     Args:
-        directory: holds the authority.
-        common_name: the identity that the broker sees (device id, "coordinator", "observer"), or the role of a server.
-        server: for server authentication instead of for a client.
-        sans: addresses and host names that a server answers under; not used for clients.
-        now: start of validity, for tests; default the current time.
+        directory: folder of the authority.
+        common_name: the identity at the broker (device id, "coordinator", "observer"), or the role of a server.
+        server: for server instead of client authentication.
+        sans: addresses and host names of a server; ignored for clients.
+        now: start of validity, for tests; default: the current time.
         life: how long it is valid.
-        target: where the new files go; default beside the authority, and then it is valid from the authority's first day on.
+        target: folder of the new files; default: that of the authority, with a validity from the authority's first day on.
 
     Raises:
         FileNotFoundError: there is no authority in `directory`.
-        ValueError: the name is not usable as a file name.
+        ValueError: the name is not valid as a file name.
     """
     if common_name == CA_NAME or "/" in common_name or common_name.startswith("."):
         raise ValueError(f"{common_name!r} can't be the name of a certificate")
@@ -124,14 +124,14 @@ def issue(
 
 
 def server_credential(directory: Path, role: str, host: str) -> Credential:
-    """A server's certificate, issued anew when it runs out, or does not name exactly what clients may call it.
+    """A server's certificate; issued again if it expires soon, or if its names are not exactly those that clients use.
 
-    This machine's own names are in it only when clients are on this machine: otherwise any program there could answer for the server.
+    It contains this machine's own names only if clients run on this machine. Otherwise any local program could impersonate the server.
 
     Args:
-        directory: holds the authority.
-        role: which server it is (`fedcg.wire.tls`); the common name.
-        host: name or address under which clients reach it.
+        directory: folder of the authority.
+        role: the server's role (`fedcg.wire.tls`) and common name.
+        host: the server's name or address for clients.
     """
     names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost"))) if host in LOOPBACK_HOSTS else (host,)
     credential = credential_of(directory, role)
@@ -140,7 +140,7 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
         try:
             certificate, _ = _load(credential, authority)
         except HomeError as error:
-            log.warning("%s. Or do nothing: a new pair is issued now", error)
+            log.warning("%s. This is optional: a new pair is issued now", error)
             return issue(directory, role, server=True, sans=names)
         if _is_lasting(certificate) and _names(certificate) == set(names):
             return credential
@@ -150,9 +150,9 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
 def server_context(
     pki: Path, credential: Credential, client_certificate: ssl.VerifyMode = ssl.CERT_OPTIONAL
 ) -> ssl.SSLContext:
-    """TLS 1.3; a client certificate is verified when one is shown, and whether one must be shown is up to the listener.
+    """A TLS 1.3 context that verifies client certificates; the listener decides whether one is required.
 
-    A revoked one fails in the handshake, from the moment on at which the revocation list names it.
+    The handshake fails for certificates on the revocation list, as soon as they are on it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -164,7 +164,7 @@ def server_context(
 
 
 def renew_clients(home: Home) -> None:
-    """Renew the certificates of the coordinator and of observers that run out; each for the key that it has."""
+    """Renew expiring certificates of the coordinator and of observers, each for its existing key."""
     authority, _ = _load_ca(home.pki)
     for name in (COORDINATOR, *observers_of(home)):
         own = credential_of(home.pki, name)
@@ -172,7 +172,7 @@ def renew_clients(home: Home) -> None:
         if not _is_lasting(certificate):
             renewed = certify(home.pki, name, key.public_key(), LEAF_LIFE, from_first_day=True)
             replace_durably(own.certificate, renewed.public_bytes(serialization.Encoding.PEM), READABLE)
-            log.info("%s is renewed; it is valid until %s", own.certificate, clock_time(renewed.not_valid_after_utc))
+            log.info("%s renewed; valid until %s", own.certificate, clock_time(renewed.not_valid_after_utc))
 
 
 def certify(
@@ -185,17 +185,17 @@ def certify(
     now: datetime | None = None,
     from_first_day: bool = False,
 ) -> x509.Certificate:
-    """A certificate for a key whose private half may be elsewhere; nothing is written.
+    """Certify a public key, whose private key may be on another machine; nothing is written.
 
     Args:
-        directory: holds the authority.
+        directory: folder of the authority.
         common_name: the device's id.
         key: a P-256 key.
         life: how long it is valid.
-        sans: addresses and host names of a server; None for the certificate of a client.
-        now: start of validity; default the current time.
-        from_first_day: valid from the authority's first day on, so that no wrong clock makes a certificate that is not valid yet, or
-            that is over when the clock is right again.
+        sans: addresses and host names of a server; None for a client's certificate.
+        now: start of validity; default: the current time.
+        from_first_day: valid from the authority's first day on, so that a wrong clock can't cause a certificate that is not valid yet, or
+            that has expired once the clock is right again.
     """
     ca_certificate, ca_key = _load_ca(directory, now)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
@@ -217,17 +217,17 @@ def certify(
 
 
 def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], *, now: datetime | None = None) -> Path:
-    """Replace the revocation list `crl.pem` of the authority in one step.
+    """Replace the revocation list `crl.pem` of the authority atomically.
 
-    Every list is newer than the one before by at least a second: OpenSSL prefers the newer of two that it has read. It
-    never runs out before the authority does, because a broker with an expired list refuses everybody. So does one whose list has
-    a date in the future: lists are dated by the clock less the authority's life. While the authority lives, no wrong clock makes
-    such a date later than the authority's first day.
+    Every list is at least a second newer than the previous one, because OpenSSL prefers the newer of two lists that it has read. A list
+    never expires before the authority: with an expired list, a broker refuses all connections. It also does so with a list dated in
+    the future. Lists are therefore dated by the clock minus the authority's life. While the authority is valid, even a wrong clock can't
+    produce a date after the authority's first day.
 
     Args:
-        directory: holds the authority.
+        directory: folder of the authority.
         serials: (serial number, time of revocation) of every revoked certificate.
-        now: for tests; default the current time.
+        now: for tests; default: the current time.
     """
     now = now or datetime.now(timezone.utc)
     ca_certificate, ca_key = _load_ca(directory, now)
@@ -254,7 +254,7 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
 
 
 def credential_of(directory: Path, name: str) -> Credential:
-    """The paths under which `name`'s certificate and key lie in `directory`, whether or not they exist."""
+    """The paths of `name`'s certificate and key in `directory`; they need not exist."""
     return Credential(directory / f"{name}.pem", directory / f"{name}.key")
 
 
@@ -262,10 +262,10 @@ def broker_config(home: Home, identity: str, own: Credential, connection: str) -
     """A connection to the broker of coordinator.toml under an identity of the authority.
 
     Args:
-        home: whose coordinator.toml and authority.
+        home: the home with coordinator.toml and authority.
         identity: the common name of `own`.
         own: certificate and key.
-        connection: sets the connections of one identity apart.
+        connection: distinguishes the connections of one identity.
     """
     broker, tls = home.config().broker, TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
     return MqttConfig(broker.host, broker.port, identity, tls=tls, protocol=broker.protocol, connection=connection)
@@ -295,7 +295,7 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _is_lasting(certificate: x509.Certificate) -> bool:
-    """Whether it runs out only later. All are valid from the authority's first day on: "not valid yet" tells of the clock alone."""
+    """Whether it does not expire soon. All are valid from the authority's first day on, so "not valid yet" only means a wrong clock."""
     return datetime.now(timezone.utc) < certificate.not_valid_after_utc - RENEW_BEFORE
 
 
@@ -313,8 +313,8 @@ def _load_ca(directory: Path, now: datetime | None = None) -> tuple[x509.Certifi
     now, end = now or datetime.now(timezone.utc), certificate.not_valid_after_utc
     if now > end:
         raise HomeError(
-            f"the authority in {credential.certificate} ended at {clock_time(end)}, and this machine's clock shows {clock_time(now)}: "
-            f"{SET_CLOCK}. If the clock is right, make a new directory (`fedcg coordinator init`) and enrol every device again"
+            f"the authority in {credential.certificate} expired at {clock_time(end)}, and this machine's clock shows {clock_time(now)}: "
+            f"{SET_CLOCK}. If the clock is right, create a new directory (`fedcg coordinator init`) and enrol every device again"
         )
     return certificate, key
 
@@ -322,7 +322,7 @@ def _load_ca(directory: Path, now: datetime | None = None) -> tuple[x509.Certifi
 def _load(
     credential: Credential, authority: x509.Certificate | None = None
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """A pair, checked: the certificate is signed by the authority (by itself without one), and the key is its own."""
+    """Load and check a pair: the certificate is signed by the authority (self-signed without one), and the key matches."""
     path, what = credential.certificate, "no certificate of this authority"
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -330,17 +330,17 @@ def _load(
         path, what = credential.key, "no private key"
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, FileNotFoundError) as error:
-        raise damaged(path, f"it holds {what}") from error
+        raise damaged(path, f"it contains {what}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise damaged(path, f"it is not the key of {credential.certificate}")
     return certificate, key
 
 
 def check_pki(directory: Path) -> None:
-    """Check the authority in `directory`, its list, and every pair but those of servers, which are issued anew when needed.
+    """Check the authority in `directory`, its list, and all pairs except those of servers, which are issued again when needed.
 
     Raises:
-        HomeError: one is damaged, or the authority has ended; names it, and says how to go on.
+        HomeError: one is damaged, or the authority has expired; names it and the next step.
     """
     authority, _ = _load_ca(directory)
     for path in sorted(directory.glob("*.pem")):
@@ -360,7 +360,7 @@ def _load_revocations(path: Path, authority: x509.Certificate) -> x509.Certifica
         is_whole = False
     if not is_whole:
         raise HomeError(
-            f"{path} is damaged. Delete it: it is made anew from the database, and names every revoked certificate"
+            f"{path} is damaged. Delete it: it is created again from the database, with every revoked certificate"
         )
     return revocations
 
@@ -375,21 +375,21 @@ def _write(credential: Credential, certificate: x509.Certificate, key: ec.Ellipt
 
 
 def observers_of(home: Home) -> list[str]:
-    """The observers that have a certificate here."""
+    """The observers with a certificate in this home."""
     return sorted(
         path.stem for path in home.pki.glob("observer*.pem") if credential_of(home.pki, path.stem).key.is_file()
     )
 
 
 def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
-    """Refuse certificates that the revocation list names, as it is in the file at each handshake; all of them without a list."""
+    """Refuse certificates on the revocation list, read from its file at each handshake; refuse all without a list."""
     read = -1
 
     def before_handshake(*_: object) -> int | None:
         nonlocal read
         try:
             if (changed := path.stat().st_mtime_ns) != read:
-                context.load_verify_locations(path)  # added: of two lists OpenSSL takes the newer
+                context.load_verify_locations(path)  # adds the list: of two lists, OpenSSL uses the newer
                 read = changed
         except OSError as error:
             if read:
@@ -400,5 +400,5 @@ def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
 
     context.load_verify_locations(path)
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-    context.num_tickets = 0  # a resumed session would bring no certificate to look at
+    context.num_tickets = 0  # a resumed session would present no certificate to check
     context.sni_callback = before_handshake

@@ -1,7 +1,7 @@
-"""The coordinator's message key, and replacing it.
+"""The coordinator's message key and its replacement.
 
-The database's last link names the key that counts; its private half lies beside it in a file of the link's serial number,
-durable before the link is. So wherever a process is killed in between, the key that counts can be loaded.
+The last link in the database determines the current key. Its private key is in a file named by the link's serial number, written durably
+before the link. So even if a process is killed in between, the current key can be loaded.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from fedcg.wire.messages.schemas import KeyLink
 
 @dataclass(frozen=True)
 class SigningIdentity:
-    """The key that the coordinator signs with, and its history: every link since the first key, oldest first."""
+    """The coordinator's signing key and its history: all links since the first key, oldest first."""
 
     key: SigningKey
     links: tuple[KeyLink, ...] = ()
@@ -29,16 +29,16 @@ class SigningIdentity:
 def load_signing_identity(
     home: Home, store: Store, known: SigningIdentity | None = None, federation: str | None = None
 ) -> SigningIdentity:
-    """The key that counts now; it is the same in every federation, and each has links of its own.
+    """Load the current key. It is the same in all federations, but each federation has separate links.
 
     Args:
-        home: where its file is.
-        store: where its links are.
-        federation: whose links; those of the first one by default.
-        known: the identity loaded before: its file isn't read again when the links are the same.
+        home: the home with its file.
+        store: the database with its links.
+        federation: federation of the links; default: the first one.
+        known: the identity loaded before; its file isn't read again if the links are the same.
 
     Raises:
-        HomeError: its file is missing, or holds another key.
+        HomeError: its file is missing, or contains another key.
     """
     first = federation or next((record.id for record in store.federations()), None)
     links = () if first is None else store.key_links(first)
@@ -50,14 +50,14 @@ def load_signing_identity(
     except (OSError, WireError) as error:
         raise HomeError(f"the message key can't be loaded: {error}; restore {path} from a backup") from error
     if links and key.public.hex != links[-1].new:
-        raise HomeError(f"{path} is not the key that devices know; restore it from a backup")
+        raise HomeError(f"{path} is not the key that devices have pinned; restore it from a backup")
     return SigningIdentity(key, links)
 
 
 def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
-    """Replace the message key; the earlier ones are kept, and a running coordinator takes the new one within seconds.
+    """Replace the message key. Earlier keys are kept, and a running coordinator uses the new one within seconds.
 
-    Open tokens name the earlier key, so they are revoked, with `now` as the time.
+    Open tokens contain the earlier key, so they are revoked, with `now` as the time.
 
     Raises:
         PlanError: there is no federation yet, so no device has pinned the key.
@@ -67,7 +67,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         federations = store.federations()
         if not federations:
             raise PlanError(
-                f"{home.root} has no federation yet: no device knows the key, so there is nothing to replace"
+                f"{home.root} has no federation yet: no device has pinned the key, so there is nothing to replace"
             )
         signing_identity = load_signing_identity(home, store)
         serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
@@ -84,7 +84,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
 
 
 def links_for(home: Home, store: Store, federation: str) -> list[KeyLink]:
-    """The history of the message key for a new federation, so that devices with an earlier key can follow it there too.
+    """The history of the message key for a new federation, so that devices with an earlier key can follow it.
 
     Raises:
         HomeError: the file of an earlier key is missing.
@@ -105,12 +105,12 @@ def links_for(home: Home, store: Store, federation: str) -> list[KeyLink]:
 
 
 def key_file(home: Home, serial: int) -> Path:
-    """The file of the private half of a key."""
+    """The file of a private key."""
     return home.signing_key.with_stem(f"signing-{serial}") if serial else home.signing_key
 
 
 def _new_key(path: Path) -> SigningKey:
-    """A new key, durable; one that an interrupted rotation left behind, and never announced, is used."""
+    """A new key, stored durably. A key left by an interrupted rotation, never announced, is used."""
     try:
         if path.exists():
             return SigningKey.load(path)

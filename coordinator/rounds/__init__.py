@@ -1,1 +1,1 @@
-"""The pure round engine and its records."""
+"""The round engine, as a pure state machine, and its records."""

@@ -1,10 +1,10 @@
-"""The round engine: a pure state machine. It knows no clock, no database and no network.
+"""The round engine: a pure state machine without clock, database or network.
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
-A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation stalls. An attempt that
-ran out of time because clients had not answered or were offline does not count, nor one that ends because the quorum was raised
-above the clients that it invited. A client whose owner has not approved the spec keeps its place: the attempt is not held up by it,
-and waits for the approval only where it can't close without. `Opening` decides when the next attempt opens and whom it invites. Time is unix time and passed in.
+After a failed attempt, the engine waits for the next attempt. After `max_attempts` failures, the federation stalls. Two kinds of failure
+don't count: a timeout because clients had not answered or were offline, and a quorum raised above the invited clients. A client whose
+owner has not approved the spec keeps its place. The attempt waits for the approval only if it can't close without it. `Opening` decides
+when the next attempt opens and which clients it invites. Time is unix time and passed in.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
@@ -23,27 +23,27 @@ from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import RoundAttempt
 
 RETRY_MAX_S = 600.0
-"""At most, however many attempts have failed."""
+"""Longest pause between attempts."""
 LEAST_SHARE = 0.25
-"""Of the spec's local steps, however slow a device is: with fewer its update would be worth little."""
-MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
+"""Least share of the spec's local steps for slow devices; an update with fewer is worth little."""
+MAX_DOUBLINGS = 16  # doublings of `retry_s`, against overflow; the bound above is reached long before
 
 
 def wanted_updates(policy: RoundPolicy, invited: int) -> int:
-    """How many updates close an attempt to which so many clients were invited."""
+    """Number of updates that close an attempt with `invited` clients."""
     if policy.over_selection == 0.0:
         return invited
     return min(invited, max(policy.quorum, math.floor(invited / (1.0 + policy.over_selection) + 1e-9)))
 
 
 def shares_of(policy: RoundPolicy, round_s: Mapping[str, float]) -> dict[str, float]:
-    """The share of the spec's local steps that each client takes; none takes more than the spec asks for.
+    """The share of the spec's local steps for each client, at most 1.
 
-    With `equal-time` every client ends with the median one (of two, the faster), down to `LEAST_SHARE` of the steps.
+    With `equal-time`, every client finishes with the median one (of two, the faster), down to `LEAST_SHARE` of the steps.
 
     Args:
-        policy: of the federation.
-        round_s: how long the whole of the steps takes each client, in seconds.
+        policy: the federation's policy.
+        round_s: seconds that each client needs for all steps.
     """
     if policy.pace == "equal-steps" or not round_s:
         return {}
@@ -57,17 +57,17 @@ def shares_of(policy: RoundPolicy, round_s: Mapping[str, float]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Opening:
-    """What decides, beside the policy, when the next attempt opens and whom it invites.
+    """Decides, together with the policy, when the next attempt opens and which clients it invites.
 
     Attributes:
-        gather_s: how long a round waits for further devices after the last one came; not at all when every device is online.
+        gather_s: how long a round waits for more devices after the last one came online; no wait if all devices are online.
         retry_s: pause after a failed attempt; doubles with each failed attempt of the round, up to `RETRY_MAX_S`.
-        selection_key: secret of the coordinator that the choice of clients follows from.
-        expected: devices that may take part.
-        most: most clients that were online at a time; one that comes and goes is not waited for again.
-        grown_at: when so many were online first.
+        selection_key: the coordinator's secret that determines the choice of clients.
+        expected: devices that may participate.
+        most: largest number of clients online at the same time; a client that reconnects does not restart the wait.
+        grown_at: when that number was first reached.
         failed_at: when the last attempt failed.
-        down_since: when the link to the broker was lost; None while it stands.
+        down_since: when the link to the broker was lost; None while it is up.
     """
 
     gather_s: float = 0.0
@@ -80,24 +80,24 @@ class Opening:
     down_since: float | None = None
 
     def counting(self, online: int, now: float) -> Opening:
-        """The same with so many clients online."""
+        """Update the number of clients online."""
         return replace(self, most=online, grown_at=now) if online > self.most else self
 
     def pause_s(self, failures: int) -> float:
-        """How long to wait after so many failed attempts in a row."""
+        """Seconds to wait after `failures` failed attempts in a row."""
         return min(RETRY_MAX_S, self.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)) if failures > 0 else 0.0
 
     def is_due(self, online: frozenset[str], failures: int, now: float) -> bool:
-        """Whether an attempt may open with the clients that are online, after so many failed ones."""
+        """Whether an attempt may open with the clients online, after `failures` failed ones."""
         is_gathered = self.expected <= online or _is_over(self.grown_at, self.gather_s, now)
         return self.down_since is None and is_gathered and _is_over(self.failed_at, self.pause_s(failures), now)
 
     def invited(self, policy: RoundPolicy, candidates: Collection[str], at: RoundAttempt) -> frozenset[str]:
-        """The clients to invite: all candidates, or a part of them that changes with every attempt.
+        """The clients to invite: all candidates, or a subset that changes with every attempt.
 
         Args:
-            policy: of the federation.
-            candidates: clients that could take part; at least the quorum.
+            policy: the federation's policy.
+            candidates: clients that could participate; at least the quorum.
             at: the attempt.
         """
         wanted = max(policy.quorum, math.ceil(policy.fraction * len(candidates) - 1e-9))
@@ -113,20 +113,20 @@ class Opening:
 
 
 def _is_over(since: float, seconds: float, now: float) -> bool:
-    """Whether a wait is over; a clock that was set back ends it."""
+    """Whether a wait is over; setting the clock back ends it."""
     return not 0.0 <= now - since < seconds
 
 
 WAITS_FOR_OWNERS = "waits_for_owners"
-"""The label of a federation whose open attempt can't close before owners of devices approve its spec."""
+"""The label of a federation whose open attempt can't close until device owners approve its spec."""
 NAMED_CLIENTS = 5
-"""So many clients a failed attempt's reason names; the API and the event log have all of them."""
+"""Most clients named in a failed attempt's reason; the API and the event log list all."""
 RESTART_GRACE_S = 120.0
-"""A deadline that passed while the coordinator was down is moved by this much: devices could not deliver meanwhile."""
+"""Extension of a deadline that passed while the coordinator was down and devices could not deliver."""
 
 
 class Phase(str, Enum):
-    """The state of the federation: an operator paused it; it stalled after failed attempts."""
+    """The phase of a federation. Paused: by an operator. Stalled: after failed attempts."""
 
     WAITING = "waiting"
     COLLECTING = "collecting"
@@ -138,7 +138,7 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class RoundState:
-    """The state of one federation; `round` and `attempt` are those that are open, or open next.
+    """The state of one federation; `round` and `attempt` are the open ones, or the next ones.
 
     Attributes:
         online: clients with a session.
@@ -146,14 +146,14 @@ class RoundState:
         updates: participants whose update is stored.
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
-        reason: why it is paused or stalled, or the last attempt failed.
-        left_out: clients that are not invited while enough others are online, and why.
-        barred: clients that are not invited at all, and why.
-        paused: why an operator paused the federation, or ""; an open attempt ends before.
-        first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
-            not count.
-        accepted: participants that have announced that they work on it.
-        unapproved: participants that may take part as soon as their owners approve the spec.
+        reason: why it is paused or stalled, or why the last attempt failed.
+        left_out: clients not invited while enough others are online, and why.
+        barred: clients never invited, and why.
+        paused: why an operator paused the federation, or ""; an open attempt ends first.
+        first_attempt: the attempt from which `max_attempts` is counted; moves when an operator resumes, and past attempts that don't
+            count.
+        accepted: participants that have accepted the invitation.
+        unapproved: participants whose owners have not approved the spec yet.
         opening: when the next attempt may open.
     """
 
@@ -177,12 +177,12 @@ class RoundState:
 
     @property
     def answered(self) -> frozenset[str]:
-        """Participants that work on an update, or have delivered it."""
+        """Participants that are working on an update or have delivered it."""
         return (self.accepted | self.updates) - self.declined
 
     @property
     def candidates(self) -> frozenset[str]:
-        """Clients that an attempt opened now could invite: those left out as well when the quorum needs them."""
+        """Clients that a new attempt could invite, including those left out if the quorum needs them."""
         allowed = self.online.difference(self.barred)
         others = allowed.difference(self.left_out)
         return others if len(others) >= self.policy.quorum else allowed
@@ -194,26 +194,26 @@ class RoundState:
 
     @property
     def awaited(self) -> frozenset[str]:
-        """Those of them that the attempt is not closed without before its deadline."""
+        """Outstanding participants that the attempt waits for until its deadline."""
         return self.outstanding - self.unapproved
 
     def can_spare(self, *clients: str) -> bool:
-        """Whether the quorum can be reached without these participants and without those whose owners have not approved."""
+        """Whether the quorum is possible without these participants and without those whose owners have not approved."""
         return len(self.participants - self.declined - self.unapproved - set(clients)) >= self.policy.quorum
 
     @property
     def label(self) -> str:
-        """Its phase as people see it: a phase, or `WAITS_FOR_OWNERS`."""
+        """The phase to display: a phase, or `WAITS_FOR_OWNERS`."""
         needs_owners = self.phase is Phase.COLLECTING and bool(self.unapproved) and not self.can_spare()
         return WAITS_FOR_OWNERS if needs_owners else self.phase.value
 
     @property
     def at(self) -> RoundAttempt:
-        """The round attempt that is open, or open next."""
+        """The open round attempt, or the next one."""
         return RoundAttempt(self.round, self.attempt)
 
     def is_open(self, attempt: RoundAttempt) -> bool:
-        """Whether this attempt takes updates now."""
+        """Whether this attempt currently accepts updates."""
         return self.phase is Phase.COLLECTING and self.at == attempt
 
 
@@ -221,36 +221,36 @@ Step = tuple[RoundState, tuple[signals.Command, ...]]
 
 
 def transition(state: RoundState, event: signals.Event, now: float) -> Step:
-    """The state and the commands after an event.
+    """Compute the state and the commands after an event.
 
     Args:
-        state: of the federation before the event.
+        state: the federation's state before the event.
         event: what happened.
         now: unix time.
 
     Returns:
-        The next state and what has to be done, in this order.
+        The next state and the commands to execute in order.
     """
     handle: Callable[[RoundState, Any, float], Step] = _HANDLERS[type(event)]
     return handle(state, event, now)
 
 
 def standing_reason(state: RoundState) -> str:
-    """Why a federation stands still, with what to do about it; empty where it does not."""
+    """Why a federation is not advancing, and the next step; empty if it is."""
     if state.label != WAITS_FOR_OWNERS:
         return state.reason
     return (
-        f"the owners of {', '.join(sorted(state.unapproved))} have not approved the spec: `fedcg agent approve` on each of "
-        "these devices; this costs no attempt, and the round goes on by itself"
+        f"the owners of {', '.join(sorted(state.unapproved))} have not approved the spec: run `fedcg agent approve` on each of "
+        "these devices. This doesn't count as a failed attempt, and the round then continues"
     )
 
 
 def stalled_reason(state: RoundState, attempts: int) -> str:
-    """Why a federation stalls after `attempts` failed attempts, with what to do about it."""
+    """Why a federation stalls after `attempts` failed attempts, and the next step."""
     times = "once" if attempts == 1 else f"{attempts} times"
     return (
         f"round {state.round} failed {times} (last: {state.reason}); "
-        "look at the devices, then run `fedcg federation resume`"
+        "check the devices, then run `fedcg federation resume`"
     )
 
 
@@ -370,7 +370,7 @@ def _aggregate_stored(state: RoundState, event: signals.AggregateStored, now: fl
 
 
 def _aggregation_failed(state: RoundState, event: signals.AggregationFailed, now: float) -> Step:
-    is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
+    is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still arrive
     if not is_under_way or event.at != state.at:
         return state, ()
     return _fail(state, event.reason, now)
@@ -439,12 +439,12 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
 def _judge(state: RoundState, now: float) -> Step:
     possible, invited = len(state.participants - state.declined), len(state.participants)
     if invited < state.policy.quorum:
-        needed = f"{state.policy.quorum} clients that are needed since min_clients or min_cohort was raised"
+        needed = f"{state.policy.quorum} clients required since min_clients or min_cohort was raised"
         return _fail(state, f"it invited only {invited} of the {needed}", now, counts=False)
     if possible < state.policy.quorum:
         names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
-        ended = f"{len(state.declined)} of {invited} clients declined, were rejected or are gone"
-        return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are needed", now)
+        ended = f"{len(state.declined)} of {invited} clients declined, were rejected or left"
+        return _fail(state, f"{ended} ({names}); {state.policy.quorum} updates are required", now)
     enough = len(state.updates) >= state.policy.quorum
     is_late = now >= state.deadline_at and state.opening.down_since is None
     is_complete = (enough and not state.awaited) or len(state.updates) >= wanted_updates(
@@ -457,24 +457,24 @@ def _judge(state: RoundState, now: float) -> Step:
 
 
 def _distil_again(state: RoundState, why_fewer: str, now: float) -> Step:
-    """Merge the updates that are left; with fewer than the quorum the attempt failed."""
+    """Merge the remaining updates; with fewer than the quorum, the attempt fails."""
     if len(state.updates) >= state.policy.quorum:
         return state, (signals.Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
-    left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
+    left = f"{len(state.updates)} updates are left, but {state.policy.quorum} are required"
     return _fail(state, f"{why_fewer}; {left}", now)
 
 
 def _run_out(state: RoundState, now: float) -> Step:
-    """At the deadline, with too few updates: keep waiting while the quorum has not accepted and still can; else the attempt failed."""
+    """At the deadline with too few updates: keep waiting if the quorum has not accepted but still can; otherwise the attempt fails."""
     needed, there = state.policy.quorum, state.updates | state.online
     missing = ", ".join(
         f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
     )
     could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
     if len(state.answered) < needed and could:
-        reason = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
+        reason = f"only {len(state.answered)} of {needed} required clients have answered; missing: {missing}"
         return _move_deadline(state, now + state.policy.deadline_s, reason)
-    got = f"only {len(state.updates)} of {needed} needed updates came before the deadline; missing: {missing}"
+    got = f"only {len(state.updates)} of {needed} required updates arrived before the deadline; missing: {missing}"
     return _fail(state, got, now, counts=len(state.answered & there) >= needed)
 
 
@@ -483,7 +483,7 @@ def _why_missing(state: RoundState, client: str) -> str:
         return "offline"
     if client in state.unapproved:
         return "its owner has not approved the spec"
-    return "still at work" if client in state.accepted else "no answer"
+    return "still working" if client in state.accepted else "no answer"
 
 
 def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:

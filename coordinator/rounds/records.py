@@ -1,4 +1,4 @@
-"""The coordinator's records, as values. The database's rows become these, checked and with their enums; no SQL here."""
+"""The coordinator's records as values: checked database rows with enums. No SQL here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedcg.wire.parts import Part
 
 
 class AttemptState(str, Enum):
-    """How far an attempt got."""
+    """The state of an attempt."""
 
     COLLECTING = "collecting"
     DISTILLING = "distilling"
@@ -35,7 +35,7 @@ class ParticipantState(str, Enum):
 
 
 class DeviceState(str, Enum):
-    """Whether a device may take part."""
+    """Whether a device may participate."""
 
     ENROLLED = "enrolled"
     REVOKED = "revoked"
@@ -43,7 +43,7 @@ class DeviceState(str, Enum):
 
 
 class FederationStatus(str, Enum):
-    """What the operator wants of a federation."""
+    """The operator's setting for a federation."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -53,7 +53,7 @@ class FederationStatus(str, Enum):
 
     @property
     def is_ended(self) -> bool:
-        """Whether an operator ended it; only more rounds bring it back."""
+        """Whether an operator ended it; only adding rounds restarts it."""
         return self in (FederationStatus.STOPPED, FederationStatus.ARCHIVED)
 
 
@@ -68,7 +68,7 @@ class TokenState(str, Enum):
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """A device that was enrolled once; only one whose state is `enrolled` may take part, and a disabled one is not invited."""
+    """A device that has been enrolled; only devices in state `enrolled` may participate, and disabled ones are not invited."""
 
     id: str
     public_key: str
@@ -100,11 +100,11 @@ class TokenRecord:
 
     Attributes:
         secret_hash: sha256 of its secret, in hex.
-        device: the only id that it enrols, when it is bound.
-        replaces: whether it puts a new machine in the place of `device`.
-        used_for: digest of the request that used it (`admission.purpose`): the same request again gets the same answer for a while.
-        serial: the certificate that it gave out.
-        federation: whose agent.toml the device gets; None for the first one.
+        device: the only id that it enrols, if it is bound.
+        replaces: whether a new machine replaces `device`.
+        used_for: digest of the request that used it (`membership`): for a while, the same request gets the same response.
+        serial: serial number of the issued certificate.
+        federation: federation in the device's agent.toml; None for the first one.
     """
 
     id: str
@@ -121,7 +121,7 @@ class TokenRecord:
     federation: str | None = None
 
     def state(self, now: float) -> TokenState:
-        """Whether it can still be used."""
+        """Whether the token can still be used."""
         if self.used_at is not None:
             return TokenState.USED
         if self.revoked_at is not None:
@@ -134,11 +134,11 @@ class FederationRecord:
     """A federation; `spec` is the artifact id of its spec, which is also the spec's digest.
 
     Attributes:
-        policy: how its rounds go: the plan's values, and those that were changed since; the database holds it as JSON.
-        first_attempt: the attempt that `max_attempts` is counted from.
-        status: what the operator wants of it, and `status_reason` why.
+        policy: rules of its rounds: the plan's values with later changes; JSON in the database.
+        first_attempt: the attempt from which `max_attempts` is counted.
+        status: the operator's setting, with the reason in `status_reason`.
         continued_from: the federation whose last aggregate it started from.
-        forgotten: devices that take no further part, their ids between blanks.
+        forgotten: ids of devices that no longer participate, separated by blanks.
     """
 
     id: str
@@ -153,14 +153,14 @@ class FederationRecord:
     forgotten: str = ""
 
     def reason(self, state: RoundState) -> str:
-        """Why it stands still, or will when the open round is over, in this state of the round engine; "" where it does not."""
+        """Why it is not advancing, or will stop after the open round, in this state of the round engine; "" if it is."""
         if self.status is not FederationStatus.PAUSED:
             return standing_reason(state) or self.status_reason
         is_open = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
-        return f"it pauses when this round is over: {self.status_reason}" if is_open else state.reason
+        return f"it pauses after this round: {self.status_reason}" if is_open else state.reason
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
-        """The state of the round engine when the last attempt failed."""
+        """The state of the round engine after the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
         state = RoundState(
             self.policy,
@@ -202,9 +202,9 @@ class ParticipantRecord:
     """An invited client of an attempt.
 
     Attributes:
-        share: of the spec's local steps that it was asked for.
+        share: requested share of the spec's local steps.
         accepted_at: unix time.
-        predicted_s: seconds from then until its update is made, as it said.
+        predicted_s: its predicted seconds from then until its update.
     """
 
     client: str
@@ -221,10 +221,10 @@ class UpdateRecord:
 
     Attributes:
         report: the device's report, as JSON.
-        distances: JSON of each part's distance from the aggregate that the round started from.
-        weight: the number of examples that it counts for, once the updates to be merged are known.
-        figures: JSON of its `updates.robustness.Figures`, and of the verdict on them.
-        facts: JSON of what its header says of the device beside the report.
+        distances: JSON of each part's distance from the round's base.
+        weight: its weight in examples, once the updates to merge are known.
+        figures: JSON of its `updates.robustness.Figures` and their verdict.
+        facts: JSON of the device's facts in the update's header.
     """
 
     federation: str
@@ -250,32 +250,32 @@ class UpdateRecord:
 
     @property
     def is_kept_late(self) -> bool:
-        """Whether it came after its round was closed and is a teacher of the next one."""
+        """Whether it arrived after its round was closed and is a teacher of the next one."""
         return self.outcome is Outcome.LATE and self.distances is not None
 
     @cached_property
     def reported(self) -> dict[str, Any]:
-        """`report` by field; the fields that the device did not report are missing."""
+        """`report` by field, without fields that the device did not report."""
         return {name: value for name, value in json.loads(self.report or "{}").items() if value is not None}
 
     @property
     def examples(self) -> int:
-        """The number of examples that the device reported; 1 when it reported none."""
+        """The number of examples in the device's report; 1 if not reported."""
         return int(self.reported.get("examples", 1))
 
     @property
     def accuracy(self) -> float | None:
-        """Of the personal model on its own held-out images, in [0, 1], as reported."""
+        """Reported accuracy of the personal model on the device's held-out images, in [0, 1]."""
         return self.reported.get("accuracy")
 
     @property
     def alone(self) -> float | None:
-        """Of the shadow, the same model trained on the same images without the federation, as reported."""
+        """Reported accuracy of the local-only model: the same model trained on the same images without the federation."""
         return self.reported.get("shadow")
 
     @property
     def gain(self) -> float | None:
-        """`accuracy` - `alone`; None where one of them is not reported."""
+        """`accuracy` - `alone`; None if one of them is not reported."""
         return None if self.accuracy is None or self.alone is None else self.accuracy - self.alone
 
     @cached_property
@@ -309,11 +309,11 @@ class AggregateRecord:
 
 @dataclass(frozen=True)
 class ApiTokenRecord:
-    """A token of the API as the coordinator stores it; times are unix times.
+    """An API token as stored by the coordinator; times are unix times.
 
     Attributes:
         role: a value of `Role`.
-        secret_hash: salt and sha256 of salt and secret, both in hex, with a `$` between.
+        secret_hash: salt and sha256 of salt and secret, both in hex, separated by `$`.
         expires_at: None for a token that does not expire.
     """
 
@@ -333,7 +333,7 @@ class ApiTokenRecord:
 
 @dataclass(frozen=True)
 class PresenceRecord:
-    """A device came or went; `at` is unix time."""
+    """A device came online or went offline; `at` is unix time."""
 
     federation: str
     device: str
@@ -344,7 +344,7 @@ class PresenceRecord:
 
 @dataclass(frozen=True)
 class ConditionRecord:
-    """The last report of a device about itself; `at` is when its content came first, unix time, `content` a `DeviceCondition` as JSON."""
+    """The last self-report of a device; `at` is the unix time when its content first arrived, `content` a `DeviceCondition` as JSON."""
 
     federation: str
     device: str

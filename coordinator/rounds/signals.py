@@ -1,4 +1,4 @@
-"""The events that the round engine takes and the commands that it returns, which `round_driver` carries out. Values only."""
+"""The events and commands of the round engine; `round_driver` executes the commands. Values only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from fedcg.wire.messages.schemas import OfAttempt
 
 
 class Event:
-    """What happened."""
+    """An event of the round engine."""
 
 
 @dataclass(frozen=True)
@@ -27,42 +27,42 @@ class WentOffline(Event):
 
 @dataclass(frozen=True)
 class Departed(Event):
-    """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
+    """A client is no longer a member (revoked, replaced by another machine, or it left). An update that it delivered before still counts."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class Expected(Event):
-    """The devices that may take part now: all that are enrolled."""
+    """The devices that may participate now: all enrolled ones."""
 
     clients: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Barred(Event):
-    """Clients that are not invited whoever else is there, and why."""
+    """Clients that are never invited, and why."""
 
     clients: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class PolicyChanged(Event):
-    """The operator changed the policy; the open attempt goes on by the new one."""
+    """The operator changed the policy; the open attempt continues with the new one."""
 
     policy: RoundPolicy
 
 
 @dataclass(frozen=True)
 class Paused(Event):
-    """An operator paused the federation: the open attempt ends as it would, and no other one opens."""
+    """An operator paused the federation: the open attempt ends normally, and no other one opens."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """An operator resumed a paused or stalled federation; failed attempts are counted anew."""
+    """An operator resumed a paused or stalled federation; the count of failed attempts restarts."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True)
 class LinkChanged(Event):
-    """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
+    """The link to the broker, or the store of artifacts, became available or was lost; without both, devices can't deliver."""
 
     up: bool
     what: str = "link to the broker"
@@ -82,14 +82,14 @@ class LinkChanged(Event):
 
 @dataclass(frozen=True)
 class Accepted(OfAttempt, Event):
-    """A participant works on an update."""
+    """A participant is working on an update."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class Approval(OfAttempt, Event):
-    """Whether a participant's owner has approved the spec; without, it keeps its place and may accept later."""
+    """Whether a participant's owner has approved the spec. Without approval, it keeps its place and may accept later."""
 
     client: str
     given: bool
@@ -97,7 +97,7 @@ class Approval(OfAttempt, Event):
 
 @dataclass(frozen=True)
 class UpdateStored(OfAttempt, Event):
-    """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
+    """A participant's valid update is stored durably; the aggregation worker reads `artifact`."""
 
     client: str
     artifact: str = ""
@@ -105,7 +105,7 @@ class UpdateStored(OfAttempt, Event):
 
 @dataclass(frozen=True)
 class UpdateRefused(OfAttempt, Event):
-    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
+    """A participant has no usable update: it declined, or its update was rejected (`reason`), possibly after it was stored."""
 
     client: str
     reason: str = ""
@@ -113,17 +113,17 @@ class UpdateRefused(OfAttempt, Event):
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time went on."""
+    """Time has passed."""
 
 
 @dataclass(frozen=True)
 class Restarted(Event):
-    """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
+    """The coordinator was restarted; `state` comes from the database, and no client is online yet."""
 
 
 @dataclass(frozen=True)
 class AggregateStored(OfAttempt, Event):
-    """The attempt's aggregate is durable and the attempt is closed in the database."""
+    """The attempt's aggregate is stored durably, and the attempt is closed in the database."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class AggregationFailed(OfAttempt, Event):
 
 @dataclass(frozen=True)
 class OpenAttempt(OfAttempt):
-    """Store the attempt, publish its offer, broadcast the aggregate."""
+    """Store the attempt, publish its offer, and broadcast the aggregate."""
 
     participants: frozenset[str]
     deadline_at: float
@@ -143,14 +143,14 @@ class OpenAttempt(OfAttempt):
 
 @dataclass(frozen=True)
 class ResumeAttempt(OfAttempt):
-    """Publish the offer of an attempt that is stored already; its deadline may have moved."""
+    """Publish the offer of a stored attempt; its deadline may have changed."""
 
     deadline_at: float
 
 
 @dataclass(frozen=True)
 class MoveDeadline(OfAttempt):
-    """Store another deadline of the open attempt; `reason` is for the operator, "" when there is nothing to look at."""
+    """Store another deadline of the open attempt; `reason` is for the operator, "" if no action is needed."""
 
     deadline_at: float
     reason: str = ""
@@ -165,17 +165,17 @@ class Invite(OfAttempt):
 
 @dataclass(frozen=True)
 class Distil(OfAttempt):
-    """Merge the updates that are stored; these clients' at least."""
+    """Merge the stored updates, at least those of these clients."""
 
     clients: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class FailAttempt(OfAttempt):
-    """Store that the attempt failed; the next one gets the next number.
+    """Store the failure of the attempt; the next one gets the next number.
 
     Attributes:
-        first_attempt: the attempt that `max_attempts` is counted from now; one later when this one does not count.
+        first_attempt: the attempt from which `max_attempts` is counted; the next one if this one does not count.
     """
 
     reason: str
@@ -184,7 +184,7 @@ class FailAttempt(OfAttempt):
 
 @dataclass(frozen=True)
 class Stall:
-    """Too many attempts failed: none opens until an operator resumes."""
+    """Too many attempts failed; no attempt opens until an operator resumes."""
 
     reason: str
 

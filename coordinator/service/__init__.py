@@ -1,1 +1,1 @@
-"""One federation at work: the loop that drives rounds."""
+"""The service of a federation: the loop that drives rounds."""

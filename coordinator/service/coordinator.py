@@ -1,4 +1,4 @@
-"""All federations of one coordinator at work: a service for each, on a thread of its own."""
+"""Runs all federations of one coordinator: a service for each, on a separate thread."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 
 ContextOf = Callable[[FederationRecord], ServiceContext]
-"""The dependencies of the service of a federation."""
+"""Returns the dependencies of a federation's service."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ def _raise(error: BaseException) -> None:
 
 
 class Coordinator:
-    """Runs a service for every federation that was started.
+    """Runs a service for every started federation.
 
     Args:
         store: the database.
-        artifacts: specs, updates and aggregates.
+        artifacts: the store of specs, updates and aggregates.
         events: the event log.
-        context_of: gives the dependencies of a federation's service.
+        context_of: returns the dependencies of a federation's service.
     """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, events: EventLog, context_of: ContextOf) -> None:
@@ -53,12 +53,12 @@ class Coordinator:
 
     @property
     def services(self) -> dict[str, Service]:
-        """The running services by federation."""
+        """The running services, by federation."""
         return {federation: running.service for federation, running in list(self._running.items())}
 
     @property
     def is_finished(self) -> bool:
-        """Whether every federation that was started is over and its devices have left, or a minute has passed since."""
+        """Whether every started federation is over and its devices have left, or a minute has passed since."""
         services = self.services.values()
         return bool(services) and all(service.finished_and_left.is_set() for service in services)
 
@@ -69,15 +69,15 @@ class Coordinator:
         return self._specs[record.id]
 
     def published(self, artifact: str) -> PublishedArtifacts | None:
-        """The artifacts of the federation whose devices may fetch this one; None where there is none."""
+        """The artifacts of the federation whose devices may fetch this one; None if there is none."""
         services = self.services.values()
         return next((service.published for service in services if service.published.allows(artifact)), None)
 
     def start(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Start the service of every federation that was started. Blocks until each has rebuilt its state.
+        """Start the service of every started federation. Blocks until each has rebuilt its state.
 
         Args:
-            on_failure: gets the error of a service that failed, on its thread; the process must end then.
+            on_failure: called with the error of a failed service, on its thread; the process must then exit.
         """
         self._on_failure = on_failure
         self._is_started = True
@@ -85,9 +85,9 @@ class Coordinator:
             self.follow(record.id)
 
     def follow(self, federation: str, *, resume: bool = False) -> None:
-        """Bring the service of a federation to what the database holds: start it, or pass it the changes. From any thread.
+        """Start a federation's service, or pass it the changes in the database. Thread-safe.
 
-        Nothing is done before `start`, which reads the database.
+        Does nothing before `start`, which reads the database.
         """
         with self._changing:
             record = self.store.federation(federation)
@@ -95,7 +95,7 @@ class Coordinator:
                 return
             running = self._running.get(federation)
             if running is not None and self._goes_on(running.service, record):
-                self._end(running)  # its state is rebuilt from the database, and devices see a new epoch
+                self._end(running)  # its state is rebuilt from the database, and devices receive a new epoch
                 running = None
             if running is None:
                 self._running[federation] = self._run(record)
@@ -103,7 +103,7 @@ class Coordinator:
                 running.service.steer(record, resume=resume)
 
     def close(self) -> None:
-        """End every service."""
+        """Stop all services."""
         with self._changing:
             for running in self._running.values():
                 running.service.stop()
@@ -111,7 +111,7 @@ class Coordinator:
                 self._end(running)
 
     def _goes_on(self, service: Service, record: FederationRecord) -> bool:
-        """Whether a federation that is over was given more rounds."""
+        """Whether a finished federation has been given more rounds."""
         is_stopped = record.status.is_ended
         is_over = service.state.phase is Phase.FINISHED
         return is_over and not is_stopped and self.store.round_state(record.id).phase is not Phase.FINISHED

@@ -1,7 +1,7 @@
-"""The devices of a running federation, for the round engine: who is a member, who is online, and who has answered its invitation.
+"""The devices of a running federation, for the round engine: members, online devices, and answers to invitations.
 
-Online by a hello, offline by a status, a will or silence; a will is lost when the device dies together with a broker that keeps nothing.
-Invites are repeated, because one may be lost with the link. Devices that left the register or send too much are dropped. Decides nothing about rounds.
+A hello puts a device online. A status, a will or missed heartbeats put it offline; the will is lost if the device and a broker without persistence fail together.
+Invites are repeated, since one may be lost with the link. Devices that left the register or send too much are dropped. Decides nothing about rounds.
 """
 
 import logging
@@ -25,7 +25,7 @@ from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, RoundAttempt
 
-MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind chunks, which count as well
+MISSED = 3.0  # heartbeat intervals without a message before a device is offline: chunks, which also count, delay heartbeats on slow links
 
 
 @dataclass
@@ -39,7 +39,7 @@ PRUNE_EVERY_S = 86_400.0
 
 @dataclass(frozen=True)
 class PresenceLog:
-    """Stores the changes of one federation.
+    """Stores the presence changes of one federation's devices.
 
     Args:
         store: the database.
@@ -52,9 +52,9 @@ class PresenceLog:
     clock: Callable[[], float] = time.time
 
     def note(self, device: str, reason: str = "", *, online: bool, unseen_s: float = 0.0) -> None:
-        """Store that a device came or went now, and that it was last seen so many seconds ago; nothing of one that was never enrolled.
+        """Store that a device came online or went offline now, last seen `unseen_s` seconds ago; ignores devices that were never enrolled.
 
-        Its earlier changes are pruned: a device that comes and goes all the time must not fill the database.
+        Its earlier changes are pruned, so that a device that reconnects constantly does not fill the database.
         """
         if self.store.device(device) is None:
             return
@@ -64,16 +64,16 @@ class PresenceLog:
         self.store.presence.prune(self.federation, now - KEEP_S, device)
 
     def prune(self) -> None:
-        """Delete the changes that are kept no longer; those of a device that neither comes nor goes are only deleted here."""
+        """Delete old changes. Those of a device without new changes are only deleted here."""
         self.store.presence.prune(self.federation, self.clock() - KEEP_S)
 
     def begin(self) -> None:
-        """The coordinator starts: devices that counted as online when it was killed are not observed until they come again."""
+        """At the coordinator's start: devices online when it was killed are not observed until they connect again."""
         self.prune()
-        self._lose_sight("the coordinator was started again")
+        self._lose_sight("the coordinator was restarted")
 
     def end(self) -> None:
-        """The coordinator stops: no device is observed until it is started again."""
+        """At the coordinator's stop: no device is observed until it is restarted."""
         self._lose_sight("the coordinator was stopped")
 
     def _lose_sight(self, reason: str) -> None:
@@ -86,11 +86,11 @@ class PresenceLog:
 
 @dataclass(eq=False)
 class Liveness:
-    """Keeps the round engine's list of devices that are online. Times are monotonic seconds.
+    """Keeps the round engine's list of online devices. Times are monotonic seconds.
 
     Args:
         round_driver: holds the list.
-        receiver: has the times of the last chunks, which count as heartbeats.
+        receiver: provides the times of the last chunks, which count as heartbeats.
         events: the event log.
         presence: stores every change.
     """
@@ -107,21 +107,21 @@ class Liveness:
         return device in self.round_driver.state.online
 
     def mark_online(self, device: str) -> None:
-        """A device is online, and may be invited."""
+        """Mark a device as online, so that it may be invited."""
         if not self.is_online(device):
             self.events.write("online", client=device)
             self.presence.note(device, online=True)
         self.round_driver.apply(signals.CameOnline(device))
 
     def mark_offline(self, device: str, reason: str, now: float) -> None:
-        """A device is offline, if it was online."""
+        """Mark a device as offline, if it was online."""
         if self.is_online(device):
             self.events.write("offline", client=device, reason=reason)
             self.note_gone(device, reason, now)
             self.round_driver.apply(signals.WentOffline(device))
 
     def note_gone(self, device: str, reason: str, now: float) -> None:
-        """Store that a device goes, if it was online, and when its last message or chunk came."""
+        """Store that a device went offline, if it was online, and when its last message or chunk arrived."""
         if self.is_online(device):
             self.mark_seen(device, self.receiver.last_seen_at(device))
             promise = self._promises.get(device)
@@ -129,7 +129,7 @@ class Liveness:
             self.presence.note(device, reason, online=False, unseen_s=unseen_s)
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
-        """Expect a heartbeat of a device every `every_s` seconds; None for a device that promised none."""
+        """Expect a heartbeat of a device every `every_s` seconds; None for a device that sends none."""
         if every_s is None:
             self._promises.pop(device, None)
         else:
@@ -142,12 +142,12 @@ class Liveness:
             known.last_seen_at = max(known.last_seen_at, now)
 
     def pardon(self, now: float) -> None:
-        """Restart every device's interval: the coordinator's own link was down and nothing could be received."""
+        """Restart all devices' intervals, since the coordinator's own link was down and nothing could be received."""
         for known in self._promises.values():
             known.last_seen_at = now
 
     def miss_silent(self, now: float) -> None:
-        """Count devices as offline that died without a will: together with their broker, for example. Once a day, prune."""
+        """Mark devices offline that failed without a will, for example together with their broker. Prune once a day."""
         if now - self._pruned_at >= PRUNE_EVERY_S:
             self._pruned_at = now
             self.presence.prune()
@@ -169,7 +169,7 @@ class Invitations:
         context: the dependencies of the service.
         round_driver: drives the rounds.
         publisher: publishes.
-        receiver: has the updates under way.
+        receiver: holds the updates in transfer.
     """
 
     context: ServiceContext
@@ -177,16 +177,16 @@ class Invitations:
     publisher: Publisher
     receiver: Receiver
     _accepted: dict[str, RoundAttempt] = field(default_factory=dict, init=False)
-    """The last attempt that each device accepted in its session."""
+    """The last attempt that each device has accepted in its session."""
     _waits: dict[str, tuple[RoundAttempt, DeclineReason]] = field(default_factory=dict, init=False)
     _reminded_at: float = field(default=0.0, init=False)
 
     def forget(self, device: str) -> None:
-        """Forget what a device accepted: it begins a new session and is invited again."""
+        """Drop the accepted attempt of a device: it starts a new session and is invited again."""
         self._accepted.pop(device, None)
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
-        """Take a device's answer, once."""
+        """Handle a device's answer, once."""
         state = self.round_driver.state
         if not state.is_open(answer.at) or device not in state.outstanding:
             return
@@ -218,14 +218,14 @@ class Invitations:
             self.round_driver.apply(signals.Accepted(answer.round, answer.attempt, device))
 
     def _may_come(self, device: str, reason: DeclineReason) -> bool:
-        """Whether a device that declines keeps its place; once it has accepted, its owner's approval was there."""
+        """Whether a device that declines keeps its place; if it has accepted before, its owner had approved."""
         state = self.round_driver.state
         if reason.needs_owner:
             return device not in state.accepted
         return reason.passes and not state.can_spare(device)
 
     def _wait_for(self, device: str, answer: Decline) -> None:
-        """Keep the place of a device that can't take part yet: without it the attempt, and what the others did for it, would be lost."""
+        """Keep the place of a device that can't participate yet: without it, the attempt and the other devices' work would be lost."""
         self._accepted.pop(device, None)
         needs_owner = answer.reason.needs_owner
         if needs_owner:
@@ -234,17 +234,17 @@ class Invitations:
         self.round_driver.apply(signals.Approval(answer.round, answer.attempt, device, given=not needs_owner))
         before, self._waits[device] = self._waits.get(device), (answer.at, answer.reason)
         if before == self._waits[device] and answer.reason is not DeclineReason.INTERRUPTED:
-            return  # the answer to a reminder
-        what = "it is back" if answer.reason is DeclineReason.INTERRUPTED else "it can take part"
-        detail = f"the round waits until {what}, because too few others are left"
+            return  # the response to a reminder
+        what = "it is back" if answer.reason is DeclineReason.INTERRUPTED else "it can participate"
+        detail = f"the round waits until {what}, since too few others are left"
         if needs_owner:
-            detail = "it takes part as soon as its owner approves the spec; this costs no attempt"
+            detail = "it participates once its owner approves the spec; this doesn't count as a failed attempt"
         where = {"round": answer.round, "attempt": answer.attempt}
         self.context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)
 
     @property
     def waits(self) -> dict[str, str]:
-        """Why devices can't take part yet that the open attempt waits for; from any thread."""
+        """Devices that the open attempt waits for, and why they can't participate yet; thread-safe."""
         state, waits = self.round_driver.state, dict(self._waits)
         return {
             device: reason.value
@@ -254,7 +254,7 @@ class Invitations:
 
     @property
     def unanswered(self) -> list[str]:
-        """Devices that are online and have not answered their invitation to the open attempt."""
+        """Online devices that have not answered their invitation to the open attempt."""
         state = self.round_driver.state
         return [
             device
@@ -263,7 +263,7 @@ class Invitations:
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
-        """Invite the devices again that have not answered, unless that was done less than `every_s` ago."""
+        """Invite devices without an answer again, unless done less than `every_s` ago."""
         now, state = time.monotonic(), self.round_driver.state
         if now - self._reminded_at < every_s:
             return
@@ -276,7 +276,7 @@ class Invitations:
 
 REFRESH_S = 2.0
 FAREWELL_S = 3.0
-"""Time from a device's leave to the end of its access at the broker: its confirmation needs time to arrive."""
+"""Delay until a device that left loses its access at the broker, so that its confirmation can arrive."""
 RunInBackground = Callable[[Callable[[], object]], None]
 
 log = logging.getLogger(__name__)
@@ -288,13 +288,13 @@ class MemberRefresh:
 
     Args:
         context: the dependencies of the service.
-        message_checks: holds the keys that count.
-        receiver: holds what devices are sending.
+        message_checks: holds the valid keys.
+        receiver: holds the updates in transfer.
         round_driver: drives the rounds.
         publisher: publishes.
         cohorts: the marks of cohort secrets.
-        liveness: stores when devices went.
-        run_in_background: does work that waits for the lock of the members or for the broker, in order.
+        liveness: stores when devices went offline.
+        run_in_background: runs work that waits for the members' lock or the broker, in order.
     """
 
     context: ServiceContext
@@ -310,11 +310,11 @@ class MemberRefresh:
     _shut_out_at: float | None = field(default=None, init=False)
 
     def is_older_than(self, age_s: float) -> bool:
-        """Whether the register was read longer ago than this."""
+        """Whether the register was read more than `age_s` ago."""
         return time.monotonic() - self._read_at >= age_s
 
     def refresh(self) -> None:
-        """Read the current members; rounds stop waiting for a device that is no longer one."""
+        """Read the current members; rounds stop waiting for devices that are no longer members."""
         self._read_at = time.monotonic()
         members = self.context.store.members()
         self.round_driver.apply(signals.Expected(frozenset(member.id for member in members)))
@@ -339,18 +339,18 @@ class MemberRefresh:
             self.tell_revoked()
 
     def tell_revoked(self) -> None:
-        """Tell revoked devices so: one whose session at the broker outlives its membership would go on asking for ever."""
+        """Notify revoked devices; otherwise a device whose broker session outlives its membership would keep sending requests forever."""
         for device, key in self.context.store.register.revoked_devices(self.context.clock()).items():
             self.publisher.revoked(device, key)
 
     def drop_strangers(self) -> None:
-        """After a restart: devices that departed while the coordinator was down hold up no round."""
+        """After a restart: drop devices that left while the coordinator was down, so that no round waits for them."""
         for device in sorted(self.round_driver.state.outstanding):
             if not self.message_checks.knows(device):
                 self._departed(device)
 
     def leaves(self, device: str) -> None:
-        """End the membership of a device that leaves: durable first, then confirmed; its access at the broker ends a little later."""
+        """End the membership of a device that leaves: store it durably, then confirm. Its access at the broker ends shortly after."""
         ended = partial(self.context.store.register.end_membership, device, DeviceState.LEFT, "it left")
         if ended(self.context.clock()):
             self.context.events.write("left", client=device)
@@ -358,7 +358,7 @@ class MemberRefresh:
         self.publisher.left(device)
 
     def tick(self, silenced: frozenset[str]) -> None:
-        """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
+        """Read the register every `REFRESH_S`, and end the access of devices that left or send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
             if self.context.are_lists_pending():
@@ -370,13 +370,13 @@ class MemberRefresh:
             self._follow_floods(silenced)
 
     def publish_lists(self) -> None:
-        """Bring the lists of devices to the broker, in the background: whatever it missed while there was no link."""
+        """Publish the lists of devices to the broker in the background, since it may have missed some without a link."""
         self.run_in_background(self._publish)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
-        """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
+        """Stop waiting for devices that sent too much, and readmit those whose silencing has ended."""
         before, self._silenced = self._silenced, silenced
-        reason = f"it sent more than {FLOOD.per_s:.0f} messages a second for some seconds"
+        reason = f"it sent more than {FLOOD.per_s:.0f} messages per second for several seconds"
         for device in sorted(before - silenced):
             self.context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
@@ -385,7 +385,7 @@ class MemberRefresh:
         self.run_in_background(partial(self._apply_silence, before ^ silenced))
 
     def _apply_silence(self, changed: frozenset[str]) -> None:
-        """Update the broker's access list, and discard the messages of a new flood that wait at the broker."""
+        """Update the broker's access list, and discard a new flood's messages waiting at the broker."""
         names = ", ".join(sorted(changed))
         try:
             is_applied = self._publish()
@@ -398,12 +398,12 @@ class MemberRefresh:
             self.publisher.connect_anew()
 
     def _publish(self) -> bool:
-        """Make the broker apply the current access list; waits for the lock of the members."""
+        """Make the broker apply the current access list; waits for the members' lock."""
         return self.context.publish_access(self._silenced)
 
     def _departed(self, device: str, reason: str = "") -> None:
         is_replaced = self.message_checks.knows(device)
-        reason = reason or ("another box replaces it" if is_replaced else "the device is no member any more")
+        reason = reason or ("another machine replaced it" if is_replaced else "the device is no longer a member")
         state = self.round_driver.state
         self.receiver.forget(device)
         self.liveness.note_gone(device, reason, time.monotonic())

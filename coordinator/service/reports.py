@@ -1,6 +1,6 @@
-"""What devices and the worker report: how far training and merge are, and how each device is.
+"""Reports of devices and the worker: progress of training and merge, and each device's condition.
 
-All of it is in memory but the last condition of each device, which outlives the service in the database.
+Everything is in memory, except each device's last condition, which is in the database.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from coordinator.rounds.engine import RoundState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.schemas import Heartbeat, OfAttempt, Readings, SelfReport
 
-BOOTS_KEPT = 8  # agent processes of a device that are told apart
+BOOTS_KEPT = 8  # agent processes of a device that are distinguished
 
 
 @dataclass(frozen=True)
 class DeviceProgress(OfAttempt):
-    """How far a device is, by its last heartbeat; times are unix seconds.
+    """A device's progress from its last heartbeat; times are unix seconds.
 
     Attributes:
-        phase: what its training process does.
-        step, steps: how far the phase is.
-        since: when the phase was reported first.
-        reported_at: when the last heartbeat came.
-        ends_at: predicted end of the phase at the rate so far; None before the second report of it.
+        phase: phase of its training process.
+        step, steps: progress of the phase.
+        since: when the phase was first reported.
+        reported_at: when the last heartbeat arrived.
+        ends_at: predicted end of the phase at the current rate; None before its second report.
     """
 
     phase: str
@@ -38,13 +38,13 @@ class DeviceProgress(OfAttempt):
 
 @dataclass(frozen=True)
 class MergeProgress:
-    """How far the worker is with a round, and how its last distillation goes or went.
+    """The worker's progress with a round, and the course of its last distillation.
 
     Attributes:
-        phase: what the worker does: teacher, distil; empty once the merge is over.
-        step, steps: how far the phase is.
-        losses: (step, mean loss of the last steps) of a distillation, in order; empty for a method without one.
-        distilled: the round of that distillation.
+        phase: teacher or distil; empty once the merge is over.
+        step, steps: progress of the phase.
+        losses: (step, mean loss of the last steps) of a distillation, in order; empty without distillation.
+        distilled: round of that distillation.
     """
 
     round: int
@@ -56,7 +56,7 @@ class MergeProgress:
 
     @staticmethod
     def after(before: MergeProgress | None, report: Progressed) -> MergeProgress:
-        """What is known after a report of the worker."""
+        """The progress after a report of the worker."""
         losses, distilled = (before.losses, before.distilled) if before is not None else ((), 0)
         if report.loss is not None:
             earlier = losses if distilled == report.round else ()
@@ -65,7 +65,7 @@ class MergeProgress:
         return MergeProgress(report.round, report.phase, report.step, report.steps, losses, distilled)
 
     def ended(self) -> MergeProgress:
-        """The same, once the merge is over."""
+        """The progress once the merge is over."""
         return replace(self, phase="")
 
 
@@ -77,12 +77,12 @@ class ProgressBoard:
         self._first_steps: dict[str, int] = {}
 
     def of(self, state: RoundState) -> dict[str, DeviceProgress]:
-        """The progress of the clients that are online and work on the open attempt; from any thread."""
+        """The progress of online clients working on the open attempt; thread-safe."""
         latest, working = dict(self._latest), state.outstanding & state.online
         return {device: one for device, one in latest.items() if device in working and state.is_open(one.at)}
 
     def note(self, device: str, beat: Heartbeat, now: float) -> None:
-        """Take a heartbeat; one without a phase ends what was known."""
+        """Handle a heartbeat; one without a phase clears the progress."""
         if beat.phase is None:
             self.forget(device)
             return
@@ -98,7 +98,7 @@ class ProgressBoard:
         self._latest[device] = DeviceProgress(*about, beat.step, beat.steps, since, now, ends_at)
 
     def forget(self, device: str) -> None:
-        """Drop what is known of a device: it delivered, declined or is gone."""
+        """Drop the progress of a device that delivered, declined or left."""
         self._latest.pop(device, None)
         self._first_steps.pop(device, None)
 
@@ -107,10 +107,10 @@ class ConditionBoard:
     """Keeps the last self-report of each device of one federation; times are unix seconds.
 
     Attributes:
-        clock_ahead_s: by device, how far its clock is ahead of the coordinator's, in seconds; behind is negative.
-        readings: by device, of its sensors, and when they came; left out of the database, as each session brings new ones.
-        remembered: by device, from its last hello, the highest epoch, the last trained round, and whether this coordinator has the key that it accepts.
-        doubled_at: by device, when an agent process of it came back after another one had reported: both are alive.
+        clock_ahead_s: by device, seconds by which its clock is ahead of the coordinator's; negative if behind.
+        readings: by device, its sensor readings and when they arrived; not in the database, since each session sends new ones.
+        remembered: by device, from its last hello: the highest epoch, the last trained round, and whether this coordinator has its accepted key.
+        doubled_at: by device, when one of its agent processes reported again after another one, so that both are running.
     """
 
     def __init__(self, store: Store, federation: str) -> None:
@@ -124,13 +124,13 @@ class ConditionBoard:
         self.doubled_at: dict[str, float] = {}
 
     def note(self, device: str, report: SelfReport, now: float, *, is_delayed: bool) -> None:
-        """Take a self-report.
+        """Handle a self-report.
 
         Args:
             device: the sender.
             report: its message.
             now: unix time.
-            is_delayed: it may have waited behind chunks of an update, so its clock is not compared.
+            is_delayed: whether it may have waited behind chunks of an update; then its clock is not compared.
         """
         if report.clock is None:
             self.clock_ahead_s.pop(device, None)

@@ -1,7 +1,7 @@
-"""Carries out the round engine's commands: database, worker, broker. Holds the engine's state; decides nothing itself.
+"""Executes the round engine's commands with database, worker and broker. Holds the engine's state; decides nothing itself.
 
-Every command is durable before any message about it is sent, so a coordinator that dies between two commands goes on from the
-database (`restart`).
+Every command is stored durably before any message about it is sent, so a coordinator that is killed between two commands resumes from
+the database (`restart`).
 """
 
 import shutil
@@ -29,7 +29,7 @@ from fedcg.event_log import EventValue
 from fedcg.wire.messages.schemas import Outcome, RoundAttempt
 
 PACE_ROUNDS = 10
-"""A device's pace is known by what it said in so many rounds before."""
+"""Number of recent rounds from which a device's pace is estimated."""
 _REPORTS: dict[type[jobs.WorkerEvent], str] = {
     jobs.WorkerReady: "worker_ready",
     jobs.WorkerDied: "worker_died",
@@ -38,7 +38,7 @@ _REPORTS: dict[type[jobs.WorkerEvent], str] = {
     jobs.UpdateAdded: "teacher_done",
     jobs.JobEased: "merge_eased",
 }
-"""The lines of the event log that hold a report of the worker unchanged."""
+"""The event log lines that contain a worker's report unchanged."""
 
 
 @dataclass(eq=False)
@@ -47,18 +47,18 @@ class RoundDriver:
 
     Args:
         context: the dependencies of the service.
-        publisher: publishes.
+        publisher: publishes the messages.
         published: the artifacts that devices may fetch.
-        worker: merges.
-        receiver: holds the updates that are under way.
+        worker: merges the updates.
+        receiver: holds the updates in transfer.
         sums: the sealed sums.
 
     Attributes:
-        is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
-        announced_at: when `announce` was called last; monotonic seconds.
-        worker_pid: the worker's process, once it is ready.
-        merge: the merge that runs, or the last one; None before the first one.
-        odd: by client, its last update where that was unlike the others.
+        is_announced: whether the current offer (or end) was passed to the broker; if not, `announce` must be repeated.
+        announced_at: when `announce` was last called; monotonic seconds.
+        worker_pid: the worker's process id, once it is ready.
+        merge: the running or last merge; None before the first one.
+        odd: by client, its last update if it was unlike the others.
     """
 
     context: ServiceContext
@@ -74,7 +74,7 @@ class RoundDriver:
     _base: str = field(default="", init=False)
     _shares: dict[str, float] = field(
         default_factory=dict, init=False
-    )  # of the local steps, that the clients of the open attempt take
+    )  # share of the local steps for each client of the open attempt
     is_announced: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -106,11 +106,11 @@ class RoundDriver:
 
     @property
     def requires_cohort_secret(self) -> bool:
-        """Whether devices without the others' cohort secret are not invited; another secret would spoil a sum."""
+        """Whether only devices with the cohort secret are invited, since a different secret would spoil a sum."""
         return self._state.policy.require_cohort or bool(self.context.spec.sealed)
 
     def restart(self) -> None:
-        """Rebuild the state from the database and go on where it was left."""
+        """Rebuild the state from the database and resume."""
         stored = self._store.round_state(self._id)
         opening = replace(self._state.opening, failed_at=stored.opening.failed_at)
         self._state = replace(stored, opening=opening, barred=self._state.barred)
@@ -127,7 +127,7 @@ class RoundDriver:
         self._follow_status(self._record)
 
     def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
-        """Follow what an operator changed; `resume` also lets a federation go on that stalled."""
+        """Apply an operator's changes; `resume` also resumes a stalled federation."""
         before, self._record = self._record, record
         if record.policy != self._state.policy:
             self.apply(signals.PolicyChanged(record.policy))
@@ -145,7 +145,7 @@ class RoundDriver:
             self.apply(signals.Resumed())
 
     def apply(self, event: signals.Event) -> None:
-        """Pass an event to the engine and carry out its commands."""
+        """Pass an event to the engine and execute its commands."""
         if isinstance(event, signals.UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
         self._state, to_do = transition(self._state, event, self.context.clock())
@@ -155,7 +155,7 @@ class RoundDriver:
             self._report_odd(event.client)
 
     def follow_worker(self, event: jobs.WorkerEvent) -> None:
-        """Write a report of the worker into the event log, and act on it."""
+        """Write a worker's report to the event log and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
         if isinstance(event, jobs.Progressed):
@@ -176,7 +176,7 @@ class RoundDriver:
             self._job_done(event)
 
     def _update_failed(self, failed: jobs.UpdateFailed) -> None:
-        """Reject an update that was accepted and can't be merged; its round goes on without it."""
+        """Reject an accepted update that can't be merged; its round continues without it."""
         state, client = self._state, failed.client
         if state.at != failed.at or client not in state.updates:
             return
@@ -186,7 +186,7 @@ class RoundDriver:
         self.apply(signals.UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
-        """Leave repeat offenders out of the next attempts of a round, and readmit those whose time is over."""
+        """Leave repeat offenders out of the next attempts, and readmit those whose time is over."""
         before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
@@ -235,7 +235,7 @@ class RoundDriver:
         self.publisher.forget(artifact)
 
     def announce(self) -> None:
-        """Publish the current offer, or the end, on the retained topic; while the link is down this does nothing."""
+        """Publish the current offer, or the end, on the retained topic; does nothing while the link is down."""
         self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED, Phase.STALLED):
@@ -291,7 +291,7 @@ class RoundDriver:
 
     def _distil(self, command: signals.Distil) -> None:
         updates = self._store.start_distilling(self._id, command.at, self.context.clock())
-        # The database decides which updates came in time: one may have been stored a moment ago.
+        # The database decides which updates arrived in time: one may have just been stored.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
         if self._state.policy.late == "drop":
@@ -303,12 +303,12 @@ class RoundDriver:
         self.worker.assess(self._screening.artifacts(at, self._state.policy))
 
     def _assessed(self, assessed: jobs.Assessed) -> None:
-        """Merge the updates that the screening chooses; too few fail the attempt."""
+        """Merge the updates chosen by the screening; with too few, the attempt fails."""
         state, policy = self._state, self._state.policy
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
         if assessed.figures.keys() != self._screening.artifacts(assessed.at, policy).keys():
-            self._assess(assessed.at)  # one was rejected meanwhile, or the policy changed
+            self._assess(assessed.at)  # one was rejected in the meantime, or the policy changed
             return
         choice = self._screening.choose(assessed.at, assessed.figures, policy)
         odd = choice.quarantined
@@ -323,13 +323,13 @@ class RoundDriver:
             self.sums.open(self._state.updates, partial(self._merge, assessed.at, choice))
 
     def _report_odd(self, client: str) -> None:
-        """Send a device what became of its last update where that was unlike the others; again with each session."""
+        """Send a device the result of its last update if it was unlike the others; repeated in each session."""
         if (update := self.odd.get(client)) is not None:
             at = RoundAttempt(update.round, update.attempt)
             self.publisher.receipt(client, at, update.artifact, update.outcome, update.reason)
 
     def _merge(self, at: RoundAttempt, choice: Choice, opened: jobs.OpenedSum) -> None:
-        if self._state.phase is Phase.DISTILLING and self._state.at == at:  # a sum takes a while to be opened
+        if self._state.phase is Phase.DISTILLING and self._state.at == at:  # opening a sum takes a while
             self._write("merging", at, clients=[client for client, *_ in choice.updates])
             self.worker.finish(choice.updates, choice.limits, opened)
 

@@ -1,7 +1,7 @@
-"""The coordinator at work: one loop takes everything from one queue, in order, and lets the round engine decide.
+"""The service of a federation: one loop processes a single queue in order, and the round engine decides.
 
-Updates come in on the receiver's thread, and torch runs in the aggregation worker. A failure in here ends the service: the database
-holds all that matters, and a restarted coordinator goes on with the same attempt.
+Updates arrive on the receiver's thread, and torch runs in the aggregation worker. A failure in this module ends the service. The database
+has the complete state, and a restarted coordinator resumes the same attempt.
 """
 
 import logging
@@ -38,7 +38,7 @@ from fedcg.worker_process import Exited
 TICK_S = 0.25
 STRANGER_REFRESH_S = 1.0
 OFFER_EVERY_S = 30.0
-"""A broker may lose a retained offer or end; repeating it costs as many bytes a day as heartbeats."""
+"""Interval to repeat a retained offer or end that a broker may lose; costs as much traffic as heartbeats."""
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -53,17 +53,17 @@ class Service:
     """Serves one federation: `start` and `run` on one thread, then `close`.
 
     Attributes:
-        context: the dependencies that it was made of.
+        context: its dependencies.
         epoch: number of the lease.
         published: the artifacts that devices may fetch.
-        receiver: takes updates; `invitations` keeps the answers of devices.
+        receiver: receives updates; `invitations` keeps the devices' answers.
         sums: the sealed sums of its rounds.
-        round_driver: drives the rounds; has the merge that runs or the last one, and the worker's process.
-        floods: the devices that are silenced for a while.
-        conditions: what its devices report of themselves.
-        cohorts: the marks of the cohort secrets of devices that have said hello.
-        is_connected: whether the link to the broker stands.
-        finished_and_left: set when the federation is over and its devices have left, or a minute later.
+        round_driver: drives the rounds; has the running or last merge, and the worker's process.
+        floods: the temporarily silenced devices.
+        conditions: the devices' self-reports.
+        cohorts: the marks of cohort secrets from the devices' hellos.
+        is_connected: whether the link to the broker is up.
+        finished_and_left: set once the federation is over and its devices have left, or a minute later.
     """
 
     def __init__(self, context: ServiceContext) -> None:
@@ -87,7 +87,7 @@ class Service:
         self._worker = context.make_worker(context.worker, self._queue.put)
         self.receiver = Receiver(
             UpdateChecks(context.spec, context.store, context.artifacts, context.clock),
-            context.artifacts.root / ".partial" / context.federation.id,  # `clear` is of one federation alone
+            context.artifacts.root / ".partial" / context.federation.id,  # `clear` concerns only one federation
             context.limits,
             self._publisher,
             context.events,
@@ -140,12 +140,12 @@ class Service:
 
     @property
     def store_problem(self) -> str:
-        """Why rounds wait for the store of artifacts; empty while it can be used."""
+        """Why rounds wait for the store of artifacts; empty while it is available."""
         return self.context.artifacts.problem
 
     @property
     def refusals(self) -> dict[str, int]:
-        """Messages refused since the start, by reason, and messages dropped because too many came."""
+        """Messages refused since the start, by reason, including messages dropped because of the rate."""
         return {**self._refusals.counts, "dropped": self._queue.dropped + self.receiver.dropped}
 
     def refused_of(self, device: str) -> int:
@@ -154,11 +154,11 @@ class Service:
 
     @property
     def progress(self) -> dict[str, DeviceProgress]:
-        """How far the training of each participant is that is online and has not delivered; from any thread."""
+        """Training progress of online participants that have not delivered; thread-safe."""
         return self._board.of(self.state)
 
     def start(self) -> None:
-        """Rebuild the state, connect. The worker starts when a round opens: until then it would hold memory, and CPUs that devices need."""
+        """Rebuild the state and connect. The worker starts when a round opens, to save memory and CPUs that devices may need."""
         self._presence.begin()
         self._members.refresh()
         self.round_driver.restart()
@@ -171,7 +171,7 @@ class Service:
         self._events.write("started", epoch=self.epoch)
 
     def run(self) -> None:
-        """Work until `stop` is called. Any exception must end the process: a restart goes on from the database."""
+        """Run until `stop` is called. Any exception must end the process; a restart resumes from the database."""
         ticked_at = time.monotonic()
         while not self._stopping.is_set():
             item = self._queue.get(TICK_S)
@@ -182,7 +182,7 @@ class Service:
                 self._tick()
 
     def steer(self, record: FederationRecord, *, resume: bool = False) -> None:
-        """Follow what an operator changed in the federation or its devices; returns when it is done. From another thread."""
+        """Apply an operator's changes to the federation or its devices, and wait until done. Call from another thread."""
         done: Future[None] = Future()
 
         def follow() -> None:
@@ -194,12 +194,12 @@ class Service:
         done.result(STEER_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Make `run` return. From any thread."""
+        """Make `run` return; thread-safe."""
         self.context.artifacts.stop_waiting()
         self._queue.put(self._stopping.set)
 
     def close(self) -> None:
-        """Publish that this coordinator is offline, and end worker and transport, which may hang; after `run` returned."""
+        """Publish that this coordinator is offline, and stop worker and transport, which may hang. Call after `run` returned."""
         self._publisher.status(online=False)
         closing = [
             threading.Thread(target=_close, args=(work,), name="closing", daemon=True)
@@ -221,7 +221,7 @@ class Service:
         self._events.write("stopped", epoch=self.epoch)
 
     def _on_delivery(self, delivery: Delivery) -> None:
-        """On the transport's thread: count and enqueue, nothing else."""
+        """On the transport's thread: only count and enqueue."""
         device, kind = self._message_checks.origin(delivery)
         is_chunk = kind is TopicKind.UP_CHUNK
         if is_chunk and self.receiver.frame(device, delivery.payload):
@@ -257,7 +257,7 @@ class Service:
         if self.floods.is_silenced(device):
             return
         if not device and self._members.is_older_than(STRANGER_REFRESH_S):
-            self._members.refresh()  # enrolled since the start, perhaps
+            self._members.refresh()  # it may have enrolled since the start
         incoming = self._message_checks.open(delivery)
         if incoming is not None:
             self._message(incoming)
@@ -313,8 +313,8 @@ class Service:
             self._publisher.welcome(device, hello.nonce, secrets.token_hex(16), self.context.clock(), version)
             return
         self.conditions.remembered[device] = hello.epoch, hello.round, self._publisher.has_key(hello.key)
-        if hello.epoch > self.epoch:  # it refuses whatever this coordinator sends
-            self._liveness.mark_offline(device, "it knows a later epoch", time.monotonic())
+        if hello.epoch > self.epoch:  # it refuses all messages of this coordinator
+            self._liveness.mark_offline(device, "it has a later epoch than this coordinator", time.monotonic())
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self.invitations.forget(device)
@@ -323,7 +323,7 @@ class Service:
         if unlike := self.cohorts.note(device, hello.cohort):
             self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
             if self.round_driver.requires_cohort_secret:
-                self._members.refresh()  # before a round opens, not some seconds later
+                self._members.refresh()  # before a round opens, not seconds later
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
         self._liveness.mark_online(device)
@@ -357,7 +357,7 @@ class Service:
         self.round_driver.apply(Tick())
         now = time.monotonic()
         if self.is_connected and (not self.round_driver.is_announced or self._is_offer_due(now)):
-            self.round_driver.announce()  # the queue was full, or a device may not have received it
+            self.round_driver.announce()  # the queue was full, or a device may have missed it
         self._members.tick(self.floods.silenced())
         if now - self._key_read_at >= REFRESH_S:
             self._key_read_at = now
@@ -370,13 +370,13 @@ class Service:
             return
         if self._finished_at is None:
             self._finished_at = now
-            self._worker.stop()  # it holds memory, and a GPU
+            self._worker.stop()  # it uses memory and a GPU
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
 
     def _follow_store(self) -> None:
-        """Stop the deadline while updates can't be stored durably."""
+        """Suspend the deadline while updates can't be stored durably."""
         before, self._store_problem = self._store_problem, self.store_problem
         if bool(before) != bool(self._store_problem):
             self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
@@ -395,7 +395,7 @@ class Service:
             self._events.write("key_rotated", serial=identity.links[-1].serial, key=identity.key.public.hex)
 
     def _run_on(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        """Run work that may block on a lock, a disk or the broker; a failure ends the service."""
+        """Run work that may block on a lock, a disk or the broker; its failure ends the service."""
 
         def ended(future: Future[object]) -> None:
             error = None if future.cancelled() else future.exception()
@@ -406,8 +406,8 @@ class Service:
 
 
 def _close(work: Callable[[], object]) -> None:
-    """Do a part of the end; what a full disk does not take is one line in the log."""
+    """Run one step of the shutdown; disk errors are only logged."""
     try:
         work()
     except (OSError, SQLAlchemyError) as error:
-        log.warning("not stored while the coordinator ends: %s", in_words(error))
+        log.warning("could not store everything at the coordinator's shutdown: %s", in_words(error))

@@ -1,4 +1,4 @@
-"""The dependencies of a running coordinator; it creates no other ones."""
+"""The complete dependencies of a running coordinator."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +21,7 @@ from fedcg.worker_process import Exited
 
 
 class Worker(Protocol):
-    """Merges updates in a process of its own; every call returns at once."""
+    """Merges updates in a separate process; every call returns at once."""
 
     def start(self) -> None:
         """Start in the background."""
@@ -36,16 +36,16 @@ class Worker(Protocol):
         """Request the figures of the updates (artifacts by client)."""
 
     def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
-        """Request the merge of the updates, none of them farther from the base than the limits; `opened`: their sealed sum."""
+        """Request the merge of the updates, clipped to the limits; `opened`: their sealed sum."""
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
-        """Take a reply from the callback given at construction; returns the events that follow for the round."""
+        """Handle a reply from the callback given at construction; return the resulting events of the round."""
 
     def tick(self) -> None:
-        """Time went on."""
+        """Advance the time."""
 
     def stop(self) -> None:
-        """End at once."""
+        """Stop at once."""
 
 
 MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], Worker]
@@ -59,20 +59,19 @@ class ServiceContext:
         federation: the federation to serve.
         spec: its spec.
         store: the database.
-        artifacts: directory of artifacts.
-        connect: makes the transport, with the will it must leave.
-        signing_identity: gives the current signing identity; called again while the service runs.
+        artifacts: the artifact store.
+        connect: creates the transport with the given will.
+        signing_identity: returns the current signing identity; called repeatedly while the service runs.
         worker: settings of the aggregation worker.
         events: the event log.
-        limits: how the link to the broker is used.
+        limits: limits of the link to the broker.
         clock: unix time.
-        make_worker: makes the worker that merges updates.
-        keep_rounds: closed rounds whose updates and aggregates stay on the disk.
-        robustness: how much one device may weigh in a merge.
-        publish_access: makes the broker apply the access list without the named devices; returns whether a running broker did;
-            blocking.
-        are_lists_pending: whether an earlier try to do so failed a while ago, also one of a command.
-        rounds: how long rounds wait before they open.
+        make_worker: creates the worker that merges updates.
+        keep_rounds: number of closed rounds whose updates and aggregates stay on disk.
+        robustness: limits of one device's influence on a merge.
+        publish_access: makes the broker apply the access list without the named devices; returns whether a running broker did. Blocks.
+        are_lists_pending: whether an earlier try, also one by a command, failed a while ago.
+        rounds: settings of how long rounds wait before they open.
     """
 
     federation: FederationRecord

@@ -1,4 +1,4 @@
-"""Sends every federation to the tracker of the configuration: what its spec says, and what devices reported of each closed round."""
+"""Sends every federation's spec, and the figures of its closed rounds, to the configured tracker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REPORTED = ("examples", "accuracy", "loss", "shadow", "downloaded")
 
 
 class TrackedFederations:
-    """Sends the figures of every round that closes: those that clients report, the distillation's loss, bytes, updates.
+    """Sends the figures of every closed round: clients' reports, the distillation's loss, bytes, updates.
 
     Args:
-        track: as `fedcg.tracking` has it; a relative directory is relative to `folder`.
+        track: see `fedcg.tracking`; a relative directory is relative to `folder`.
         store: the database.
-        artifacts: with the specs.
+        artifacts: the store with the specs.
 
     Raises:
         BadInputError: the tracker's package is not installed.
@@ -36,10 +36,10 @@ class TrackedFederations:
         self._track, self._folder, self._store, self._artifacts = track, folder, store, artifacts
         self._runs: dict[str, Tracking] = {}
         self._finished: list[Tracking] = []
-        self._losses: dict[str, float] = {}  # the last one of each federation's distillation
+        self._losses: dict[str, float] = {}  # last loss of each federation's distillation
 
     def follow(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the event log."""
+        """Handle an event of the event log."""
         federation, name = event.get("federation"), event.get("event")
         if not isinstance(federation, str):
             return
@@ -59,7 +59,7 @@ class TrackedFederations:
             self._finished[-1].finish({"clients": rows, "files": [{"file": "aggregate", "sha256": event["aggregate"]}]})
 
     def close(self) -> None:
-        """End all runs at the tracker; those of unfinished federations are found again by the next coordinator."""
+        """End all runs at the tracker; the next coordinator resumes those of unfinished federations."""
         for run in (*self._runs.values(), *self._finished):
             run.close()
 
@@ -84,10 +84,10 @@ def _accepted(updates: list[UpdateRecord]) -> list[UpdateRecord]:
 
 
 def figures_of(updates: list[UpdateRecord], aggregate_bytes: int) -> dict[str, float]:
-    """The figures of a round by their tags.
+    """The figures of a round, by tag.
 
     Args:
-        updates: how each client's update ended; only accepted ones count.
+        updates: the clients' update records; only accepted ones count.
         aggregate_bytes: size of the aggregate.
     """
     accepted = _accepted(updates)

@@ -1,1 +1,1 @@
-"""Database, migrations, retention."""
+"""Database, migrations, artifacts and their retention."""

@@ -1,8 +1,8 @@
-"""The coordinator's artifacts: where they are stored, a directory and perhaps S3 behind it, and which ones are deleted when rounds close.
+"""The coordinator's artifacts: their storage in a directory, optionally backed by S3, and their deletion after rounds close.
 
-S3, or a store with its interface, has the durable copy. Uploads and downloads repeat until the store answers; `problem` says meanwhile why nothing moves.
-The credentials, the region and the endpoint of another store than Amazon's come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) or the machine's role.
-Kept are the last rounds' updates, the aggregates they are coded to, and always the data that a restart needs: the spec, the newest aggregate with its server state, and the open round.
+S3, or a compatible store, has the durable copy. Uploads and downloads are retried until the store responds; `problem` has the reason in the meantime.
+Credentials, region and, for other stores than Amazon's, the endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) or the machine's role.
+The last rounds' updates and their base aggregates are kept. Data for a restart is always kept: the spec, the newest aggregate with its server state, and the open round.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 def artifacts_of(home: Home, *, waits: bool = False) -> ArtifactStore:
-    """The artifacts of a coordinator, as its configuration names their place.
+    """The artifact store in a coordinator's configuration.
 
     Args:
         home: the coordinator's.
-        waits: repeat what the store does not answer, instead of raising StoreError.
+        waits: retry if the store does not respond, instead of raising StoreError.
 
     Raises:
         StoreError: the library for S3 is not installed.
@@ -54,10 +54,10 @@ def artifacts_of(home: Home, *, waits: bool = False) -> ArtifactStore:
 
 
 class ObjectStore:
-    """One prefix of a bucket, `url`; every artifact is an object named by its sha256.
+    """A prefix `url` of a bucket; every artifact is an object named by its sha256.
 
     Attributes:
-        problem: why the store can't be used now; empty while it can.
+        problem: why the store can't be used now; empty while it is available.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,7 +67,7 @@ class ObjectStore:
         self._stopped = threading.Event()
 
     def stop_waiting(self) -> None:
-        """From now on an operation that the store does not answer raises StoreError at once."""
+        """From now on, raise StoreError at once if the store does not respond."""
         self._stopped.set()
 
     def upload(self, artifact: str, file: Path) -> None:
@@ -84,18 +84,18 @@ class ObjectStore:
         """Write an artifact to a file and check it.
 
         Raises:
-            FileNotFoundError: it is not in the store.
-            IntegrityError: its content does not have the sha256 in its name.
+            FileNotFoundError: the artifact is not in the store.
+            IntegrityError: its content does not match the sha256 in its name.
             StoreError: the store can't be used, after `stop_waiting`.
         """
         self._until_answered(f"{artifact} can't be read", lambda: self._read(artifact, file))
         if file_sha256(file) != artifact:
             raise IntegrityError(
-                f"{self._url}/{artifact} is damaged: its content does not have the sha256 it is named by"
+                f"{self._url}/{artifact} is damaged: its content does not match the sha256 in its name"
             )
 
     def delete(self, artifacts: Collection[str]) -> None:
-        """Delete those of the artifacts that are there; what the store does not delete now goes after the next start."""
+        """Delete the artifacts that exist; those that can't be deleted now are deleted after the next start."""
         import obstore
 
         def work() -> None:
@@ -127,18 +127,18 @@ class ObjectStore:
                 raise StoreError(f"{what}: {reason}")
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         if self.problem:
-            log.warning("the artifact store %s can be used again", self._url)
+            log.warning("the artifact store %s is available again", self._url)
         self.problem = ""
 
     def _problem_of(self, work: Callable[[], object]) -> str:
-        """Why the store does not do this; "" when it is done. FileNotFoundError is raised where it has no such object."""
+        """Run work; return why the store failed, or "". Raises FileNotFoundError if it has no such object."""
         import obstore
 
         try:
             work()
         except (obstore.exceptions.BaseError, FileNotFoundError) as error:
             if "NoSuchBucket" in str(error):
-                return f"there is no bucket for the artifact store {self._url}"
+                return f"the bucket of the artifact store {self._url} does not exist"
             if isinstance(error, (obstore.exceptions.NotFoundError, FileNotFoundError)):
                 raise FileNotFoundError(_first_line(error)) from error
             return f"the artifact store {self._url} can't be used: {_first_line(error)}"
@@ -151,7 +151,7 @@ def _open(url: str) -> S3Store:
     except ModuleNotFoundError as error:
         raise StoreError("artifacts in S3 need obstore: pip install 'fedcg-edge[s3]'") from error
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
-    # Repeating is done above, where it is visible.
+    # Retries are in `_until_answered`, where they are logged.
     return S3Store.from_url(
         url,
         client_options={"connect_timeout": "5s", "timeout": "60s", "allow_http": allow_http},
@@ -164,7 +164,7 @@ def _first_line(error: Exception) -> str:
 
 
 UNKNOWN_S = 3600.0
-"""A file that no record names is deleted at this age: other processes store artifacts before they store their record."""
+"""Age at which a file without a record is deleted: other processes store artifacts before their records."""
 
 
 @dataclass(eq=False)
@@ -172,10 +172,10 @@ class Pruner:
     """Prunes one federation.
 
     Args:
-        store: knows the artifacts of each round.
+        store: the database with the artifacts of each round.
         artifacts: the directory of artifacts.
         federation: its id.
-        keep_rounds: closed rounds whose artifacts stay.
+        keep_rounds: number of closed rounds whose artifacts are kept.
         forget: called with every artifact before it is deleted.
     """
 
@@ -184,16 +184,16 @@ class Pruner:
     federation: str
     keep_rounds: int
     forget: Callable[[str], None]
-    _done: int = field(default=0, init=False)  # rounds below this one were pruned by this process
+    _done: int = field(default=0, init=False)  # this process has pruned the rounds before this one
 
     def prune(self, closed: int) -> tuple[int, int]:
-        """Delete what rounds before the kept ones left. Repeats harmlessly what an interrupted call did not get to.
+        """Delete the artifacts of rounds before the kept ones. Safe to repeat after an interrupted call.
 
         Args:
             closed: the round that was closed last.
 
         Returns:
-            How many files were deleted, and their bytes.
+            Number of deleted files, and their bytes.
         """
         first_kept = closed - self.keep_rounds + 1
         if first_kept <= self._done:
@@ -208,15 +208,15 @@ class Pruner:
         return pruned
 
     def sweep(self, now: float) -> tuple[int, int]:
-        """Delete files that no record of any federation names: a process was killed between the file and its record.
+        """Delete files without a record in any federation, left by a process killed before it stored the record.
 
         Args:
             now: unix time.
 
         Returns:
-            How many files were deleted, and their bytes.
+            Number of deleted files, and their bytes.
         """
-        files = list(self.artifacts.ids())  # before the records are read: what is stored meanwhile stays
+        files = list(self.artifacts.ids())  # before reading the records, so that new files stay
         known = self._known()
         unknown = [file for file in files if file not in known]
         return self.artifacts.delete_all(
@@ -224,7 +224,7 @@ class Pruner:
         )
 
     def _known(self, but: str = "") -> set[str]:
-        """The artifacts that the records of all federations (but one) name: equal server states are one file."""
+        """The artifacts in the records of all federations (except one); equal server states share one file."""
         known: set[str] = set()
         for federation in self.store.federations():
             if federation.id != but:

@@ -1,4 +1,4 @@
-"""Backup and restore of a coordinator: database, artifacts that are kept, keys and configuration, in one encrypted file.
+"""Backup and restore of a coordinator: database, kept artifacts, keys and configuration in one encrypted file.
 
 The file is a tar stream: `backup.json`, the tables as lines of JSON, the files of the home, the artifacts.
 """
@@ -36,7 +36,7 @@ FILE_ENTRY = re.compile(
 )
 TABLE_ENTRY = re.compile(r"tables/(\d{4})-([a-z_]{1,40})-\d{6}\.jsonl")
 ARTIFACT_ENTRY = re.compile(r"artifacts/([0-9a-f]{64})")
-MAX_SMALL_BYTES = 64 << 20  # of an entry that is read into memory: ROWS rows, or a file of the home
+MAX_SMALL_BYTES = 64 << 20  # largest entry read into memory: ROWS rows, or a file of the home
 
 
 class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -48,17 +48,16 @@ class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
-    """Write a backup; the coordinator may run meanwhile.
+    """Write a backup; the coordinator may be running.
 
     Args:
         home: the coordinator's.
         target: the file; must not exist.
-        passphrase: encrypts it.
+        passphrase: encrypts the backup.
 
     Raises:
-        StoreError: the file exists, the database can't be used, or rounds were closed and pruned faster than their artifacts
-            could be read.
-        OSError: the disk of the file is full.
+        StoreError: the file exists, the database can't be used, or rounds were closed and pruned before their artifacts were read.
+        OSError: the file's disk is full.
     """
     with database.explained(home), ExitStack() as opened:
         engine = database.open_database(database.database_of(home))
@@ -69,16 +68,16 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
 
 
 def read_backup(source: Path, home: Home, passphrase: str, configure: Callable[[Home], None]) -> int:
-    """Write a backup's content into an empty home and an empty database; checks all of the file before.
+    """Check a backup completely, then write its content into an empty home and an empty database.
 
     Args:
         source: the file.
         home: its directory is missing or empty.
-        passphrase: with which the file was encrypted.
-        configure: changes coordinator.toml, once it is there and before the database is opened.
+        passphrase: passphrase of the backup.
+        configure: changes the restored coordinator.toml, before the database is opened.
 
     Returns:
-        The epoch from which the restored coordinator goes on.
+        The epoch from which the restored coordinator continues.
 
     Raises:
         StoreError: a wrong passphrase, a damaged file, a directory or a database that is not empty; nothing was written.
@@ -140,7 +139,7 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
         kept, needed = _kept_artifacts(connection, home.config().storage.keep_rounds)
         facts = BackupFacts(schema_version=SCHEMA_VERSION, made_at=time.time(), artifacts=len(kept))
         add_bytes(archive, "backup.json", facts.model_dump_json().encode())
-        without = (schema.events, schema.used_keys)  # what a restored coordinator has no use for
+        without = (schema.events, schema.used_keys)  # a restored coordinator does not need these
         for number, source in enumerate(one for one in schema.metadata.sorted_tables if one not in without):
             rows = connection.execute(select(source).execution_options(yield_per=ROWS)).mappings()
             for part, page in enumerate(rows.partitions(ROWS)):
@@ -152,12 +151,12 @@ def _write_all(archive: tarfile.TarFile, home: Home, engine: Engine) -> BackupFa
     artifacts = artifacts_of(home)
     for artifact in sorted(kept):
         if not _add_artifact(archive, artifacts, artifact) and artifact in needed:
-            raise StoreError("rounds were closed while their artifacts were read; make the backup again")
+            raise StoreError("rounds were closed while their artifacts were read; run the backup again")
     return facts
 
 
 def _add_artifact(archive: tarfile.TarFile, artifacts: ArtifactStore, artifact: str) -> bool:
-    """Whether it was there: pruning deletes those of old rounds meanwhile."""
+    """Add an artifact; return whether it still existed, since pruning may delete those of old rounds."""
     try:
         archive.add(artifacts.local(artifact), f"artifacts/{artifact}", filter=without_accounts)
     except FileNotFoundError:
@@ -166,7 +165,7 @@ def _add_artifact(archive: tarfile.TarFile, artifacts: ArtifactStore, artifact: 
 
 
 def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str], set[str]]:
-    """The artifacts that pruning leaves, and those among them without which the open round can't go on."""
+    """The artifacts that pruning keeps, and those of them that the open round needs."""
     kept: set[str] = set()
     needed: set[str] = set()
     updates, aggregates, federations = schema.updates.c, schema.aggregates.c, schema.federations.c
@@ -188,7 +187,7 @@ def _kept_artifacts(connection: Connection, keep_rounds: int) -> tuple[set[str],
 
 
 def _checked(source: Path, seal: Seal) -> BackupFacts:
-    """Read the whole file, and check each name in it."""
+    """Read the whole file and check each name in it."""
     facts: BackupFacts | None = None
     for number, (entry, content) in enumerate(sealed_entries(source, seal)):
         name = entry.name
@@ -198,19 +197,19 @@ def _checked(source: Path, seal: Seal) -> BackupFacts:
             except ValidationError as error:
                 raise StoreError(f"{source} is a backup of another version of this program") from error
         elif not any(kind.fullmatch(name) for kind in (FILE_ENTRY, TABLE_ENTRY, ARTIFACT_ENTRY)):
-            raise StoreError(f"{source} holds {name!r}, which is no file of a backup")
+            raise StoreError(f"{source} contains {name!r}, which is not part of a backup")
     if facts is None:
-        raise StoreError(f"{source} does not begin as a backup does")
+        raise StoreError(f"{source} is not a backup")
     if not 1 <= facts.schema_version <= SCHEMA_VERSION:
         raise StoreError(
-            f"{source} has schema version {facts.schema_version}; this program reads up to version {SCHEMA_VERSION}. Use the "
+            f"{source} has schema version {facts.schema_version}, but this program reads up to version {SCHEMA_VERSION}. Use the "
             "program that wrote it"
         )
     return facts
 
 
 def _restore_rows(connection: Connection, source: Path, seal: Seal, facts: BackupFacts, name: str) -> int:
-    """Make the tables of the backup's version and fill them; returns the new epoch."""
+    """Create the tables of the backup's version and fill them; return the new epoch."""
     if inspect(connection).get_table_names():
         raise StoreError(f"{name} is not empty; name another database for the restored coordinator", exit_code=EXISTS)
     if connection.dialect.name == "sqlite":

@@ -1,7 +1,7 @@
-"""Opens the coordinator's database, SQLite or PostgreSQL, brings it to this version in one transaction, and notices when it has lost commits.
+"""Opens the coordinator's database, SQLite or PostgreSQL, upgrades it to this version in one transaction, and detects lost commits.
 
-The high-water mark is a small signed file of what the database has held. It counts only what never falls. It is raised after the commit that it
-counts, so it may lag behind the database and is never ahead of it.
+The high-water mark is a small signed file with counts of the database's content. It has only counts that never decrease. It is raised after each
+commit, so it may lag behind the database but is never ahead of it.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ from fedcg.files import DISK_FAILS, PRIVATE, advice_for, locked, replace_durably
 
 BUSY_TIMEOUT_MS = 10_000
 CHECKPOINT_TIMEOUT_MS = 1_000
-"""A checkpoint keeps others from writing while it waits for readers: a tenth of what they bear."""
+"""A checkpoint blocks writers while it waits for readers, so this is a tenth of the writers' timeout."""
 CONNECT_TIMEOUT_S = 5
 DEAD_PEER_S = 6
-"""After so many seconds without an answer the server ends the session of a machine that is gone, and with it every lock."""
-PASSWORD_VARIABLE = "FEDCG_DATABASE_PASSWORD"  # noqa: S105 - the name of a variable
+"""Seconds without a response after which the server ends an unreachable machine's session and releases its locks."""
+PASSWORD_VARIABLE = "FEDCG_DATABASE_PASSWORD"  # noqa: S105 - the name of an environment variable
 UPGRADE_LOCK = 0x66656463_0001
-"""Advisory lock of PostgreSQL that a program holds while it changes the schema."""
+"""PostgreSQL advisory lock that a program holds while it changes the schema."""
 
 
 def database_of(home: Home) -> Path | URL:
-    """The database of a coordinator: its file, or the URL from coordinator.toml with the password in place.
+    """A coordinator's database: its file, or the URL from coordinator.toml with the password.
 
     Raises:
-        ConfigError: the URL can't be read, or the file with the password.
+        ConfigError: the URL is invalid, or the password's file can't be read.
     """
     settings = home.config().storage
     if settings.database is None:
@@ -51,27 +51,27 @@ def database_of(home: Home) -> Path | URL:
         if settings.database_password_file is not None:
             url = url.set(password=(home.root / settings.database_password_file).read_text(encoding="utf-8").strip())
     except (ArgumentError, ValueError):
-        raise ConfigError(f"{home.config_file}: storage.database is not the URL of a database") from None
+        raise ConfigError(f"{home.config_file}: storage.database is not a database URL") from None
     except OSError as error:
         raise ConfigError(f"{home.config_file}: storage.database_password_file can't be read: {error}") from error
     return url
 
 
 def name_of(database: Path | URL) -> str:
-    """The database in messages, without its password."""
+    """The database's name in messages, without its password."""
     return database.render_as_string() if isinstance(database, URL) else str(database)
 
 
 def open_database(database: Path | URL) -> Engine:
-    """Open (and when new, create) the database; every commit is on the disk when it returns.
+    """Open the database, or create it if new; every commit is on disk when it returns.
 
     Raises:
-        StoreError: it can't be reached, is of a newer version of this program, or could not be brought to this one.
+        StoreError: it can't be reached, is from a newer version of this program, or could not be upgraded.
     """
     engine = make_engine(database)
     try:
         with engine.begin() as connection:
-            # Broker and coordinator may start at once after an upgrade: one of them changes the tables, the other waits.
+            # Broker and coordinator may start at the same time after an upgrade: one changes the tables, the other waits.
             if engine.dialect.name == "sqlite":
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             else:
@@ -87,7 +87,7 @@ def open_database(database: Path | URL) -> Engine:
 
 
 def make_engine(database: Path | URL) -> Engine:
-    """Connections to the database; none is open yet.
+    """Connections to the database; none is opened yet.
 
     Raises:
         StoreError: the driver for PostgreSQL is not installed.
@@ -106,25 +106,25 @@ def make_engine(database: Path | URL) -> Engine:
 
 
 def unusable(database: Path | URL, error: DBAPIError) -> StoreError:
-    """The error of a database that can't be read or written, for the operator."""
+    """The error for the operator if a database can't be read or written."""
     lines = str(error.orig).strip().splitlines() or ["no reason given"]
     if isinstance(database, Path) and not isinstance(error, OperationalError):
         return _damaged(str(database), lines[0])
     remedy = "Check [storage] in coordinator.toml and the server"
     if isinstance(database, Path):
         user = os.geteuid()
-        remedy = f"Its disk may be full or read-only, or the user with id {user} may not write it and its folder"
+        remedy = f"Its disk may be full or read-only, or the user with id {user} can't write to it and its folder"
         if "is full" in lines[0] or "locked" in lines[0]:
-            remedy = f"Free space on {database.parent}" if "full" in lines[0] else "Another program holds it: try again"
+            remedy = f"Free space on {database.parent}" if "full" in lines[0] else "A program has locked it: try again"
     return StoreError(f"{name_of(database)} can't be used: {lines[0]}. {remedy}")
 
 
 @contextmanager
 def explained(home: Home) -> Iterator[None]:
-    """Name the database, or the folder, in what is raised when either can't be written.
+    """Turn errors of the database or the home's disk into StoreErrors that name it.
 
     Raises:
-        StoreError: in place of an error of the database, and of one of the disk that names no file.
+        StoreError: for an error of the database, or of the disk without a file name.
     """
     try:
         yield
@@ -137,7 +137,7 @@ def explained(home: Home) -> Iterator[None]:
 
 
 def check_whole(home: Home) -> None:
-    """Check the structure of all pages of SQLite; PostgreSQL checks its own.
+    """Check the structure of all SQLite pages; PostgreSQL checks its own.
 
     Raises:
         StoreError: the database is damaged.
@@ -158,10 +158,10 @@ def check_whole(home: Home) -> None:
 
 
 def checkpoint(engine: Engine) -> None:
-    """Move all commits of SQLite from its log into the database file, unless a reader is slow: then the next call does."""
+    """Move all SQLite commits from the log into the database file; if a reader is slow, leave it to the next call."""
     if engine.dialect.name != "sqlite":
         return
-    with engine.connect() as connection, suppress(OperationalError):  # such as a full disk: all is committed already
+    with engine.connect() as connection, suppress(OperationalError):  # such as a full disk: all is committed
         connection.exec_driver_sql(f"PRAGMA busy_timeout = {CHECKPOINT_TIMEOUT_MS}")
         try:
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
@@ -178,8 +178,8 @@ def _bring_up(connection: Connection, name: str) -> None:
     version = _version(connection, name)
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{name} has schema version {version}; this program reads up to version {SCHEMA_VERSION}. Use the program that "
-            "wrote it, or start a new coordinator directory"
+            f"{name} has schema version {version}, but this program reads up to version {SCHEMA_VERSION}. Use the program that "
+            "wrote it, or create a new coordinator directory"
         )
     if version == SCHEMA_VERSION:
         return
@@ -187,23 +187,23 @@ def _bring_up(connection: Connection, name: str) -> None:
         upgrade(connection, SCHEMA_VERSION)
     except DBAPIError as error:
         raise StoreError(
-            f"{name} could not be brought from version {version} to {SCHEMA_VERSION}, and was left as it is: {error.orig}. "
-            "Use the program that wrote it, or a backup"
+            f"{name} could not be upgraded from version {version} to {SCHEMA_VERSION} and is unchanged: {error.orig}. "
+            "Use the program that wrote it, or restore a backup"
         ) from error
 
 
 def _version(connection: Connection, name: str) -> int:
-    """The version of the database; 0 when it is empty."""
+    """The version of the database; 0 if it is empty."""
     if not inspect(connection).has_table("alembic_version"):
         return 0
     revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
     if revision is None or not revision.isdecimal():
-        raise StoreError(f"{name} is the database of another program (revision {revision}); name one of its own")
+        raise StoreError(f"{name} is the database of another program (revision {revision}); use a separate database")
     return int(revision)
 
 
 def _end_with_the_machine(connection: Any, _record: object) -> None:
-    """Make the server notice a machine that is gone: probes when nothing is sent, and a bound for what is not acknowledged."""
+    """Make the server detect an unreachable machine: keepalive probes, and a timeout for unacknowledged data."""
     settings = {
         "tcp_keepalives_idle": DEAD_PEER_S // 2,
         "tcp_keepalives_interval": 1,
@@ -225,7 +225,7 @@ def _configure(connection: Any, _record: object) -> None:
 
 
 EPOCH_STEP = 1_000_000
-"""Added to the epoch of a recovery where the clock is behind it: more than the coordinator can have been started since."""
+"""Added to a recovery's epoch if the clock is behind it: more than the number of starts since."""
 _DOMAIN = b"fedcg high-water mark 1\0"
 _COUNTED = {
     "devices": schema.devices.c.id,
@@ -240,23 +240,23 @@ _COUNTED = {
     "replacements of the message key": schema.key_links.c.serial,
 }
 _OF_FEDERATIONS = {"aggregates": schema.aggregates.c.federation, "attempts": schema.attempts.c.federation}
-"""Columns whose values are counted, without nulls: all, and those of each federation."""
+"""Columns whose non-null values are counted: in total, and per federation."""
 
 log = logging.getLogger(__name__)
 
 
 def recovered_epoch(epoch: int) -> int:
-    """The epoch after a backup is restored or a loss is accepted: the time in milliseconds, above those of earlier recoveries and their starts.
+    """The epoch after a restored backup or an accepted loss: the time in milliseconds, above all earlier recoveries and their starts.
 
     Args:
-        epoch: the highest one that is known here; a coordinator of another backup may have taken later ones.
+        epoch: the highest epoch in this database; a coordinator from another backup may have used later ones.
     """
     now = int(1000 * time.time())
     return now if now > epoch else epoch + EPOCH_STEP
 
 
 def counts_of(connection: Connection) -> dict[str, int]:
-    """What the database holds, by name; none of these numbers ever falls."""
+    """Counts of the database's content, by name; they never decrease."""
     found = {name: connection.execute(select(func.count(column))).scalar_one() for name, column in _COUNTED.items()}
     found["epoch"] = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
     for name, column in _OF_FEDERATIONS.items():
@@ -266,11 +266,11 @@ def counts_of(connection: Connection) -> dict[str, int]:
 
 
 class HighWater:
-    """The mark of one home's database.
+    """The high-water mark of a home's database.
 
     Args:
-        home: where its file and the secret that signs it are.
-        engine: of the database.
+        home: the home with its file and the secret that signs it.
+        engine: engine of the database.
     """
 
     def __init__(self, home: Home, engine: Engine) -> None:
@@ -278,24 +278,24 @@ class HighWater:
         self._raised: dict[str, int] = {}
 
     def check(self) -> None:
-        """Check that the database holds what it has held before.
+        """Check that the database has lost no commits.
 
         Raises:
-            StoreError: commits are lost, or the mark is; says which, and how to go on.
+            StoreError: commits or the mark are lost; names them and the next step.
         """
-        mark = self._read()  # before the database, whose numbers may only rise meanwhile
+        mark = self._read()  # before the database, whose counts may only increase in the meantime
         with self._engine.connect() as connection:
             held = counts_of(connection)
         if mark is None:
             if self._engine.dialect.name == "sqlite" and any(held.values()):
                 raise StoreError(f"{self._path} is missing: the database may have lost commits. {self._advice()}")
-            self.lift()  # a new home, or a machine that takes over with a copy of configuration and keys
+            self.lift()  # a new home, or a machine that takes over with copied configuration and keys
         elif lost := [name for name, count in mark.items() if held.get(name, 0) < count]:
             missing = ", ".join(f"{name} ({held.get(name, 0)} now, {mark[name]} before)" for name in lost)
             raise StoreError(f"{name_of(database_of(self._home))} has lost commits: {missing}. {self._advice()}")
 
     def lift(self) -> None:
-        """Raise the mark to what the database holds; a disk that does not take it is reported, and the mark lags behind."""
+        """Raise the mark to the database's counts. Disk errors are logged, and the mark then lags behind."""
         with locked(self._path.with_suffix(".lock"), mode=PRIVATE):
             try:
                 with self._engine.connect() as connection:
@@ -305,14 +305,14 @@ class HighWater:
                     replace_durably(self._path, f"{body}\n{self._signature(body)}\n")
                     self._raised = held
             except OSError as error:
-                log.warning("%s can't be written, and the next change writes it: %s", self._path, error)
+                log.warning("%s can't be written; the next change tries again: %s", self._path, error)
 
     def accept_loss(self) -> None:
-        """Take the database as it is, with an epoch above all that devices may have seen."""
+        """Accept the database as it is, with an epoch above all that devices may have received."""
         try:
             self.check()
         except StoreError as error:
-            log.warning("going on without what is lost: %s", error)
+            log.warning("continuing without the lost data: %s", error)
         try:
             mark = self._read() or {}
         except StoreError:
@@ -325,13 +325,13 @@ class HighWater:
 
     def _advice(self) -> str:
         return (
-            "Restore a backup into a new directory: `fedcg coordinator restore FILE --dir NEW`. Or go on without what is lost: "
+            "Restore a backup into a new directory: `fedcg coordinator restore FILE --dir NEW`. Or continue without the lost data: "
             f"`fedcg coordinator run --dir {self._home.root} --accept-loss`. Then compare {self._home.events_file} "
-            "with `fedcg device list`, and revoke or enrol again"
+            "with `fedcg device list`, and revoke or enrol devices again"
         )
 
     def _read(self) -> dict[str, int] | None:
-        """The mark, None without one.
+        """The mark; None without one.
 
         Raises:
             StoreError: it is damaged, or signed with another secret.

@@ -1,7 +1,7 @@
-"""The events of the coordinator in its database, for page, API and commands: the last ones, with their sentences. Part of the store.
+"""The coordinator's latest events in its database, with their sentences, for page, API and commands. Part of the store.
 
-The event log (`events.jsonl`) has every event at once; the table gets them in one transaction every `FLUSH_S`, so a kill may lose the
-last ones here. Ids rise, and a reader goes on from the last one that it has.
+The event log (`events.jsonl`) has every event at once. The table gets them in one transaction every `FLUSH_S`, so it may miss the last ones
+after a kill. Ids increase, and readers continue from their last one.
 """
 
 import json
@@ -25,22 +25,22 @@ from fedcg.sentences import LEVELS, Sentence, sentence_of
 
 FLUSH_S, RETRY_S = 0.25, 5.0
 KEEP = 100_000
-"""So many events stay: about 40 MB."""
+"""Number of events kept: about 40 MB."""
 MAX_WAITING = 10_000
-"""Of events that a busy or full database has not taken yet; the oldest are dropped, and are in the log alone."""
+"""Most events waiting for a busy or full database; older ones are dropped and are only in the log."""
 Event = dict[str, Any]
-"""The fields of an event, and `id`, `level` and `message`, its sentence in the log."""
+"""The fields of an event with `id`, `level` and `message`, its sentence in the log."""
 _log = logging.getLogger(__name__)
 _NAMES = {number: name for name, number in LEVELS.items()}
 
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events a reader wants; an empty field fits every event.
+    """Selects events; an empty field matches every event.
 
     Attributes:
-        text: occurs in the event's sentence or fields, in small or capital letters.
-        level: the least one; an event that was asked for by its name is shown at any level.
+        text: in the event's sentence or fields, ignoring case.
+        level: the lowest level; events selected by name are shown at any level.
     """
 
     event: str = ""
@@ -51,7 +51,7 @@ class EventFilter:
 
 
 class Events(schema.Queries):
-    """Adds events from any thread, and reads them. A database that does not take them stops nobody: they are tried again."""
+    """Adds events from any thread, and reads them. If the database fails, adding never blocks; writing is retried."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -62,7 +62,7 @@ class Events(schema.Queries):
         self._fails = False
 
     def add(self, event: Mapping[str, EventValue]) -> None:
-        """Add an event; the table has it a moment later."""
+        """Add an event; it is in the table shortly after."""
         level, message = sentence_of(event) or Sentence(LEVELS["debug"], str(event["event"]).replace("_", " "))
         named = {name: str(event.get(name) or "") for name in ("event", "client", "federation")}
         row = {**named, "level": level, "message": message, "content": json.dumps(event)}
@@ -75,11 +75,11 @@ class Events(schema.Queries):
             if self._flushing is None:
                 self._flushing = threading.Timer(wait_s, self.flush)
                 self._flushing.daemon = True
-                with suppress(RuntimeError):  # the program ends, and closes the store, which flushes
+                with suppress(RuntimeError):  # the program is exiting and closes the store, which flushes
                     self._flushing.start()
 
     def flush(self) -> None:
-        """Bring what waits into the table."""
+        """Write waiting events to the table."""
         with self._writing:
             with self._planning:
                 if self._flushing is not None:
@@ -97,7 +97,7 @@ class Events(schema.Queries):
                 self._newest, self._fails = before + len(rows), False
             except SQLAlchemyError as error:  # such as a full disk
                 if not self._fails:
-                    what = "the database takes no events, and the page lacks them until it does: %s"
+                    what = "events can't be written to the database; until then, the page doesn't show them: %s"
                     _log.warning(what, in_words(error))
                 self._fails = True
                 with self._planning:
@@ -105,14 +105,14 @@ class Events(schema.Queries):
                 self._plan(RETRY_S)
 
     def newest(self) -> int:
-        """The id of the newest event that this process knows of; 0 before the first."""
+        """The id of this process's newest event; 0 before the first."""
         if self._newest is None:
             with self._engine.connect() as connection:
                 self._newest = connection.execute(select(func.max(schema.events.c.id))).scalar_one() or 0
         return self._newest
 
     def last(self, wanted: EventFilter, limit: int, before: int | None = None) -> list[Event]:
-        """The last events that fit, newest first; with `before`, of those with a lower id."""
+        """The last matching events, newest first; with `before`, only those with a lower id."""
         self.flush()
         table = schema.events
         query = select(table).order_by(table.c.id.desc()).limit(limit)
@@ -147,13 +147,13 @@ def coordinator_log(
     allows: Callable[[str, str], bool] = lambda event, client: True,
     follow: Callable[[Mapping[str, EventValue]], None] = lambda event: None,
 ) -> EventLog:
-    """The event log of a coordinator: every event goes to the file, the log of this process and the table.
+    """The event log of a coordinator, which writes every event to the file, the process's log and the table.
 
     Args:
-        path: of the file.
-        table: in the database.
-        allows: whether one more event of (event, client) is written.
-        follow: also called with every event.
+        path: path of the file.
+        table: table in the database.
+        allows: whether another event of (event, client) is written.
+        follow: called with every event.
     """
 
     def watch(event: dict[str, EventValue]) -> None:

@@ -1,6 +1,6 @@
-"""Locks of a coordinator's state: one process runs the coordinator, and one process at a time changes its members.
+"""Locks of a coordinator's state: only one process runs the coordinator, and only one at a time changes its members.
 
-Each is a lock of a file in the directory and, with PostgreSQL, an advisory lock of the database as well, for processes on other machines.
+Each is a file lock in the directory. With PostgreSQL, it is also an advisory lock in the database, for processes on other machines.
 """
 
 import logging
@@ -22,9 +22,9 @@ WRITER_LOCK = 0x66656463_0002
 MEMBERS_LOCK = 0x66656463_0003
 CHECK_S = 1.0
 TAKE_OVER_S = DEAD_PEER_S + 2
-"""How long a coordinator waits for the lock of one that vanished or hangs; that of a killed one is free at once."""
+"""How long a coordinator waits for the lock of an unreachable or hanging one; a killed one's lock is free at once."""
 MEMBERS_WAIT_S = 60
-"""A change takes at most about 20 s: the first weights of a new federation, or a broker that does not answer."""
+"""A change takes at most about 20 s: for a new federation's first weights, or a broker that does not respond."""
 LOCK_TIMEOUT = "55P03"  # PostgreSQL's lock_not_available
 HOLDER = text(
     "SELECT client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory' "
@@ -40,12 +40,12 @@ def _exit_at_once() -> None:
 
 @contextmanager
 def sole_writer(home: Home, lost: Callable[[], None] = _exit_at_once) -> Iterator[None]:
-    """Hold the state of a home for this process.
+    """Lock the state of a home for this process.
 
     Args:
-        home: whose directory and database.
-        lost: called on a thread when the connection that holds the lock of PostgreSQL breaks; another coordinator may write then,
-            so by default the process ends at once, without a further write.
+        home: the home with directory and database.
+        lost: called on a thread if the connection with the PostgreSQL lock breaks. Another coordinator may then write, so by default the
+            process exits at once, without another write.
 
     Raises:
         HomeError: another coordinator uses the directory or the database.
@@ -68,13 +68,13 @@ def sole_writer(home: Home, lost: Callable[[], None] = _exit_at_once) -> Iterato
 
 @contextmanager
 def changing_members(home: Home) -> Iterator[None]:
-    """Wait for, and hold, the lock of the members: database, revocation list and access list fit together.
+    """Wait for the members' lock and hold it, so that database, revocation list and access list stay consistent.
 
     Raises:
-        HomeError: another machine has held the lock of the database for a minute.
+        HomeError: another machine has held the database's lock for a minute.
         StoreError: the database can't be reached.
     """
-    busy = "a program{} is changing the devices or federations of {} and does not end; try again, or end that program"
+    busy = "a program{} is changing the devices or federations of {} and does not end; try again, or stop it"
     with locked(home.root / "members.lock", mode=PRIVATE), _database_lock(home, MEMBERS_LOCK, MEMBERS_WAIT_S, busy):
         yield
 
@@ -83,9 +83,9 @@ def changing_members(home: Home) -> Iterator[None]:
 def _database_lock(
     home: Home, lock: int, wait_s: int, busy: str, *, is_watched: bool = False
 ) -> Iterator[Connection | None]:
-    """Hold an advisory lock of PostgreSQL on the connection that is given; None with SQLite, which one machine has.
+    """Hold a PostgreSQL advisory lock; yield its connection, or None with SQLite, which only one machine can use.
 
-    The server ends a session that is watched, and with it the lock, when it was idle for `DEAD_PEER_S`: its process hangs.
+    The server ends a watched session and its lock after `DEAD_PEER_S` without activity, since its process hangs.
 
     Raises:
         HomeError: `busy`, with the lock's holder and the database, after `wait_s`.
@@ -116,8 +116,8 @@ def _database_lock(
 
 
 def _set(setting: str, value: str) -> Select[tuple[str]]:
-    """Sets a setting of PostgreSQL for the whole session."""
-    return select(func.set_config(setting, value, False))  # noqa: FBT003 - not for the transaction alone
+    """Changes a PostgreSQL setting for the whole session."""
+    return select(func.set_config(setting, value, False))  # noqa: FBT003 - not only for the transaction
 
 
 def _watch(connection: Connection, done: threading.Event, lost: Callable[[], None]) -> None:
@@ -126,8 +126,8 @@ def _watch(connection: Connection, done: threading.Event, lost: Callable[[], Non
             connection.execute(select(1))
     except DBAPIError as error:
         log.critical(
-            "the connection that holds the database for this coordinator is lost, and the coordinator ends; after a restart it "
-            "goes on with the same attempt: %s",
+            "the connection with the coordinator's database lock is lost, so the coordinator stops; after a restart it "
+            "resumes the same attempt: %s",
             str(error.orig).strip(),
         )
         lost()

@@ -1,4 +1,4 @@
-"""Queries about who is admitted: devices by enrolment tokens, certificates and memberships; operators by tokens of the API, with the keys of requests that are made once.
+"""Queries about access: enrolment tokens, certificates and memberships of devices; operators' API tokens, with the idempotency keys of requests.
 
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
@@ -32,7 +32,7 @@ class MemberStore(schema.Queries):
         return self._one(TokenRecord, select(schema.tokens).filter_by(id=token))
 
     def revoke_token(self, token: str, now: float) -> None:
-        """Make a token that was not used yet unusable."""
+        """Revoke an unused token."""
         self._write(update(schema.tokens).filter_by(id=token, used_at=None).values(revoked_at=now))
 
     # Certificates
@@ -49,17 +49,17 @@ class MemberStore(schema.Queries):
         return self._all(CertificateRecord, query)
 
     def add_certificate(self, certificate: CertificateRecord) -> None:
-        """Store a certificate before it is given out."""
+        """Store a certificate before it is issued."""
         self._write(insert(schema.certificates).values(**asdict(certificate)))
 
     def revoked_certificates(self, now: float) -> list[CertificateRecord]:
-        """The revoked certificates that have not expired: a revocation list has to name them."""
+        """The revoked certificates that have not expired, for the revocation list."""
         table = schema.certificates
         query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
         return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))
 
     def revoked_devices(self, now: float) -> dict[str, str]:
-        """The public keys of devices that were revoked, while a certificate of theirs has not expired."""
+        """The public keys of revoked devices with an unexpired certificate."""
         devices, certificates = schema.devices, schema.certificates
         is_current = certificates.c.expires_at > now
         query = select(devices.c.id, devices.c.public_key).join(certificates, certificates.c.device == devices.c.id)
@@ -71,17 +71,17 @@ class MemberStore(schema.Queries):
     def admit(
         self, token: TokenRecord, used_for: str, public_key: str, certificate: CertificateRecord, now: float
     ) -> None:
-        """Use up a token and enrol its device; a replaced one loses its keys and certificates in the same transaction.
+        """Use a token and enrol its device. A replaced device loses its keys and certificates in the same transaction.
 
         Args:
-            token: the valid token that was shown.
+            token: the valid token that was presented.
             used_for: digest of the device's request.
             public_key: its message key, in hex.
             certificate: its first certificate.
             now: unix time.
 
         Raises:
-            EnrolmentError: the token was used or revoked meanwhile, or the id is taken; nothing was changed.
+            EnrolmentError: the token was used or revoked in the meantime, or the id is in use; nothing was changed.
         """
         device, serial = certificate.device, certificate.serial
         tokens, devices = schema.tokens, schema.devices
@@ -91,7 +91,7 @@ class MemberStore(schema.Queries):
             open_token = update(tokens).filter_by(id=token.id, used_at=None, revoked_at=None)
             used = open_token.values(used_at=now, used_by=device, used_for=used_for, serial=serial)
             if connection.execute(used).rowcount != 1:
-                raise EnrolmentError("the token was used already")
+                raise EnrolmentError("the token was already used")
             known = connection.execute(select(devices.c.id).filter_by(id=device)).first()
             if known is None:
                 connection.execute(insert(devices).values(id=device, **values))
@@ -99,11 +99,11 @@ class MemberStore(schema.Queries):
                 connection.execute(_revocation(device, now))
                 connection.execute(update(devices).filter_by(id=device).values(**values))
             else:
-                raise EnrolmentError(f"there is a device {device!r} already")
+                raise EnrolmentError(f"device {device!r} already exists")
             connection.execute(insert(schema.certificates).values(**asdict(certificate)))
 
     def end_membership(self, device: str, state: DeviceState, reason: str, now: float) -> bool:
-        """Revoke a device with all its certificates, or note that it left; False when it was no member any more."""
+        """Revoke a device with all its certificates, or record that it left; False if it was no longer a member."""
         member = update(schema.devices).filter_by(id=device, state=DeviceState.ENROLLED.value)
         ended = member.values(state=state.value, ended_at=now, ended_because=reason[:300])
         with self._counted() as connection:
@@ -113,17 +113,17 @@ class MemberStore(schema.Queries):
 
 
 def _revocation(device: str, now: float) -> Update:
-    """Revokes the certificates of a device that are not revoked yet."""
+    """Revokes a device's remaining certificates."""
     return update(schema.certificates).filter_by(device=device, revoked_at=None).values(revoked_at=now)
 
 
 USED_EVERY_S = 60.0
-"""The time of a token's last use is stored at most once in so many seconds."""
+"""Least seconds between updates of a token's last use."""
 KEEP_KEYS_S = 86_400.0
 
 
 class ApiStore(schema.Queries):
-    """Tokens of the API, and the keys that its requests have used, in the coordinator's database."""
+    """API tokens, and the idempotency keys of requests, in the coordinator's database."""
 
     def add_token(self, token: ApiTokenRecord) -> None:
         """Store a new token."""
@@ -139,11 +139,11 @@ class ApiStore(schema.Queries):
         return self._one(ApiTokenRecord, select(schema.api_tokens).filter_by(id=token))
 
     def revoke_token(self, token: str, now: float) -> None:
-        """Make a token unusable; one that was revoked before keeps its time."""
+        """Revoke a token; if already revoked, its time does not change."""
         self._write(update(schema.api_tokens).filter_by(id=token, revoked_at=None).values(revoked_at=now))
 
     def used_token(self, token: ApiTokenRecord, now: float) -> None:
-        """Store that a token was used, unless that was stored less than a minute ago."""
+        """Store a token's use, unless one was stored less than a minute ago."""
         if token.last_used_at is not None and now - token.last_used_at < USED_EVERY_S:
             return
         table, before = schema.api_tokens, now - USED_EVERY_S
@@ -151,11 +151,11 @@ class ApiStore(schema.Queries):
         self._write(update(table).where(table.c.id == token.id, is_due).values(last_used_at=now))
 
     def use_key(self, token: str, key: str, now: float) -> bool:
-        """Note that a token's request has used a key; False where an earlier one of the last day has.
+        """Record the idempotency key of a token's request; False if a request of the last day used it.
 
         Args:
-            token: id of the token; keys of different tokens have nothing to do with each other.
-            key: as the request named it.
+            token: id of the token; keys of different tokens are independent.
+            key: key in the request.
             now: unix time.
         """
         table = schema.used_keys
@@ -168,5 +168,5 @@ class ApiStore(schema.Queries):
         return True
 
     def free_key(self, token: str, key: str) -> None:
-        """Let a key be used again: its request has changed nothing."""
+        """Allow a key again, since its request changed nothing."""
         self._write(delete(schema.used_keys).filter_by(token=token, key=key))

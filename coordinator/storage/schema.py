@@ -1,7 +1,7 @@
-"""Tables of the coordinator's database, made of its records where there is one, and reading rows as records. Queries live in `store` and its parts.
+"""Tables of the coordinator's database, derived from its records if possible, and reading rows as records. `store` and its parts have the queries.
 
-Every table is keyed by federation but those of devices, certificates, tokens, used keys, events and the lease. After the
-first release a change here comes with a revision in `migrations/versions`; a test compares both.
+Every table is keyed by federation, except those of devices, certificates, tokens, used keys, events and the lease. After the first
+release, a change here needs a revision in `migrations/versions`; a test compares both.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ def _table(
     key: Sequence[str],
     references: Mapping[str, sa.Table] = MappingProxyType({}),
 ) -> sa.Table:
-    """The table of a record: a column for each of its fields, with the field's type and default, and for what only its key has.
+    """The table of a record: a column for each of its fields, with the field's type and default, and for columns only in the key.
 
     Args:
-        name: of the table.
-        record: a dataclass, or its fields and their types; anything but numbers and booleans is text in its column.
+        name: name of the table.
+        record: a dataclass, or fields and their types; all types except numbers and booleans are stored as text.
         key: the columns of the primary key.
-        references: by column, the table whose `id` it holds.
+        references: by column, the table whose `id` it refers to.
     """
     hints = {column: str if column == "federation" else int for column in ATTEMPT if column in key}
     of_record = record if isinstance(record, Mapping) else get_type_hints(record)
@@ -84,15 +84,15 @@ used_keys = _table("used_keys", {"token": str, "key": str, "used_at": float}, ("
 
 
 _ENDING = (certificates, tokens, api_tokens)
-"""The high-water mark counts what is revoked or used of them, as it does rows of most tables."""
+"""The high-water mark counts their revoked or used rows, like the rows of most tables."""
 
 
 class Queries:
-    """Reads rows as records that have their columns as fields, and writes in transactions.
+    """Reads rows as records with their columns as fields, and writes in transactions.
 
     Args:
         engine: of the database.
-        committed: called after each commit that may have changed what the high-water mark counts.
+        committed: called after each commit that may have changed a count of the high-water mark.
     """
 
     def __init__(self, engine: sa.Engine, committed: Callable[[], None] = lambda: None) -> None:
@@ -112,13 +112,13 @@ class Queries:
 
     @contextmanager
     def _counted(self) -> Iterator[sa.Connection]:
-        """A transaction that changes what the high-water mark counts."""
+        """A transaction that may change a count of the high-water mark."""
         with self._engine.begin() as connection:
             yield connection
         self._committed()
 
     def _write(self, *statements: sa.Delete | sa.Insert | sa.Update) -> None:
-        """Execute statements in one transaction, in their order."""
+        """Execute statements in order in one transaction."""
         is_counted = any(isinstance(each, sa.Insert) or each.table in _ENDING for each in statements)
         with self._counted() if is_counted else self._engine.begin() as connection:
             for statement in statements:

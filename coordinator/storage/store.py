@@ -1,6 +1,6 @@
-"""All queries of the coordinator. Synchronous and thread-safe; callers on an event loop use a thread.
+"""All queries of the coordinator. Synchronous and thread-safe; call them from a thread, not from an event loop.
 
-Whatever must be true together is one transaction here; a method returns only after its commit is on disk.
+Changes that belong together are one transaction. A method returns only after its commit is on disk.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedcg.wire.messages.schemas import KeyLink, Outcome, RoundAttempt
 
 
 class SumRecords(schema.Queries):
-    """One record per federation, of the last attempt that had a sum."""
+    """One record per federation, for the last attempt with a sum."""
 
     def keep(self, federation: str, at: RoundAttempt, content: str) -> None:
         """Replace the federation's record."""
@@ -67,12 +67,12 @@ class Store(schema.Queries):
     """The coordinator's database.
 
     Attributes:
-        register: tokens, certificates, and the end of a device's membership.
-        presence: when devices came and went.
+        register: tokens, certificates and memberships.
+        presence: when devices came online and went offline.
         overview: views of many devices and rounds.
-        api: tokens of the operators' API, and the keys that its requests have used.
-        sealed_sums: of the open attempts.
-        events: the last events, with their sentences.
+        api: tokens of the operators' API, and the idempotency keys of its requests.
+        sealed_sums: sums of the open attempts.
+        events: the latest events, with their sentences.
     """
 
     def __init__(self, database: Path | URL, home: Home | None = None) -> None:
@@ -88,14 +88,14 @@ class Store(schema.Queries):
 
     @classmethod
     def of(cls, home: Home, *, accepts_loss: bool = False) -> Store:
-        """The database that the configuration of a home names, and that holds what it has held before.
+        """Open the database in a home's configuration, and check that it has lost no commits.
 
         Args:
             home: the coordinator's.
-            accepts_loss: take it as it is, and go on from there.
+            accepts_loss: accept it as it is and continue from there.
 
         Raises:
-            StoreError: it can't be used, or commits are lost.
+            StoreError: the database can't be used, or commits are lost.
         """
         database = database_of(home)
         store = cls(database, home)
@@ -111,14 +111,14 @@ class Store(schema.Queries):
         return store
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         self.events.flush()
         self._engine.dispose()
 
     def next_epoch(self) -> int:
-        """Take the lease: a number above every earlier one, by an uncertain step: two copies of one database should not take the same.
+        """Take the lease: a number above all earlier ones by a random step, so that two copies of one database hardly ever take the same number.
 
-        The steps stay far below the milliseconds between two starts: a restored coordinator's epoch, the time, is above them.
+        The steps are far below the milliseconds between two starts, so a restored coordinator's epoch, the time, is above them.
         """
         step = 1 + secrets.randbelow(MAX_EPOCH_STEP)
         with self._counted() as connection:
@@ -127,44 +127,44 @@ class Store(schema.Queries):
             return int(connection.execute(select(schema.leases.c.epoch)).scalar_one())
 
     def epoch(self) -> int:
-        """The last lease number that was taken; 0 before the first start."""
+        """The last lease number; 0 before the first start."""
         with self._engine.connect() as connection:
             return connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
 
     def add_device(
         self, device: str, public_key: str, now: float, certificate: CertificateRecord | None = None
     ) -> None:
-        """Enrol a device, together with its certificate.
+        """Enrol a device with its certificate.
 
         Raises:
-            EnrolmentError: there is one of that name.
+            EnrolmentError: the id is in use.
         """
         values = {"id": device, "public_key": public_key, "enrolled_at": now}
         issued = [] if certificate is None else [insert(schema.certificates).values(**asdict(certificate))]
         try:
             self._write(insert(schema.devices).values(**values), *issued)
         except IntegrityError as error:
-            raise EnrolmentError(f"there is a device {device!r} already; choose another id") from error
+            raise EnrolmentError(f"device {device!r} already exists; choose another id") from error
 
     def devices(self) -> list[DeviceRecord]:
-        """All devices that were ever enrolled, sorted by id."""
+        """All devices ever enrolled, sorted by id."""
         return sorted(self._all(DeviceRecord, select(schema.devices)), key=attrgetter("id"))
 
     def members(self) -> list[DeviceRecord]:
-        """The devices that may take part, sorted by id."""
+        """The devices that may participate, sorted by id."""
         return [device for device in self.devices() if device.state is DeviceState.ENROLLED]
 
     def device(self, device: str) -> DeviceRecord | None:
-        """One device, whatever its state."""
+        """One device, in any state."""
         return self._one(DeviceRecord, select(schema.devices).filter_by(id=device))
 
     def saw_device(self, device: str, at: float, agent: str | None = None) -> None:
-        """Store when a device was last seen, and the version of its agent where it is known anew."""
+        """Store when a device was last seen, and its agent's version if given."""
         version = {} if agent is None else {"agent": agent}
         self._write(update(schema.devices).filter_by(id=device).values(last_seen_at=at, **version))
 
     def disable(self, device: str, at: float | None, reason: str) -> None:
-        """Store that an enrolled device is not invited since a time, or (None) that it is; one whose membership ended stays as it is."""
+        """Disable an enrolled device since a time, or (None) enable it; devices whose membership ended do not change."""
         disabled = update(schema.devices).values(disabled_at=at, disabled_because=reason[:300])
         self._write(disabled.filter_by(id=device, state=DeviceState.ENROLLED.value))
 
@@ -173,10 +173,10 @@ class Store(schema.Queries):
     def add_federation(
         self, federation: FederationRecord, initial: AggregateRecord, links: Collection[KeyLink] = (), now: float = 0.0
     ) -> None:
-        """Open a federation together with its initial aggregate and the history of the coordinator's message key.
+        """Create a federation with its initial aggregate and the history of the coordinator's message key.
 
         Raises:
-            PlanError: there is one of that name.
+            PlanError: the id is in use.
         """
         try:
             self._write(
@@ -187,21 +187,21 @@ class Store(schema.Queries):
                 *(_added_link(federation.id, link, now) for link in links),
             )
         except IntegrityError as error:
-            raise PlanError(f"there is a federation {federation.id!r} already", exit_code=EXISTS) from error
+            raise PlanError(f"federation {federation.id!r} already exists", exit_code=EXISTS) from error
 
     def federations(self) -> list[FederationRecord]:
         """All federations, oldest first."""
         return self._all(FederationRecord, select(schema.federations).order_by(schema.federations.c.created_at))
 
     def shown_federations(self) -> list[FederationRecord]:
-        """Those that are not archived, oldest first: what lists show and what a command means that names none."""
+        """Federations that are not archived, oldest first: shown in lists, and the default of commands."""
         return [record for record in self.federations() if record.status is not FederationStatus.ARCHIVED]
 
     def federation(self, federation: str) -> FederationRecord:
         """One federation.
 
         Raises:
-            StoreError: there is none of that name.
+            StoreError: there is none with this id.
         """
         known = self._one(FederationRecord, select(schema.federations).filter_by(id=federation))
         if known is None:
@@ -209,32 +209,32 @@ class Store(schema.Queries):
         return known
 
     def resume(self, federation: str) -> None:
-        """Let a paused or stalled federation try its round again, counting failed attempts anew."""
+        """Resume a paused or stalled federation and restart its count of failed attempts."""
         last = self.last_attempt(federation)
         if last is not None and last.state is AttemptState.FAILED:
             self._write(_change_federation(federation, first_attempt=last.attempt + 1))
 
     def set_status(self, federation: str, status: FederationStatus, reason: str) -> None:
-        """Store what the operator wants of a federation, and why."""
+        """Store the operator's setting for a federation, and the reason."""
         self._write(_change_federation(federation, status=status.value, status_reason=reason[:300]))
 
     def set_policy(self, federation: str, policy: RoundPolicy) -> None:
-        """Store how the rounds of a federation go."""
+        """Store a federation's policy."""
         self._write(_change_federation(federation, policy=policy.model_dump_json()))
 
     def forget(self, federation: str, devices: Collection[str]) -> None:
-        """Store which devices take no further part in a federation."""
+        """Store the devices that no longer participate in a federation."""
         self._write(_change_federation(federation, forgotten=" ".join(sorted(devices))))
 
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
-        """How the coordinator's message key was replaced, oldest first."""
+        """The history of the coordinator's message key, oldest first."""
         table = schema.key_links
         columns = (table.c[name] for name in KeyLink.model_fields)
         query = select(*columns).filter_by(federation=federation).order_by(table.c.serial)
         return tuple(self._all(KeyLink, query))
 
     def add_key_links(self, links: Mapping[str, KeyLink], now: float) -> None:
-        """Store a link of each federation: the key that they name counts from now on."""
+        """Store a link of each federation; their key is valid from now on."""
         self._write(*(_added_link(federation, link, now) for federation, link in links.items()))
 
     # Attempts
@@ -249,18 +249,18 @@ class Store(schema.Queries):
         deadline_at: float,
         shares: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Store an attempt that collects from now on, and the clients that it invited, with those shares of the local steps (1)."""
+        """Store an attempt that starts collecting, and its invited clients with their shares of the local steps (default 1)."""
         attempt = AttemptRecord(federation, at.round, at.attempt, AttemptState.COLLECTING, base, opened_at, deadline_at)
         of_each = {**_is(federation, at), "state": ParticipantState.INVITED.value}
         invited = [{**of_each, "client": client, "share": shares.get(client, 1.0)} for client in sorted(clients)]
         self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
     def move_deadline(self, federation: str, at: RoundAttempt, deadline_at: float) -> None:
-        """Change the time until which an attempt collects."""
+        """Change the deadline of an attempt."""
         self._write(_change_attempt(federation, at, deadline_at=deadline_at))
 
     def start_distilling(self, federation: str, at: RoundAttempt, now: float) -> list[UpdateRecord]:
-        """Stop accepting updates; returns the accepted ones, sorted by client."""
+        """Stop accepting updates; return the accepted ones, sorted by client."""
         self._write(_change_attempt(federation, at, state=AttemptState.DISTILLING.value, distilling_at=now))
         return [ended for ended in self.updates(federation, at) if ended.outcome is Outcome.ACCEPTED]
 
@@ -272,7 +272,7 @@ class Store(schema.Queries):
         figures: Mapping[str, str] = MappingProxyType({}),
         reasons: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Store the weights with which these clients' updates are merged (0: they are not), their figures as JSON, and why some are odd."""
+        """Store the merge weights of clients' updates (0: not merged), their figures as JSON, and why some are odd."""
         self._write(
             *(
                 _change(
@@ -291,16 +291,16 @@ class Store(schema.Queries):
     def fail_attempt(
         self, federation: str, at: RoundAttempt, reason: str, now: float, first_attempt: int | None = None
     ) -> None:
-        """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
+        """End the attempt without an aggregate; if `first_attempt` is given, failed attempts count from there."""
         failed = _change_attempt(federation, at, state=AttemptState.FAILED.value, reason=reason[:300], closed_at=now)
         moved = [] if first_attempt is None else [_change_federation(federation, first_attempt=first_attempt)]
         self._write(failed, *moved)
 
     def close_attempt(self, aggregate: AggregateRecord, reason: str = "") -> None:
-        """Store aggregate and server state and close the attempt, in one transaction; `reason`: what was unusual about the merge.
+        """Store aggregate and server state and close the attempt in one transaction; `reason`: anything unusual about the merge.
 
         Raises:
-            StoreError: the round has an aggregate already.
+            StoreError: the round already has an aggregate.
         """
         federation, at = aggregate.federation, RoundAttempt(aggregate.round, aggregate.attempt)
         now, state = aggregate.stored_at, AttemptState.CLOSED.value
@@ -309,7 +309,7 @@ class Store(schema.Queries):
         try:
             self._write(stored, closed, _change_federation(federation, first_attempt=1))
         except IntegrityError as error:
-            raise StoreError(f"round {aggregate.round} has an aggregate already") from error
+            raise StoreError(f"round {aggregate.round} already has an aggregate") from error
         checkpoint(self._engine)
 
     def attempts(self, federation: str) -> list[AttemptRecord]:
@@ -331,7 +331,7 @@ class Store(schema.Queries):
     # Participants and updates
 
     def participants(self, federation: str, at: RoundAttempt) -> list[ParticipantRecord]:
-        """The clients that an attempt invited, sorted by id."""
+        """The invited clients of an attempt, sorted by id."""
         table = schema.participants
         query = select(*(table.c[each.name] for each in fields(ParticipantRecord))).filter_by(**_is(federation, at))
         return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
@@ -347,8 +347,8 @@ class Store(schema.Queries):
         accepted_at: float | None = None,
         predicted_s: float | None = None,
     ) -> None:
-        """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
-        reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
+        """Store the answer of an invited client. A client that declined or was rejected stays declined."""
+        reason = reason.replace("\0", "")  # the text is from a device, and PostgreSQL can't store this character
         times = {} if accepted_at is None else {"accepted_at": accepted_at, "predicted_s": predicted_s}
         change = _change(schema.participants, federation, at, client, state=state.value, reason=reason, **times)
         if state is ParticipantState.ACCEPTED:
@@ -356,18 +356,18 @@ class Store(schema.Queries):
         self._write(change)
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
+        """Store how an update ended, if its attempt is still collecting. A rejected update makes its client a declined participant.
 
-        One that is kept late is stored where its attempt no longer collects, has not failed, and no later round merges yet.
+        An update to keep late is stored if its attempt stopped collecting, has not failed, and no later round is merging yet.
 
         Returns:
-            The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
-            updates any more.
+            The stored record: `record`, or the earlier one of the same client and attempt; None if the attempt no longer accepts
+            updates.
         """
         federation, at = record.federation, record.at
         try:
             with self._engine.connect() as connection, connection.begin() as transaction:
-                # From here on no other transaction of SQLite writes, nor, in PostgreSQL, one to the attempt's row.
+                # From here on, no other transaction writes in SQLite, or in PostgreSQL to the attempt's row.
                 connection.execute(insert(schema.updates).values(**asdict(record)))
                 collects = select(schema.attempts.c.state).filter_by(**_is(federation, at)).with_for_update()
                 state = connection.execute(collects).scalar_one()
@@ -386,14 +386,14 @@ class Store(schema.Queries):
         return record
 
     def reject_update(self, federation: str, at: RoundAttempt, client: str, reason: str) -> None:
-        """Reject an accepted update that can't be merged: it and its client end as if it had been rejected at once."""
+        """Reject an accepted update that can't be merged, as if it had been rejected at once."""
         rejected = _change(
             schema.updates, federation, at, client, outcome=Outcome.REJECTED.value, reason=reason, weight=None
         )
         self._write(rejected, _declined(federation, at, client, reason))
 
     def update(self, federation: str, at: RoundAttempt, client: str) -> UpdateRecord | None:
-        """How the update of a client to an attempt ended, or None when none ended yet."""
+        """How a client's update to an attempt ended; None if it has not ended."""
         return self._one(UpdateRecord, select(schema.updates).filter_by(**_is(federation, at), client=client))
 
     def updates(self, federation: str, at: RoundAttempt) -> list[UpdateRecord]:
@@ -415,9 +415,9 @@ class Store(schema.Queries):
         return self._all(AggregateRecord, query.order_by(schema.aggregates.c.round))
 
     def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
-        """Ids of the artifacts that rounds from `first` on, up to `end` without it, stored or start from.
+        """Ids of the artifacts that rounds from `first` to before `end` stored or start from.
 
-        A round starts from the aggregate before it, so that aggregate belongs to both, and its server state too.
+        A round starts from the previous aggregate, so that aggregate and its server state belong to both rounds.
         """
         updates, aggregates = schema.updates, schema.aggregates
         sent = select(updates.c.artifact).where(updates.c.round >= first)
@@ -432,7 +432,7 @@ class Store(schema.Queries):
     # The round engine
 
     def round_state(self, federation: str) -> RoundState:
-        """The state of the round engine, rebuilt; no client is online in it."""
+        """The rebuilt state of the round engine, with no client online."""
         record = self.federation(federation)
         state = self._rebuilt(record)
         is_paused = record.status is FederationStatus.PAUSED
@@ -471,7 +471,7 @@ class Store(schema.Queries):
 
 
 def _still_takes(connection: Connection, federation: str, at: RoundAttempt, state: str) -> bool:
-    """Whether an update that came late to an attempt in this state can still have a part in the next round."""
+    """Whether a late update to an attempt in this state can still be merged in the next round."""
     attempts = schema.attempts
     later = select(attempts.c.round).where(
         attempts.c.federation == federation, attempts.c.round > at.round, attempts.c.state.in_(_MERGING)
@@ -496,7 +496,7 @@ def _change_attempt(federation: str, at: RoundAttempt, **values: object) -> Upda
 
 
 def _change(table: Table, federation: str, at: RoundAttempt, client: str, **values: object) -> Update:
-    """Changes a client's row of `participants` or `updates`."""
+    """Changes a client's row in `participants` or `updates`."""
     return update(table).filter_by(**_is(federation, at), client=client).values(**values)
 
 

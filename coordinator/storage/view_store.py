@@ -1,4 +1,4 @@
-"""Queries for views: many devices or rounds in one statement each; when devices came and went, and their last self-reports.
+"""Queries for views over many devices or rounds, in one statement each; presence of devices, and their last self-reports.
 
 Part of the store, with the same rules.
 """
@@ -12,19 +12,19 @@ from coordinator.rounds.records import AttemptState, CertificateRecord, Conditio
 from coordinator.storage import schema
 from fedcg.wire.messages.schemas import Outcome
 
-ANSWERS = 50  # of one device that a page shows
+ANSWERS = 50  # answers of one device on a page
 
 
 class Overview(schema.Queries):
-    """Reads what views show of many devices and rounds."""
+    """Reads data for views over many devices and rounds."""
 
     def certificates(self) -> dict[str, CertificateRecord]:
-        """The certificate of each device that ends last, of those that are not revoked."""
+        """Each device's unrevoked certificate that expires last."""
         query = select(schema.certificates).filter_by(revoked_at=None).order_by(schema.certificates.c.expires_at)
         return {each.device: each for each in self._all(CertificateRecord, query)}
 
     def round_times(self, federation: str, since_round: int) -> dict[str, float]:
-        """How long all local steps of a round take each client that said so from a round on, in seconds, by its last word."""
+        """Seconds that all local steps of a round take each client, from its last prediction since a round."""
         table = schema.participants
         query = select(table.c.client, table.c.predicted_s, table.c.share).filter_by(federation=federation)
         known = query.where(table.c.round >= since_round, table.c.predicted_s.is_not(None))
@@ -42,7 +42,7 @@ class Overview(schema.Queries):
     def last_deliveries(
         self, federation: str, client: str | None = None, *, outcome: Outcome | None = None
     ) -> dict[str, UpdateRecord]:
-        """The last update of each client of a federation, or of one, of any outcome or of one."""
+        """The last update of each client, or of one client, with any outcome or a given one."""
         table = schema.updates
         recent = select(table.c.client, func.max(table.c.stored_at).label("at")).filter_by(federation=federation)
         if outcome is not None:
@@ -55,7 +55,7 @@ class Overview(schema.Queries):
         return {each.client: each for each in self._all(UpdateRecord, query)}
 
     def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
-        """By closed round, the mean of the accuracies that clients reported with accepted updates: personal, and alone."""
+        """By closed round, the mean reported accuracies of accepted updates: personal and local-only."""
         table, attempts = schema.updates, schema.attempts
         is_text = self._engine.dialect.name == "sqlite"
         report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
@@ -70,20 +70,20 @@ class Overview(schema.Queries):
         return [(number, own, baseline) for number, own, baseline in self._rows(query)]
 
     def volumes(self, federation: str) -> dict[str, tuple[int, int]]:
-        """By client, how many updates it delivered and their bytes, whatever their outcome."""
+        """By client, the number and bytes of delivered updates, with any outcome."""
         table = schema.updates
         query = select(table.c.client, func.count(), func.sum(table.c.size)).filter_by(federation=federation)
         return {client: (count, int(size)) for client, count, size in self._rows(query.group_by(table.c.client))}
 
     def merged(self, federation: str) -> dict[tuple[int, int], int]:
-        """By round and attempt, how many updates were given a weight in the merge."""
+        """By round and attempt, the number of updates with a weight in the merge."""
         table = schema.updates
         query = select(table.c.round, table.c.attempt, func.count()).where(table.c.weight > 0)
         merged = query.filter_by(federation=federation, outcome=Outcome.ACCEPTED.value).group_by("round", "attempt")
         return {(number, attempt): count for number, attempt, count in self._rows(merged)}
 
     def answers(self, federation: str, client: str) -> list[tuple[int, int, str, str]]:
-        """The last attempts that invited a client: round, attempt, its answer, its reason; newest first."""
+        """The last attempts that invited a client: round, attempt, answer, reason; newest first."""
         table = schema.participants
         columns = (table.c.round, table.c.attempt, table.c.state, table.c.reason)
         query = select(*columns).filter_by(federation=federation, client=client)
@@ -91,9 +91,9 @@ class Overview(schema.Queries):
         return [(row[0], row[1], row[2], row[3]) for row in self._rows(newest_first.limit(ANSWERS))]
 
     def counts(self, federation: str) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-        """Of the attempts that are over: how many updates (and bytes) had each outcome, and how the attempts ended.
+        """Counts over ended attempts: updates (and bytes) by outcome, and attempts by state.
 
-        An open attempt's may still change, and these are counters, which never fall.
+        Open attempts are excluded, since their counts may change and counters must never decrease.
         """
         updates, attempts = schema.updates, schema.attempts
         is_over = attempts.c.state.in_((_CLOSED, _FAILED)) & (attempts.c.federation == federation)
@@ -105,34 +105,34 @@ class Overview(schema.Queries):
 
 
 def _same_attempt(one: Table, other: Table) -> ColumnElement[bool]:
-    """Whether rows of two tables are of one attempt."""
+    """Whether rows of two tables belong to the same attempt."""
     return and_(*(one.c[name] == other.c[name] for name in ("federation", "round", "attempt")))
 
 
 _CLOSED, _FAILED = AttemptState.CLOSED.value, AttemptState.FAILED.value
 KEEP_S = 90 * 86_400.0
-"""Changes older than this are deleted, but never the last one of a device."""
+"""Age at which changes are deleted, except a device's last one."""
 KEEP_CHANGES = 2000
-"""So many changes of a device in a federation are kept, however often it comes and goes: as many as a page draws."""
+"""Most changes kept per device and federation: as many as a page draws."""
 
 
 class Presence(schema.Queries):
-    """The changes of presence in the coordinator's database, and the devices' reports of themselves."""
+    """Presence changes and the devices' self-reports in the coordinator's database."""
 
     def keep_condition(self, federation: str, device: str, at: float, content: str) -> None:
-        """Replace a device's report of itself."""
+        """Replace a device's self-report."""
         table = schema.conditions
         values = {"federation": federation, "device": device, "at": at, "content": content}
         self._write(delete(table).filter_by(federation=federation, device=device), insert(table).values(**values))
 
     def conditions(self, federation: str, device: str | None = None) -> list[ConditionRecord]:
-        """The last reports of the devices of a federation, or of one, about themselves; sorted by device."""
+        """The last self-reports of a federation's devices, or of one device; sorted by device."""
         table = schema.conditions
         query = select(table).where(table.c.federation == federation).order_by(table.c.device)
         return self._all(ConditionRecord, query if device is None else query.where(table.c.device == device))
 
     def note(self, *changes: PresenceRecord) -> None:
-        """Store changes, in one transaction; of two of a device within one tick of the clock the first one stays."""
+        """Store changes in one transaction; of two changes of a device at the same time, the first one stays."""
         rows = [{**asdict(change), "reason": change.reason[:300]} for change in changes]
         try:
             self._write(*(insert(schema.presence).values(row) for row in rows))
@@ -141,13 +141,13 @@ class Presence(schema.Queries):
                 self.note(change)
 
     def changes(self, device: str, since: float, limit: int = KEEP_CHANGES) -> list[PresenceRecord]:
-        """The last changes of a device after a time, oldest first."""
+        """A device's last changes since a time, oldest first."""
         table = schema.presence
         query = select(table).where(table.c.device == device, table.c.at >= since).order_by(table.c.at.desc())
         return self._all(PresenceRecord, query.limit(limit))[::-1]
 
     def before(self, device: str, at: float) -> list[PresenceRecord]:
-        """The last change of a device before a time, in each federation."""
+        """A device's last change before a time, in each federation."""
         table = schema.presence
         newest = select(func.max(table.c.at)).where(table.c.device == device, table.c.at < at)
         recent = select(table).where(table.c.device == device, table.c.at.in_(newest.group_by(table.c.federation)))
@@ -163,12 +163,12 @@ class Presence(schema.Queries):
         return {change.device: change for change in found}
 
     def prune(self, federation: str, before: float, device: str | None = None) -> None:
-        """Delete changes before a time, and all but the last `KEEP_CHANGES` of each device; its last change stays.
+        """Delete changes before a time, and all except the last `KEEP_CHANGES` per device; its last change stays.
 
         Args:
             federation: its id.
             before: unix time.
-            device: only the changes of this one.
+            device: only changes of this device.
         """
         table = schema.presence
         place = func.row_number().over(partition_by=table.c.device, order_by=table.c.at.desc())

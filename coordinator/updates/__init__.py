@@ -1,1 +1,1 @@
-"""Updates in: receive, validate, make durable, receipt; artifacts out: those that devices may fetch."""
+"""Receives updates (validate, store durably, send a receipt), and serves artifacts that devices may fetch."""

@@ -1,4 +1,4 @@
-"""The artifacts that devices may fetch, the spec and the aggregates of the federation alone; and the requests for them, off the loop."""
+"""The artifacts that devices may fetch: only the federation's spec and aggregates. Handles requests for them outside the loop."""
 
 import logging
 import threading
@@ -12,18 +12,18 @@ from fedcg.wire.messages.schemas import ArtifactRef, Need
 from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
 from fedcg.wire.transfer.windows import Ranges
 
-OPEN_FILES = 8  # those that were used last; others are opened again when a device asks
+OPEN_FILES = 8  # last used files; others are opened again on request
 
 log = logging.getLogger(__name__)
 
 
 class PublishedArtifacts:
-    """Describes artifacts for announcements, and opens them for the sender to read chunks from; holds none in memory.
+    """Describes artifacts for announcements, and opens them so that the sender can read chunks; keeps none in memory.
 
-    For any thread.
+    Thread-safe.
 
     Args:
-        store: where they lie.
+        store: the artifact store.
         chunk_bytes: chunk size of the link.
     """
 
@@ -31,32 +31,32 @@ class PublishedArtifacts:
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._allowed: set[str] = set()
-        self._sources: dict[str, ChunkFile] = {}  # the one that was used last at the end
+        self._sources: dict[str, ChunkFile] = {}  # the last used one is at the end
         self._lock = threading.Lock()
 
     def allow(self, artifact: str) -> None:
-        """Let devices fetch an artifact."""
+        """Allow devices to fetch an artifact."""
         self._allowed.add(artifact)
 
     def forget(self, artifact: str) -> None:
-        """Stop serving an artifact: no device may fetch it any more."""
+        """Stop serving an artifact."""
         self._allowed.discard(artifact)
         with self._lock:
             self._sources.pop(artifact, None)
 
     def allows(self, artifact: str) -> bool:
-        """Whether devices may fetch it."""
+        """Whether devices may fetch an artifact."""
         return artifact in self._allowed
 
     def change_chunk_bytes(self, chunk_bytes: int) -> None:
-        """Use another chunk size; refs have to be announced anew."""
+        """Use another chunk size; refs must be announced again."""
         with self._lock:
             if chunk_bytes != self._chunk_bytes:
                 self._chunk_bytes = chunk_bytes
                 self._sources = {}
 
     def known(self, artifact: str) -> ChunkFile | None:
-        """The source that `source` opened before, without touching the disk."""
+        """The source if already opened by `source`, without disk access."""
         with self._lock:
             source = self._sources.pop(artifact, None)
             if source is not None:
@@ -68,11 +68,11 @@ class PublishedArtifacts:
         return self.source(artifact).ref
 
     def source(self, artifact: str) -> ChunkFile:
-        """The source of an artifact's chunks. Reads all of it on the first call: not on the event loop.
+        """The source of an artifact's chunks. The first call reads the whole file, so don't call it on the event loop.
 
         Raises:
-            FileNotFoundError: it is gone.
-            IntegrityError: its file is damaged.
+            FileNotFoundError: the file is missing.
+            IntegrityError: the file is damaged.
         """
         known = self.known(artifact)
         if known is not None:
@@ -80,7 +80,7 @@ class PublishedArtifacts:
         path, chunk_bytes = self._store.local(artifact), self._chunk_bytes
         ref = file_ref(path, chunk_bytes)
         if ref.id != artifact:
-            raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")
+            raise IntegrityError(f"{path} is damaged: its content does not match the sha256 in its name")
         source = ChunkFile(path, ref)
         with self._lock:
             if chunk_bytes == self._chunk_bytes:
@@ -92,22 +92,22 @@ class PublishedArtifacts:
 
 @dataclass(eq=False)
 class ArtifactRequests:
-    """Serves what devices ask for; an artifact that is not open is read once, and stays open for all that wait for it. One request of each device waits, the newest: a device asks again for what it misses.
+    """Serves the devices' requests. An artifact is read once and stays open for all waiting devices. Only the newest request of each device waits, since devices request missing chunks again.
 
     Args:
         published: the artifacts that devices may fetch.
-        send: sends chunks of an open artifact to a device; from any thread.
-        run: runs work that reads a disk on another thread, one after the other.
+        send: sends chunks of an open artifact to a device; thread-safe.
+        run: runs disk reads on another thread, one after another.
     """
 
     published: PublishedArtifacts
     send: Callable[[str, ChunkFile, Ranges], None]
     run: Callable[[Callable[[], object]], None]
-    _waiting: dict[str, Need] = field(default_factory=dict, init=False)  # by device, for each of which a read is queued
+    _waiting: dict[str, Need] = field(default_factory=dict, init=False)  # by device; a read is queued for each
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def serve(self, device: str, need: Need) -> None:
-        """Send what a device asks for, at once when the artifact is open; else when it has been read."""
+        """Send requested chunks: at once if the artifact is open, otherwise after reading it."""
         if not self.published.allows(need.artifact):
             return
         source = self.published.known(need.artifact)
@@ -126,6 +126,6 @@ class ArtifactRequests:
         try:
             source = self.published.source(need.artifact)
         except (IntegrityError, OSError):
-            log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
+            log.exception("%s requested artifact %s, which can't be read", device, need.artifact)
             return
         self.send(device, source, need.ranges)

@@ -1,9 +1,8 @@
-"""Receives updates: manifest, grants, chunks, check, artifact on disk, database, receipt. One thread.
+"""Receives updates on one thread: manifest, grants, chunks, check, artifact on disk, database, receipt.
 
-Manifests and chunks are handled in the order of their arrival. Chunk frames come straight from the transport, and only as
-many as their device was granted are queued; the queue is bounded in bytes, and a frame that does not fit is dropped, counted,
-and asked for again. The database decides whether an attempt still takes an update, so after a manifest
-no answer waits for the loop that drives the rounds.
+Manifests and chunks are handled in order of arrival. Chunk frames come directly from the transport, and only granted ones are queued. The
+queue is bounded in bytes: a frame that doesn't fit is dropped, counted and requested again. The database decides whether an attempt still
+accepts an update, so responses to manifests don't wait for the loop that drives the rounds.
 """
 
 import logging
@@ -34,8 +33,8 @@ from fedcg.wire.transfer.windows import LinkLimits
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PARTIAL_FILES = 1024
 MAX_PARTIAL_BYTES = 64 * schemas.MAX_ARTIFACT_BYTES
-SPARE_FRAMES = 32  # of an update beyond its grants: frames that were not acknowledged when a link broke come twice
-MAX_FRAMES = 512  # granted to one device and not received; those of grants that stalled count until then
+SPARE_FRAMES = 32  # frames allowed beyond an update's grants: unacknowledged frames arrive twice after a link broke
+MAX_FRAMES = 512  # most frames granted to a device and not received; stalled grants count until received
 COLLECT_S = 3600.0
 
 log = logging.getLogger(__name__)
@@ -45,26 +44,26 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Broken:
-    """A failure that no device caused, of the disk for example: the coordinator must not go on as if nothing had happened."""
+    """A failure not caused by a device, such as a disk error: the coordinator must not ignore it."""
 
     error: BaseException
 
 
 class Receiver:
-    """Takes the updates of one federation; every call returns at once.
+    """Receives the updates of one federation; every call returns at once.
 
     Args:
         checks: decides about updates.
         partials: folder for half-received updates, on the file system of the artifacts.
-        limits: how the link to the broker is used.
+        limits: limits of the link to the broker.
         publisher: sends grants and receipts.
         events: the event log.
-        refusals: counts what is refused.
-        notify: gets the events for the round engine, on the receiver's thread; must only enqueue.
+        refusals: counts refusals.
+        notify: called with events for the round engine, on the receiver's thread; must only enqueue.
 
     Attributes:
         dropped: frames that did not fit or were not granted.
-        without_room: by device, why its update has to wait for room in the folder of half-received updates.
+        without_room: by device, why its update must wait for space in the folder of half-received updates.
     """
 
     def __init__(
@@ -90,29 +89,29 @@ class Receiver:
         self._bytes = 0
         self._filled = threading.Condition()
         self._closing = False
-        self._manifests: dict[str, schemas.Manifest] = {}  # that wait to be answered
+        self._manifests: dict[str, schemas.Manifest] = {}  # waiting for a response
         self._last_seen: dict[str, float] = {}
-        self._frames: dict[str, int] = {}  # that each device may send now
+        self._frames: dict[str, int] = {}  # number that each device may send now
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._collected_at = float("-inf")
 
-    # From any thread: enqueue, nothing else
+    # Thread-safe: only enqueue
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop soon; received chunks stay on disk."""
+        """Stop shortly; received chunks stay on disk."""
         with self._filled:
             self._closing = True
             self._filled.notify()
         self._thread.join()
 
     def announce(self, device: str, manifest: schemas.Manifest) -> None:
-        """Answer a manifest: with the receipt that its update had before, with another one, or with a grant.
+        """Respond to a manifest: with the update's earlier receipt, a new one, or a grant.
 
-        One manifest of each device waits, the newest: a device that sends many delays nobody but itself.
+        Only the newest manifest of each device waits, so a device that sends many delays only itself.
         """
         with self._filled:
             is_waiting = device in self._manifests
@@ -121,10 +120,10 @@ class Receiver:
             self._put(lambda: self._answer(device))
 
     def frame(self, device: str, payload: bytes) -> bool:
-        """Take a chunk frame as the broker delivered it on a device's topic.
+        """Handle a chunk frame that the broker delivered on a device's topic.
 
         Returns:
-            False when it was dropped unseen, since it was not granted.
+            False if it was dropped because it was not granted.
         """
         with self._filled:
             left = self._frames.get(device, 0)
@@ -136,15 +135,15 @@ class Receiver:
         return True
 
     def announced(self, device: str) -> Future[schemas.ArtifactRef | None]:
-        """Which update of a device is under way."""
+        """The update of a device in transfer."""
         return self._ask(lambda: self._announced_ref(device))
 
     def chunk(self, device: str, chunk: Chunk) -> Future[None]:
-        """Take a chunk that came over HTTPS.
+        """Handle a chunk received over HTTPS.
 
         Returns:
-            Done when it is on disk; else CapacityError when too much is waiting already, or the error that makes it useless:
-            OrderError when no such update is under way, MalformedError, IntegrityError.
+            Done when the chunk is on disk. Otherwise CapacityError if too much is waiting, OrderError if no such update is in transfer,
+            MalformedError or IntegrityError.
         """
         return self._ask(lambda: self._feed_chunk(device, chunk), len(chunk.data))
 
@@ -153,19 +152,19 @@ class Receiver:
         self._put(lambda: self._end(device))
 
     def end_attempt(self, attempt: schemas.RoundAttempt, outcome: schemas.Outcome, reason: str) -> None:
-        """End the uploads of an attempt that takes no more updates, and delete what earlier processes left."""
+        """End the uploads of an attempt that accepts no more updates, and delete files left by earlier processes."""
         self._put(lambda: self._end_all(attempt, outcome, reason))
 
     def tick(self) -> None:
-        """Grant again to uploads that stalled."""
+        """Repeat grants of stalled uploads."""
         self._put(self._tick)
 
     def is_busy(self, device: str) -> bool:
-        """Whether an update of a device is under way."""
+        """Whether an update of a device is in transfer."""
         return self._uploads.manifest(device) is not None
 
     def last_seen_at(self, device: str) -> float:
-        """When a valid chunk of a device came last, in monotonic seconds."""
+        """When a device's last valid chunk arrived, in monotonic seconds."""
         return self._last_seen.get(device, float("-inf"))
 
     def _ask(self, work: Callable[[], ResultT], size: int = 0) -> Future[ResultT]:
@@ -182,7 +181,7 @@ class Receiver:
                     raise
 
         if not self._put(answered, size):
-            answer.set_exception(CapacityError("too many updates come at once; try again later"))
+            answer.set_exception(CapacityError("too many updates at the same time; try again later"))
         return answer
 
     def _put(self, work: _Work, size: int = 0) -> bool:
@@ -213,18 +212,18 @@ class Receiver:
             self._uploads.close()
 
     def _guarded(self, device: str, manifest: schemas.Manifest, work: _Work) -> None:
-        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk, database and store of artifacts are raised."""
+        """Limit an unexpected error to its update, so that others continue. Errors of the coordinator's disk, database and artifact store are raised."""
         try:
             work()
         except (WireError, OSError, SQLAlchemyError, StoreError):
             raise
-        except Exception as error:  # after a restart the same would happen again: the update is rejected
+        except Exception as error:  # it would happen again after a restart, so the update is rejected
             where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"
-            log.exception("%s is rejected: its check failed", where)
+            log.exception("%s was rejected: its check failed", where)
             self._refusals.note("unforeseen", error, device)
-            reason = f"its check failed with {type(error).__name__}; the coordinator's log has the details"
+            reason = f"its check failed with {type(error).__name__}; see the coordinator's log"
             self._end_with(self._checks.rejected(device, manifest, self._checks.clock(), reason), manifest)
-            raise OrderError(f"the update of {device} was given up") from error
+            raise OrderError(f"the update of {device} was rejected after an unexpected error") from error
 
     def _answer(self, device: str) -> None:
         with self._filled:
@@ -235,7 +234,7 @@ class Receiver:
         except WireError as error:
             if isinstance(error, CapacityError):
                 self.without_room[device] = str(error)
-            log.warning("the update of %s has to be announced again: %s", device, error)
+            log.warning("the update of %s must be announced again: %s", device, error)
 
     def _announced(self, device: str, manifest: schemas.Manifest) -> None:
         earlier = self._checks.ended(device, manifest)
@@ -263,7 +262,7 @@ class Receiver:
         ref = self._announced_ref(device)
         try:
             if ref is None or ref.id != chunk.artifact:
-                raise OrderError(f"no update {chunk.artifact} of {device} is under way")
+                raise OrderError(f"no update {chunk.artifact} of {device} is in transfer")
             self._take(device, chunk)
         except WireError as error:
             self._refuse(device, error)
@@ -303,7 +302,7 @@ class Receiver:
             self._publisher.need(event.device, event.manifest, event.ranges)
 
     def _admit(self, grant: Grant) -> None:
-        """Let the granted frames in; they may come as soon as the grant is published."""
+        """Accept the granted frames; they may arrive as soon as the grant is published."""
         with self._filled:
             frames = self._frames.get(grant.device, SPARE_FRAMES) + sum(count for _, count in grant.ranges)
             self._frames[grant.device] = min(frames, MAX_FRAMES)
@@ -311,7 +310,7 @@ class Receiver:
     # How an update ends
 
     def _end_with(self, record: UpdateRecord, manifest: schemas.Manifest, received: Received | None = None) -> None:
-        """Commit how an update ended, send its receipt, and notify the round engine."""
+        """Commit an update's outcome, send its receipt, and notify the round engine."""
         device, stored = record.client, self._checks.store_end(record)
         if stored is None:
             self._finish(device, manifest, *self._checks.why_late(manifest))
@@ -337,7 +336,7 @@ class Receiver:
             self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
 
     def _repeat(self, device: str, manifest: schemas.Manifest, earlier: UpdateRecord) -> None:
-        """Answer the manifest of a device whose update to this attempt has ended before."""
+        """Respond to a manifest of a device whose update to this attempt has already ended."""
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
             self._receipt(device, manifest, earlier.outcome, earlier.reason)
@@ -345,7 +344,7 @@ class Receiver:
             self._finish(device, manifest, *self._checks.why_second(earlier))
 
     def _finish(self, device: str, manifest: schemas.Manifest, outcome: schemas.Outcome, reason: str) -> None:
-        """Forget an upload that is not merged and send its receipt."""
+        """Drop an upload that is not merged, and send its receipt."""
         self._end(device)
         self._events.write(
             "update_refused",

@@ -1,8 +1,8 @@
-"""How far one device's update may move a merge: its distance from the base, its weight, and its step beside those of the others.
+"""Limits how far one device's update may move a merge, by its distance from the base, its weight, and its step compared with the others'.
 
-An update is rejected that is too far from the base, scaled back beyond a limit, weighed for no more than a share, and judged by two figures,
-the length and the direction of its step. Torch-free arithmetic on values: it knows no database and no network. docs/research/hostile-devices.md has the
-figures of honest and of hostile updates, the attacks that this stops and those that it does not.
+Updates too far from the base are rejected. Beyond a smaller limit they are scaled back. Their weight is at most a share of the total, and two
+figures are evaluated: the length and the direction of the step. Torch-free arithmetic on values, without database or network. docs/explanation/robustness.md
+has the figures of honest and hostile updates, and the attacks that this does and does not stop.
 """
 
 import statistics
@@ -20,44 +20,44 @@ from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.parts import Part
 
 NORM_BOUND = 1e5
-"""Largest L2 norm of a part that has no base, or one of zeros: networks of this size have 10 to 1,000."""
+"""Largest L2 norm of a part without a base, or with a base of zeros; networks of this size have 10 to 1,000."""
 DISTANCE_BOUND = 10.0
-"""An update farther from the base than so many times its norm, and the last round's median distance, is rejected; honest
-ones stayed below 2 times (docs/research/hostile-devices.md)."""
+"""An update is rejected if its distance from the base exceeds this multiple of the larger of the base's norm and the last round's median
+distance. Honest updates stayed below 2 (docs/explanation/robustness.md)."""
 SMALL_NORM = 1.0
-"""A part whose base has a smaller norm is measured as if it had this one."""
+"""Least norm assumed for a part's base."""
 MIN_MEDIAN = 3
-"""A median of fewer updates is not that of a majority of honest ones."""
+"""Least updates for a median: with fewer, a majority of honest updates does not determine it."""
 SKETCH_NUMBERS = 4096
-"""Length of a sketch: a cosine of two sketches is off by about 1 / sqrt(4096), 0.016."""
+"""Length of a sketch: the error of a cosine of two sketches is about 1 / sqrt(4096), 0.016."""
 ALIKE = 0.6
-"""Where the median cosine of steps is at least this, a step is compared with it by the bound of its rule: while devices still learn the same
-things. Honest steps stayed within 0.24 of such a median; with less in common, a device with other classes came to 0.5 below it."""
+"""If the median cosine of steps is at least this, the rule's bound applies: devices still learn the same things. Honest steps stayed within
+0.24 of such a median; with less in common, a device with other classes was 0.5 below it."""
 FAR = 1.8
-"""Below `ALIKE` the bound counts so many times: converged steps are near orthogonal (median -0.2 to 0.5). Honest ones came to 0.50 below the
-median there, shuffled labels to 0.58; of three steps of which one is flipped the median is about 0, and that one -0.8."""
+"""Below `ALIKE`, the bound is multiplied by this: converged steps are near orthogonal (median -0.2 to 0.5). There, honest steps were up to 0.50
+below the median, and those with shuffled labels 0.58. If one of three steps is flipped, the median is about 0 and the flipped one -0.8."""
 OPPOSITE, COMMON = -0.1, 0.4
-"""A step whose median cosine to the others is below the first undoes what they do, where the median is at least the second."""
+"""A step with a median cosine to the others below the first value counteracts them, if the median is at least the second."""
 MIN_OPPOSED = 5
-"""With fewer updates the median of a step's cosines is one of three, or the mean of two: a single other device moves it."""
-NEEDED = "left in because the round needs it"
-_STATISTICS = ("running_mean", "running_var")  # of batch norm: they follow the data, not a gradient
+"""With fewer updates, a step's median cosine is one of three, or the mean of two, so a single other device changes it."""
+NEEDED = "kept because the round needs it"
+_STATISTICS = ("running_mean", "running_var")  # of batch norm: they depend on the data, not on a gradient
 
 OUTPUT = "output"
-"""The classifier's last matrix by itself: weights whose classes were exchanged differ from honest ones there alone."""
+"""The classifier's last matrix by itself: weights with exchanged classes differ from honest ones only there."""
 
 Sketches = Mapping[str, NDArray[np.float64]]
-"""By the name of a part, or `OUTPUT`."""
+"""By name of a part, or `OUTPUT`."""
 
 Distances = Mapping[Part, float]
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The measure for the updates of a round.
+    """Measures the updates of a round.
 
     Attributes:
-        base: the aggregate that they started from, decoded.
+        base: the decoded aggregate that they started from.
         typical: per part, the median distance of the updates merged in the last closed attempt; empty in the first round.
     """
 
@@ -66,23 +66,23 @@ class Yardstick:
 
     @cached_property
     def bounds(self) -> Distances:
-        """Per part of the base, the distance from which on an update is rejected.
+        """Per part of the base, the distance above which an update is rejected.
 
-        Statistics are computed anew in every round, near no base: the bounds of their layout hold for them.
+        Statistics are computed again in every round and have no near base, so the bounds of their layout apply.
         """
         norms = {part: _norm(arrays, {}) for part, arrays in self.base.parts.items() if part is not Part.STATISTICS}
-        # All zeros stand for weights that only devices can draw: whole ones come in the first round.
+        # All zeros are placeholders for weights that only devices can draw; complete ones arrive in the first round.
         return {
             part: DISTANCE_BOUND * max(norm, SMALL_NORM, self.typical.get(part, 0.0)) if norm else NORM_BOUND
             for part, norm in norms.items()
         }
 
     def distances(self, parts: PartArrays) -> dict[Part, float]:
-        """The L2 distance of each part from the base; its norm where the base does not have the part."""
+        """The L2 distance of each part from the base; its norm if the base does not have the part."""
         return {part: _norm(arrays, self.base.parts.get(part, {})) for part, arrays in parts.items()}
 
     def check(self, client: str, distances: Distances) -> None:
-        """Refuse an update that is too far away to be merged.
+        """Reject an update that is too far from the base.
 
         Raises:
             ValidationError: names the part.
@@ -90,12 +90,12 @@ class Yardstick:
         for part, distance in distances.items():
             bound = self.bounds.get(part, NORM_BOUND)
             if not distance <= bound:
-                reason = f"its {part.value} is {distance:.3g} away from the round's base; the bound is {bound:.3g}"
+                reason = f"the distance of its {part.value} from the round's base is {distance:.3g}; the bound is {bound:.3g}"
                 raise ValidationError(client, reason)
 
 
 def limits_of(typical: Distances, medians: float) -> dict[Part, float]:
-    """Per part, the distance that an update keeps: a multiple of the last round's median distance."""
+    """Per part, the distance to which updates are clipped: a multiple of the last round's median distance."""
     return {part: medians * distance for part, distance in typical.items() if distance > 0}
 
 
@@ -106,12 +106,12 @@ def medians_of(updates: Collection[Distances]) -> dict[Part, float]:
 
 
 def over(distances: Distances, limits: Distances) -> dict[Part, float]:
-    """The share that is left of each part's distance where it is beyond its limit."""
+    """For each part beyond its limit, the share of its distance to keep."""
     return {part: limits[part] / distances[part] for part in limits if distances.get(part, 0.0) > limits[part]}
 
 
 def clipped(parts: PartArrays, base: PartArrays, shares: Mapping[Part, float]) -> PartArrays:
-    """An update with some parts' difference to the base scaled down; batch norm's counters stay as they are."""
+    """An update with some parts' difference to the base scaled down; batch norm's counters don't change."""
     kept = dict(parts)
     for part, share in shares.items():
         origin = base.get(part, {})
@@ -123,7 +123,7 @@ def clipped(parts: PartArrays, base: PartArrays, shares: Mapping[Part, float]) -
 
 
 def outlier(updates: Mapping[str, Distances]) -> str:
-    """The client whose update is farthest from the base, in medians of the part in which it is farthest, where there are any."""
+    """The client whose update is farthest from the base; measured in medians, if available, of its farthest part."""
     medians = medians_of(updates.values())
 
     def farness(client: str) -> float:
@@ -133,10 +133,10 @@ def outlier(updates: Mapping[str, Distances]) -> str:
 
 
 def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> dict[str, int]:
-    """How many examples each client counts for in a merge.
+    """The weight of each client in a merge, in examples.
 
-    A client that the operator's `examples` names counts for that many. Any other counts for the number that it reported, at most
-    `weight_medians` times the median, and for at most the share `max_share` of all.
+    Clients in the operator's `examples` have that weight. All others have their reported number, at most `weight_medians` times the
+    median and at most the share `max_share` of the total.
     """
     if not reported:
         return {}
@@ -150,11 +150,11 @@ def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> 
 
 @dataclass(frozen=True)
 class Movement:
-    """How far and where to one update moves the base.
+    """Distance and direction in which one update moves the base.
 
     Attributes:
         distances: L2 distance of each part from the round's base.
-        sketches: of each part that has a base, its step from there in `SKETCH_NUMBERS` numbers.
+        sketches: for each part with a base, its step in `SKETCH_NUMBERS` numbers.
     """
 
     distances: Distances
@@ -163,12 +163,12 @@ class Movement:
 
 @dataclass(frozen=True)
 class Figures:
-    """One update beside the others of its attempt; None where there are too few to compare with.
+    """One update compared with the others of its attempt; None if there are too few others.
 
     Attributes:
-        norm: its distance from the base in medians of the attempt, of the part in which it is farthest.
-        direction: the median cosine of its step to each other step, in [-1, 1], of the part in which that is farthest below the
-            attempt's median; `typical_direction` is that median.
+        norm: its distance from the base in medians of the attempt, for its farthest part.
+        direction: the median cosine of its step to each other step, in [-1, 1], for the part where it is farthest below the attempt's
+            median; `typical_direction` is that median.
     """
 
     norm: float | None = None
@@ -176,20 +176,20 @@ class Figures:
     typical_direction: float | None = None
 
     def as_json(self) -> dict[str, float]:
-        """The figures that there are, rounded to four digits."""
+        """The available figures, rounded to four digits."""
         return {name: round(value, 4) for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rules do about an update: the strictest action of all that apply, and their reasons."""
+    """The rules' verdict on an update: the strictest action that applies, and the reasons."""
 
     action: Action | None = None
     reasons: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
-        """What became of the update and why, for its operator and its owner; "" where nothing is odd."""
+        """The action and its reasons, for operator and owner; "" if the update is not odd."""
         return f"{_CONSEQUENCES[self.action]}: {'; '.join(self.reasons)}" if self.action else ""
 
 
@@ -197,9 +197,9 @@ def movement_of(parts: PartArrays, yardstick: Yardstick, trained: Collection[Par
     """Measure one update.
 
     Args:
-        parts: of the update, decoded, as the device sent them.
-        yardstick: with the round's base.
-        trained: the parts that devices train from the base on.
+        parts: the update's decoded parts, as sent by the device.
+        yardstick: the yardstick with the round's base.
+        trained: the parts that devices train from the base.
         seed: see `sketches_of`.
     """
     base = {part: arrays for part, arrays in yardstick.base.parts.items() if part in trained}
@@ -207,15 +207,15 @@ def movement_of(parts: PartArrays, yardstick: Yardstick, trained: Collection[Par
 
 
 def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDArray[np.float64]]:
-    """The step of each part from the base, shortened so that cosines of steps stay what they are, up to a few hundredths.
+    """The step of each part from the base, compressed so that cosines of steps change by a few hundredths at most.
 
-    Every number is added, with a random sign, to a random one of `SKETCH_NUMBERS` sums.
+    Each number is added, with a random sign, to one of `SKETCH_NUMBERS` sums at random.
 
     Args:
-        parts: of the update, decoded; those that the base lacks have no step.
+        parts: the update's decoded parts; those that the base lacks have no step.
         base: the aggregate that the round started from.
-        seed: of the signs and the sums; the same for all updates of an attempt, and secret, so that no device can build a step
-            whose sketch is another's.
+        seed: seed of the signs and sums; the same for all updates of an attempt, and secret, so that no device can construct a step with
+            another's sketch.
     """
     found: dict[str, NDArray[np.float64]] = {}
     for part, origin in sorted(base.items()):
@@ -231,7 +231,7 @@ def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDA
 
 
 def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
-    """The figures of each update, by client; `updates` are all that are to be merged."""
+    """The figures of each update, by client; `updates` are all updates to merge."""
     medians = medians_of([each.distances for each in updates.values()])
     directions = _directions({client: each.sketches for client, each in updates.items()})
     found = {}
@@ -244,13 +244,13 @@ def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
 def verdicts_of(
     figures: Mapping[str, Figures], settings: RobustnessSettings, own: Collection[str], quorum: int
 ) -> dict[str, Verdict]:
-    """What the operator's rules do about the updates that are to be merged.
+    """The verdicts of the operator's rules on the updates to merge.
 
     Args:
-        figures: by client.
+        figures: figures by client.
         settings: the rules.
-        own: the clients whose update belongs to the attempt; the others' are late ones of the round before.
-        quorum: with fewer updates of its own the attempt would fail. Where quarantine leaves fewer, `below_quorum` decides.
+        own: clients whose update belongs to the attempt; the others' are late updates of the previous round.
+        quorum: with fewer own updates, the attempt would fail. If quarantine leaves fewer, `below_quorum` decides.
     """
     found = {client: verdict_of(each, settings, len(figures)) for client, each in figures.items()}
     odd = {client for client in own if found[client].action == "quarantine"}
@@ -263,7 +263,7 @@ def verdicts_of(
 
 
 def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> Verdict:
-    """What the operator's rules do about one of so many updates."""
+    """The verdict of the operator's rules on one of `updates` updates."""
     found: list[tuple[Action, str]] = []
     if figures.norm is not None and figures.norm > settings.norm.bound:
         odd = f"its step is {figures.norm:.3g} times as long as the median (at most {settings.norm.bound:g})"
@@ -281,7 +281,7 @@ def verdict_of(figures: Figures, settings: RobustnessSettings, updates: int) -> 
 def merge_weights(
     reported: Mapping[str, int], verdicts: Mapping[str, Verdict], settings: RobustnessSettings
 ) -> dict[str, int]:
-    """How many examples each client counts for in a merge (`given_weights`); without those in quarantine."""
+    """The weight of each client in a merge (`given_weights`), without those in quarantine."""
     kept = {client: count for client, count in reported.items() if verdicts[client].action != "quarantine"}
     weights = given_weights(kept, settings)
     lighter = {client for client in kept if verdicts[client].action == "down-weight"}
@@ -289,20 +289,20 @@ def merge_weights(
 
 
 def is_tolerated(sentence: str) -> bool:
-    """Whether an odd update, with this `Verdict.sentence`, is merged as it is because its operator chose `warn`, not because a round needs it."""
+    """Whether an odd update with this `Verdict.sentence` is merged unchanged because the operator chose `warn`, not because a round needs it."""
     return sentence.startswith(_CONSEQUENCES["warn"]) and not sentence.endswith(NEEDED)
 
 
 _CONSEQUENCES: Mapping[Action, str] = {
-    "warn": "merged all the same",
-    "down-weight": "weighed down",
+    "warn": "merged anyway",
+    "down-weight": "down-weighted",
     "quarantine": "not merged (quarantine)",
 }
-_SEVERITY: tuple[Action, ...] = tuple(_CONSEQUENCES)  # from the mildest on
+_SEVERITY: tuple[Action, ...] = tuple(_CONSEQUENCES)  # mildest first
 
 
 def _least_cosine(typical: float, bound: float, updates: int) -> float:
-    """The median cosine from which on a step is no oddity, in an attempt with this median of them."""
+    """The least median cosine of a step that is not odd, in an attempt with this median cosine."""
     least = typical - (bound if typical >= ALIKE else FAR * bound)
     return max(OPPOSITE, least) if typical >= COMMON and updates >= MIN_OPPOSED else least
 
@@ -318,7 +318,7 @@ def _sketch(step: NDArray[np.float64], random: np.random.Generator) -> NDArray[n
 
 
 def _directions(sketches: Mapping[str, Sketches]) -> dict[str, tuple[float, float]]:
-    """By client, (its median cosine to the other steps, the clients' median of that) where it is farthest below; {} for a few clients."""
+    """By client, (its median cosine to the other steps, the clients' median of it) for the part farthest below; {} for too few clients."""
     clients = sorted(sketches)
     found: dict[str, tuple[float, float]] = {}
     if len(clients) < MIN_MEDIAN:
@@ -337,7 +337,7 @@ def _directions(sketches: Mapping[str, Sketches]) -> dict[str, tuple[float, floa
 
 
 def _share_bound(weights: list[int], share: float) -> int:
-    """The largest weight that is at most `share` of all when larger ones are cut to it; `weights` descend."""
+    """The largest weight that is at most `share` of the total if larger ones are cut to it; `weights` descend."""
     for cut, weight in enumerate(weights):
         if share * cut >= 1.0:
             break
@@ -348,9 +348,9 @@ def _share_bound(weights: list[int], share: float) -> int:
 
 
 def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float:
-    """L2 norm of the floating-point tensors' difference to `origin`'s of the same names.
+    """L2 norm of the floating-point tensors' difference to those of `origin` with the same names.
 
-    Integers are batch norm's counters of batches: they grow for as long as a federation runs, and nothing computes with them.
+    Integers are batch norm's counters of batches: they grow during a federation and are not used in computations.
     """
     differences = (
         np.subtract(array, origin.get(name, np.float32(0)), dtype=np.float64)

@@ -1,6 +1,6 @@
-"""Decides from the database, the operator's settings and the worker's figures: which updates are merged and how, which devices are left out of the next round, and whether accuracy still rises.
+"""Decides from the database, the operator's settings and the worker's figures which updates are merged and how, which devices are left out of the next round, and whether accuracy still rises.
 
-A function of what is stored: a coordinator that was killed decides the same again.
+A function of stored data: after a kill, a coordinator makes the same decision again.
 """
 
 import json
@@ -17,30 +17,30 @@ from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 
 FAILED_IN_A_ROW = 2
-"""A device that failed in this many consecutive attempts is left out of the next ones."""
+"""Consecutive failed attempts after which a device is left out of the next ones."""
 LEFT_OUT_ROUNDS = 5
-"""Number of rounds that it is left out; when it fails again after them, it is left out again at once."""
+"""Number of rounds that it is left out; if it then fails again, it is left out again at once."""
 FAILURES = {
     DeclineReason.TRAINING_FAILED.value: "its training failed",
     DeclineReason.DIVERGED.value: "its training diverged",
 }
 """Declines that count as failures."""
 MIN_VOTES = 2
-"""Clients whose accuracy rises no more; one alone ends no federation."""
-MISSED = "it accepted and did not deliver before the deadline"
+"""Least clients without rising accuracy to end a federation."""
+MISSED = "it accepted but did not deliver before the deadline"
 
 
 def typical_distances(store: Store, federation: str, round_number: int) -> robustness.Distances:
-    """Per part, the median distance from the base that the updates merged in a closed round had; empty for a few."""
+    """Per part, the median distance from the base of the updates merged in a closed round; empty for too few."""
     aggregate = store.aggregate(federation, round_number)
     ended = [] if aggregate is None else store.updates(federation, RoundAttempt(round_number, aggregate.attempt))
     return robustness.medians_of([each.distance_of for each in ended if each.weight and each.distances])
 
 
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
-    """The clients that are left out of a round, and why: they failed in their last `FAILED_IN_A_ROW` attempts, not long ago.
+    """The clients left out of a round, and why: they recently failed in `FAILED_IN_A_ROW` consecutive attempts.
 
-    A failure is an update that was rejected, a training that failed, or an update that was promised and did not come in time.
+    A failure is a rejected update, a failed training, or an accepted invitation without an update in time.
     """
     history: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for attempt in store.attempts(federation):
@@ -57,7 +57,7 @@ def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]
 
 
 def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
-    """Why each client of an attempt failed, or "" for one that delivered; without those that neither failed nor delivered."""
+    """Why each client of an attempt failed, or "" if it delivered; without clients that did neither."""
     ended = {update.client: update for update in store.updates(attempt.federation, attempt.at)}
     collected_until = attempt.distilling_at or attempt.closed_at
     ran_out = collected_until is not None and collected_until >= attempt.deadline_at
@@ -74,7 +74,7 @@ def _failures(store: Store, attempt: AttemptRecord) -> dict[str, str]:
 
 
 def odd_updates(store: Store, federation: str, since_round: int) -> dict[str, UpdateRecord]:
-    """By client, the last of its updates from a round on that was judged, where it was unlike the others; `reason` says what became of it."""
+    """By client, its last evaluated update since a round, if it was unlike the others; `reason` has the action."""
     judged: dict[str, UpdateRecord] = {}
     for attempt in store.attempts(federation):
         if attempt.round >= since_round:
@@ -84,10 +84,10 @@ def odd_updates(store: Store, federation: str, since_round: int) -> dict[str, Up
 
 
 def plateau_reason(store: Store, federation: str, policy: RoundPolicy, trains_in: Callable[[int], bool]) -> str:
-    """Why the federation ends before its last round, or "": the accuracies of more than half of its clients rise no more.
+    """Why the federation ends before its last round, or "": the accuracies of more than half of its clients no longer rise.
 
-    Each client is compared with itself, so that what one device reports moves its own vote alone; a single vote ends nothing. Rounds that
-    do not train (`trains_in`) don't count.
+    Each client is compared with itself, so that a device's report affects only its own vote; a single vote is not enough. Rounds without
+    training (`trains_in`) don't count.
     """
     if policy.stop_patience is None:
         return ""
@@ -110,7 +110,7 @@ def plateau_reason(store: Store, federation: str, policy: RoundPolicy, trains_in
 
 
 def _best_accuracies(rounds: list[list[UpdateRecord]]) -> dict[str, float]:
-    """By client that reported any, the best accuracy that it reported in these rounds."""
+    """By client, the best accuracy that it reported in these rounds, if any."""
     best: dict[str, float] = {}
     for update in (each for updates in rounds for each in updates if "accuracy" in each.reported):
         best[update.client] = max(best.get(update.client, 0.0), update.reported["accuracy"])
@@ -119,13 +119,13 @@ def _best_accuracies(rounds: list[list[UpdateRecord]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is merged.
+    """The updates to merge.
 
     Attributes:
-        updates: (client, artifact, weight) each.
-        limits: how far from the base an update may be.
-        odd: of the attempt's own updates those that are unlike the others: what becomes of each, and why.
-        quarantined: those of them that are not merged.
+        updates: (client, artifact, weight) of each.
+        limits: distances from the base to which updates are clipped.
+        odd: the attempt's own updates that are unlike the others: action and reason for each.
+        quarantined: the odd ones that are not merged.
     """
 
     updates: tuple[tuple[str, str, int], ...]
@@ -134,21 +134,21 @@ class Choice:
     quarantined: frozenset[str]
 
     def too_few(self, left: int, needed: int) -> str:
-        """Why the attempt fails with so many of its own updates left, or ""."""
+        """Why the attempt fails with `left` own updates, or ""."""
         if left >= needed:
             return ""
         odd = ", ".join(f"{client} ({self.odd[client]})" for client in sorted(self.quarantined))
-        return f"{odd or 'no update is odd'}; {left} updates are left, and {needed} are needed"
+        return f"{odd or 'no update is odd'}; {left} updates are left, but {needed} are required"
 
 
 @dataclass(eq=False)
 class Screening:
-    """Chooses for one federation.
+    """Chooses the updates to merge for one federation.
 
     Args:
         store: the database.
         federation: its id.
-        settings: of the coordinator.
+        settings: the coordinator's settings.
         events: the event log.
     """
 
@@ -158,7 +158,7 @@ class Screening:
     events: EventLog
 
     def limits(self, round_number: int) -> robustness.Distances:
-        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
+        """The distances from the base to which a round's updates are clipped; empty if the previous round has no median."""
         typical = typical_distances(self.store, self.federation, round_number - 1)
         return robustness.limits_of(typical, self.settings.clip_medians)
 
@@ -167,7 +167,7 @@ class Screening:
         return {client: update.artifact for client, update in self._candidates(at, policy).items()}
 
     def _candidates(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, UpdateRecord]:
-        """The updates that may be merged, by client: the attempt's own, and late ones of the round before where they are kept."""
+        """The updates that may be merged, by client: the attempt's own, and kept late ones of the previous round."""
         own = {
             update.client: update
             for update in self.store.updates(self.federation, at)
@@ -180,7 +180,7 @@ class Screening:
         return {update.client: update for update in late if update.is_kept_late} | own
 
     def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], policy: RoundPolicy) -> Choice:
-        """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
+        """Evaluate the candidates by their figures, store figures and weights, and write odd updates to the event log."""
         updates = self._candidates(at, policy)
         late = {client for client, update in updates.items() if update.at != at}
         own = updates.keys() - late
@@ -206,10 +206,10 @@ class Screening:
         )
 
     def _examples(self, updates: Mapping[str, UpdateRecord]) -> dict[str, int]:
-        """The examples of each client, as if every one had taken all local steps.
+        """The examples of each client, as if each had taken all local steps.
 
-        A client that took the share s of them is weighted with examples / s: its step away from the base is about s times as long, and
-        so the mean still goes by the examples (FedNova's normalised averaging, Wang et al. 2020, with the weights made to sum to 1).
+        A client that took the share s of them gets the weight examples / s. Its step from the base is about s times as long, so the mean
+        is still weighted by examples (FedNova's normalised averaging, Wang et al. 2020, with weights normalised to sum to 1).
         """
         shares = {
             (at, person.client): person.share

@@ -1,4 +1,4 @@
-"""Decides how an update ends: by its manifest and the database before it is received, by its content afterwards."""
+"""Decides an update's outcome: before transfer by its manifest and the database, afterwards by its content."""
 
 import errno
 import json
@@ -21,16 +21,16 @@ from fedcg.wire.messages.schemas import Manifest, Outcome
 
 @dataclass(eq=False)
 class UpdateChecks:
-    """Decides about the updates of one federation; used by one thread.
+    """Decides the outcome of one federation's updates; used by one thread.
 
     Args:
-        spec: of the federation.
+        spec: the federation's spec.
         store: the database.
-        artifacts: where accepted updates go.
+        artifacts: the store for accepted updates.
         clock: unix time.
 
     Attributes:
-        clock: as given.
+        clock: the given clock.
     """
 
     spec: FederationSpec
@@ -43,17 +43,17 @@ class UpdateChecks:
         self._max_bytes = max_update_bytes(self.spec)
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
-        """The record of an earlier update of this device and attempt, if there is one."""
+        """The record of an earlier update of this device and attempt, if any."""
         return self.store.update(self.spec.federation, manifest.at, device)
 
     def why_second(self, earlier: UpdateRecord) -> tuple[Outcome, str]:
-        """How an update ends where another one of its device and attempt was stored: a conflict, unless this coordinator was recovered since."""
-        if 1000 * earlier.stored_at < self.store.epoch():  # which began as the time of the recovery
-            return Outcome.LATE, "another one of this device, from before this coordinator was restored, counts"
-        return Outcome.CONFLICT, "another update of this round and attempt was ended before"
+        """The outcome if another update of the same device and attempt was stored: a conflict, unless this coordinator was recovered since."""
+        if 1000 * earlier.stored_at < self.store.epoch():  # the epoch began as the time of the recovery
+            return Outcome.LATE, "another one counts, from before this coordinator was restored"
+        return Outcome.CONFLICT, "another update for this round and attempt has already ended"
 
     def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
-        """How an update ends without a check of its content; None when its attempt takes it."""
+        """An update's outcome without a check of its content; None if its attempt accepts it."""
         attempt = self.store.attempt(self.spec.federation, manifest.at)
         invited = self.store.participants(self.spec.federation, manifest.at)
         answer = next((each.state for each in invited if each.client == device), None)
@@ -66,14 +66,14 @@ class UpdateChecks:
         return Outcome.REJECTED, f"the device {'declined' if answer else 'was not invited to'} this attempt"
 
     def why_too_large(self, manifest: Manifest) -> str | None:
-        """Why an update is rejected before a byte of it is asked for, if it is."""
+        """Why an update is rejected before any chunk is requested; None if it is not."""
         size = manifest.artifact.size
         if size <= self._max_bytes:
             return None
         return f"it has {size} bytes; an update of this federation has at most {self._max_bytes}"
 
     def why_late(self, manifest: Manifest) -> tuple[Outcome, str]:
-        """How an update ends whose attempt does not collect."""
+        """The outcome of an update whose attempt is not collecting."""
         attempt = self.store.attempt(self.spec.federation, manifest.at)
         if attempt is None:
             return Outcome.REJECTED, "there is no such round and attempt"
@@ -85,10 +85,10 @@ class UpdateChecks:
         return Outcome.LATE, "the round was closed without this update"
 
     def check(self, received: Received) -> UpdateRecord:
-        """Validate a received update and, when it is good, make it durable.
+        """Validate a received update and, if valid, store it durably.
 
         Raises:
-            OSError: of the coordinator's disk, and no fault of the update.
+            OSError: an error of the coordinator's disk, not of the update.
         """
         manifest, device = received.manifest, received.device
         attempt = self.store.attempt(self.spec.federation, manifest.at)
@@ -113,7 +113,7 @@ class UpdateChecks:
         return _kept_late(record) if self._keeps_late(attempt) else record
 
     def _keeps_late(self, attempt: AttemptRecord) -> bool:
-        """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
+        """Whether the policy keeps late updates of an attempt; the database decides whether it is too late for that."""
         policy = self.store.federation(self.spec.federation).policy
         is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
         return not is_over and policy.late == "next"
@@ -123,9 +123,9 @@ class UpdateChecks:
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended; see `Store.end_update`. One whose attempt closed during its check may be kept late.
+        """Store an update's outcome; see `Store.end_update`. If its attempt closed during the check, it may be kept late.
 
-        The file of an update that was good and is not stored is deleted.
+        The file of a valid update that is not stored is deleted.
         """
         stored = self.store.end_update(record)
         attempt = self.store.attempt(record.federation, record.at)
@@ -133,11 +133,11 @@ class UpdateChecks:
             stored = self.store.end_update(_kept_late(record))
         is_stored = stored is not None and stored.artifact == record.artifact
         if (record.outcome is Outcome.ACCEPTED or record.is_kept_late) and not is_stored:
-            self.artifacts.delete(record.artifact)  # of any other one the id is only what the device announced
+            self.artifacts.delete(record.artifact)  # for other records, the id is only the device's announcement
         return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
-        """The base and the typical distances by which the updates of an attempt are measured, made once a round."""
+        """The base and typical distances for measuring an attempt's updates; created once per round."""
         if self._yardstick is None or self._yardstick.base.id != attempt.base:
             base = self._base(attempt.base)
             typical = typical_distances(self.store, self.spec.federation, attempt.round - 1)
@@ -145,7 +145,7 @@ class UpdateChecks:
         return self._yardstick
 
     def _base(self, artifact: str) -> Base:
-        """The aggregate that an attempt starts from. An error in it is one of the coordinator's own disk, as OSError."""
+        """The aggregate that an attempt starts from. If it is invalid, the coordinator's disk is at fault: an OSError."""
         try:
             return base_in(self.artifacts.get(artifact), self.spec, artifact)
         except WireError as error:
@@ -171,5 +171,5 @@ class UpdateChecks:
 
 def _kept_late(record: UpdateRecord) -> UpdateRecord:
     return replace(
-        record, outcome=Outcome.LATE, reason="it came when its round had closed; it is kept for the next one"
+        record, outcome=Outcome.LATE, reason="it arrived after its round had closed; it is kept for the next one"
     )

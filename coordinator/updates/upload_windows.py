@@ -1,8 +1,8 @@
-"""Uploads under way: at most one per device, granted under a window that all of them share, kept on disk as they arrive.
+"""Uploads in transfer: at most one per device, granted within a shared window, and stored on disk as they arrive.
 
-A broker queues chunks that arrive faster than the coordinator takes them, and drops those that its queue does not hold: over
-MQTT only as many chunks are under way as that queue takes. Chunks that a killed coordinator had received are found again
-(`fedcg.wire.transfer.partial_files`). Hashes and writes: used on the receiver's thread. It sends nothing.
+A broker queues chunks that arrive faster than the coordinator reads them, and drops those that don't fit in its queue. So over MQTT, the
+chunks in transfer are limited to that queue. Chunks received by a killed coordinator are found again
+(`fedcg.wire.transfer.partial_files`). Hashes and writes on the receiver's thread. Sends nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ class Grant:
     """Chunks that a device may send now.
 
     Attributes:
-        is_queued: they come as frames over MQTT, through the coordinator's queue at the broker.
+        is_queued: whether they arrive as frames over MQTT, through the coordinator's queue at the broker.
     """
 
     device: str
@@ -31,12 +31,12 @@ class Grant:
 
 @dataclass(frozen=True)
 class Received:
-    """A complete update whose bytes have the announced sha256, not durable yet.
+    """A complete update whose bytes match the announced sha256; not stored durably yet.
 
     Attributes:
-        manifest_at: when its first manifest came; unix time.
-        file: where it lies.
-        counts: its chunks, as of `DurableReceiver.counts`.
+        manifest_at: when its first manifest arrived; unix time.
+        file: path of its file.
+        counts: counts of its chunks, see `DurableReceiver.counts`.
     """
 
     device: str
@@ -51,16 +51,16 @@ class _Upload:
     manifest: Manifest
     manifest_at: float
     receiver: DurableReceiver
-    is_queued: bool  # its chunks meet others in the coordinator's queue at the broker
+    is_queued: bool  # its chunks share the coordinator's queue at the broker
 
 
 class Uploads:
     """The receivers of one federation's updates.
 
     Args:
-        partials: where half-received updates lie.
-        window: what one device may have under way over MQTT.
-        shared: what all devices together may have under way over MQTT: they meet in the coordinator's queue at the broker.
+        partials: the folder of half-received updates.
+        window: limits for one device over MQTT.
+        shared: limits for all devices together over MQTT, since they share the coordinator's queue at the broker.
     """
 
     def __init__(self, partials: Partials, window: Window, shared: Window) -> None:
@@ -68,8 +68,8 @@ class Uploads:
         self._window = window
         self._shared = shared
         self._active: dict[str, _Upload] = {}
-        self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
-        self._chunks = self._bytes = 0  # granted and not received, of all devices
+        self._held_back: dict[str, None] = {}  # devices that are waiting for grants, oldest first
+        self._chunks = self._bytes = 0  # granted but not received, for all devices
 
     def begin(
         self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier
@@ -81,21 +81,21 @@ class Uploads:
             manifest: announces the update.
             now: monotonic seconds.
             manifest_at: unix time, for the record.
-            carrier: how its chunks will come. Over HTTPS everything that is missing is granted at once.
+            carrier: carrier of its chunks. Over HTTPS, all missing chunks are granted at once.
 
         Returns:
-            The chunks to grant; or the whole update, when all of it is here from before a restart.
+            The chunks to grant; or the complete update, if all of it was received before a restart.
 
         Raises:
-            CapacityError: too many transfers are under way; the device announces it again later.
-            IntegrityError: all chunks from before a restart together have another sha256; the transfer starts again.
+            CapacityError: too many transfers; the device announces it again later.
+            IntegrityError: the complete chunks from before a restart have another sha256; the transfer restarts.
         """
         upload, is_queued = self._active.get(device), carrier is Carrier.MQTT
         if upload is not None and upload.manifest.artifact != manifest.artifact:
             self.end(device)
             upload = None
         if upload is not None and upload.is_queued != is_queued:
-            self._let_go(device)  # the device changed its carrier: chunks on disk count, other bounds hold
+            self._let_go(device)  # the device changed its carrier: chunks on disk still count, but other limits apply
             upload = None
         if upload is None:
             window = self._window if is_queued else None
@@ -104,14 +104,14 @@ class Uploads:
         return self._next(device, upload, now)
 
     def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
-        """Take a chunk of a device's update.
+        """Handle a chunk of a device's update.
 
         Returns:
-            The whole update, once; or the chunks to grant next.
+            The complete update, once; or the chunks to grant next.
 
         Raises:
-            MalformedError: a chunk that the announced artifact can't have.
-            IntegrityError: all chunks together have another sha256; the transfer starts again.
+            MalformedError: a chunk that is not part of the announced artifact.
+            IntegrityError: the complete chunks have another sha256; the transfer restarts.
         """
         upload = self._active.get(device)
         if upload is None:
@@ -122,7 +122,7 @@ class Uploads:
         return self._next(device, upload, now)
 
     def held_back(self, now: float) -> Iterator[Grant]:
-        """Grants for devices that had to wait for others, as far as there is room now."""
+        """Grants for devices that waited for others, as far as the window allows."""
         for device in list(self._held_back):
             if self._room(self._active[device]) <= 0:
                 return
@@ -131,25 +131,25 @@ class Uploads:
                 yield grant
 
     def stalled(self, now: float) -> Iterator[Grant]:
-        """Grants that are due (again) at this time."""
+        """Grants that are due, including repeated ones."""
         for device, upload in self._active.items():
             grant = self._grant(device, upload, now)
             if grant is not None:
                 yield grant
 
     def manifest(self, device: str) -> Manifest | None:
-        """The update of a device that is under way. From any thread."""
+        """The manifest of a device's update in transfer; thread-safe."""
         upload = self._active.get(device)
         return None if upload is None else upload.manifest
 
     def end(self, device: str) -> None:
-        """Forget a device's upload and its chunks."""
+        """Drop a device's upload and its chunks."""
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
 
     def end_attempt(self, attempt: RoundAttempt) -> dict[str, Manifest]:
-        """Forget the uploads of an attempt, and files that an earlier process left: the attempt takes no more updates.
+        """Drop the uploads of an attempt that accepts no more updates, and files left by an earlier process.
 
         Returns:
             The manifests of those uploads, by device.
@@ -183,7 +183,7 @@ class Uploads:
     def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
         room = self._room(upload)
         before = upload.receiver.under_way
-        ranges = upload.receiver.next_need(now, max(0, room))  # also without room: it gives up grants that stalled
+        ranges = upload.receiver.next_need(now, max(0, room))  # also without room: drops stalled grants
         self._count(upload, upload.receiver.under_way - before)
         if ranges is None and room <= 0:
             self._held_back[device] = None
@@ -192,7 +192,7 @@ class Uploads:
         return None if ranges is None else Grant(device, upload.manifest, ranges, upload.is_queued)
 
     def _room(self, upload: _Upload) -> int:
-        """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""
+        """How many more chunks of this upload fit in the shared window; a single transfer always gets some."""
         if not upload.is_queued:
             return upload.manifest.artifact.chunks
         if self._chunks == 0:

@@ -1,6 +1,6 @@
-"""Whether an update may be merged: header, report, layouts, codecs, decoded numbers finite, variances not negative.
+"""Validates updates: header, report, layouts, codecs, finite decoded numbers, no negative variances.
 
-Torch-free; decides by the spec, never by trust. How far an update may be from its base is the matter of `robustness`.
+Torch-free; decides by the spec, never by trust. `robustness` limits the distance from the base.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ class Expected:
 
 
 def update_codecs(layouts: PartLayouts, spec: FederationSpec) -> dict[str, TensorCodec]:
-    """How the tensors of an update of this federation are coded."""
+    """The tensor codecs of this federation's updates."""
     return artifacts.codecs_for(layouts, spec.codec, spec.with_base)
 
 
 def base_in(data: bytes, spec: FederationSpec, artifact: str) -> artifacts.Base:
-    """An aggregate of this federation, decoded, as what updates may be coded as the difference to.
+    """Decode an aggregate of this federation, as the base of delta-coded updates.
 
     Args:
-        data: the bytes of the artifact, which are sound.
+        data: the verified bytes of the artifact.
         spec: the federation's spec.
         artifact: its id.
 
@@ -49,17 +49,17 @@ def base_in(data: bytes, spec: FederationSpec, artifact: str) -> artifacts.Base:
 
 
 def unpack_update(data: bytes, spec: FederationSpec, base: artifacts.Base | None) -> artifacts.Artifact:
-    """The update in an artifact, decoded.
+    """Decode the update in an artifact.
 
     Raises:
-        WireError: it is not one that this federation's spec asks for in its round.
+        WireError: it is not a valid update by the federation's spec for its round.
     """
     layouts = spec.update_layouts(artifacts.read_header(data).round)
     return artifacts.unpack(data, layouts, max_update_bytes(spec), codecs=update_codecs(layouts, spec), base=base)
 
 
 def max_update_bytes(spec: FederationSpec) -> int:
-    """The largest size of an update of this federation, in bytes; checked before a byte of it is asked for."""
+    """The largest size of this federation's updates in bytes; checked before any chunk is requested."""
     every = [spec.update_layouts(number) for number in (1, 2)]
     payload = max(max_payload_bytes(layouts, update_codecs(layouts, spec)) for layouts in every)
     return payload + payload // 128 + ZSTD_SLACK_BYTES + artifacts.MAX_HEADER_BYTES
@@ -68,10 +68,10 @@ def max_update_bytes(spec: FederationSpec) -> int:
 def validate_update(
     data: bytes, spec: FederationSpec, expected: Expected, base: artifacts.Base | None = None
 ) -> artifacts.Artifact:
-    """The decoded update, when it may be merged.
+    """Decode and validate an update.
 
     Args:
-        data: the bytes of the artifact, complete and with the announced sha256.
+        data: the complete bytes of the artifact, with the announced sha256.
         spec: the federation's spec.
         expected: the values that its header must have.
         base: the aggregate that the round started from; a delta codec needs it.
@@ -111,12 +111,12 @@ def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
     allowed = frozenset(spec.report) | VOLUNTARY_REPORT
     strange = sorted(field.value for field in report.fields() - allowed)
     if strange:
-        raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not ask for")
+        raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not request")
     missing = sorted(field.value for field in spec.required_report - report.fields())
     if missing:
-        raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge needs")
+        raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge requires")
     if report.per_class is not None and not report.per_class.fits(spec.class_count):
-        raise ValidationError(client, f"its accuracies by class are not of {spec.class_count} classes")
+        raise ValidationError(client, f"its accuracies by class are not for {spec.class_count} classes")
     if report.label_counts is not None:
         if len(report.label_counts) != spec.class_count:
             raise ValidationError(client, f"{len(report.label_counts)} label counts for {spec.class_count} classes")
@@ -128,4 +128,4 @@ def _check_variances(parts: PartArrays, client: str) -> None:
     for part, arrays in parts.items():
         for name, array in arrays.items():
             if name.rpartition(".")[2] == "running_var" and array.min(initial=0) < 0:
-                raise ValidationError(client, f"its {part.value}'s {name} holds a variance below 0")
+                raise ValidationError(client, f"its {part.value}'s {name} contains a variance below 0")

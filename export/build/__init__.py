@@ -1,1 +1,1 @@
-"""From torch to a verified model on disk."""
+"""From a torch model to a verified model on disk."""

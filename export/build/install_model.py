@@ -1,6 +1,6 @@
-"""Personal model to an installed version: exported, verified, described by a manifest, put in use in one atomic step. Uses torch.
+"""Installs a personal model as a version: exports and verifies it, writes a manifest, and puts it in use in one atomic step. Uses torch.
 
-The gate before a new version: on the box's own held-out images it must be as good as the one in service, or nearly.
+Gate for new versions: accuracy on the device's held-out images must not drop by more than a bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedcg.wire.parts import Part
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
-ALLOWED = 0.01  # accuracy that a new version may lose, as a share: chance moves a few hundred images by as much
+ALLOWED = 0.01  # largest accuracy loss, as a share: about the sampling error of a few hundred images
 
 
 def pass_gate(
@@ -50,17 +50,17 @@ def pass_gate(
 
     Args:
         candidate: directory of the new model, not installed yet.
-        installed: where the one in service is.
-        files: held-out image files, or tensors, of this box.
+        installed: the versions, one of them in service.
+        files: held-out image files, or tensors, of this device.
         labels: index of the right class per file.
-        allowed: accuracy that the new one may lose, as a share.
+        allowed: largest accuracy loss of the new one, as a share.
         threads: threads of one prediction; 0 lets onnxruntime choose.
 
     Returns:
-        What was compared; None where nothing can be: no files, no usable model in service, or one of other classes or tensors.
+        The comparison; None if none is possible: no files, no usable model in service, or other classes or tensors.
 
     Raises:
-        GateError: the new one is worse by more than is allowed.
+        GateError: the new one loses more than allowed.
         ModelError: the new one does not run.
         InputError: a file that cannot be read as an image.
     """
@@ -77,8 +77,8 @@ def pass_gate(
     right = [_right(model, files, names) for model in (old, new)]
     if right[1] < right[0] - allowed:
         raise GateError(
-            f"the new model gets {right[1]:.1%} of {len(files)} held-out images right, version {old.directory.name} in service "
-            f"{right[0]:.1%}; at most {allowed:.1%} less is allowed, so {old.directory.name} stays"
+            f"the new model's accuracy on {len(files)} held-out images is {right[1]:.1%}; version {old.directory.name} in service has "
+            f"{right[0]:.1%}. At most {allowed:.1%} less is allowed, so {old.directory.name} stays in service"
         )
     return manifest.Gate(
         against=old.directory.name, images=len(files), before=right[0], accuracy=right[1], allowed=allowed
@@ -111,24 +111,24 @@ def package_personal(
     Args:
         spec: the federation's spec.
         parts: weights of the parts that the method's model is made of; others are ignored.
-        slots_root: root of this box's versions.
+        slots_root: root of this device's versions.
         round_number: the round the weights come from.
-        test_files: held-out image files, or tensors; without any, random ones are compared.
+        test_files: held-out image files, or tensors; if empty, random inputs are compared.
         test_labels: index of the right class per file.
-        metrics: figures to keep beside the model, by name.
-        takes: of images: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
-        variants: inputs to try float16 and int8 by; None for the model as exported alone.
-        gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
-        key: file of the device's message key, which signs the manifest; None for an unsigned model.
-        before: what images go through before the network, normalised ones in and out; it becomes part of the model.
+        metrics: figures to store in the manifest, by name.
+        takes: for images: pixels of any size, or normalised ones at the network's size, without preprocessing in the file.
+        variants: inputs to evaluate float16 and int8; None for only the model as exported.
+        gate: largest accuracy loss on the test files compared with the version in use, as a share; None for no comparison.
+        key: file of the device's message key, to sign the manifest; None for an unsigned model.
+        before: layer in front of the network, normalised images in and out; it becomes part of the model.
 
     Returns:
-        Directory of the new version; its manifest holds the comparison with the trained model.
+        Directory of the new version. Its manifest contains the comparison with the trained model.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
-        ExportError: the network cannot be written as ONNX, or the ONNX model is not the trained one, or it is worse than the gate
-            allows. Nothing was installed then and the version in use stays.
+        ExportError: the network cannot be written as ONNX, the ONNX model differs from the trained one, or its accuracy is below the
+            gate. Nothing is installed and the version in use does not change.
     """
     installed, threads = ModelVersions(slots_root), torch.get_num_threads()
     takes = takes if isinstance(spec.input, ImageForm) else "tensors"
@@ -186,7 +186,7 @@ def read_spec(path: Path) -> FederationSpec:
     """A spec from its canonical JSON file.
 
     Raises:
-        InputError: cannot be read, or is not a spec.
+        InputError: the file cannot be read, or is not a spec.
     """
     if not path.exists():
         raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
@@ -199,7 +199,7 @@ def read_spec(path: Path) -> FederationSpec:
 
 
 def _check_defence(path: Path) -> None:
-    """An agent's state names the data defence of its images in the snapshot beside it."""
+    """Reject weights that need an input layer with the device's key; the agent's snapshot names their data defence."""
     snapshot = path.with_name("snapshot.json")
     with contextlib.suppress(OSError, ValueError, AttributeError):  # weights from elsewhere
         label = json.loads(snapshot.read_bytes()).get("defence", "")
@@ -207,8 +207,8 @@ def _check_defence(path: Path) -> None:
         if name in defence_names() and defence_of(name, {})[0].input_layer is not None:
             raise InputError(
                 str(path),
-                f"trained on images that the data defence {name} encrypted; a model without the device's key classifies no real "
-                "image: use a version that the agent exported, under models/ of its store",
+                f"trained on images encrypted by the data defence {name}; without the device's key the model can't classify real "
+                "images. Use a version that the agent exported, under models/ in its store",
             )
 
 
@@ -217,11 +217,11 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
 
     Args:
         path: tensors named `part/name`, or `slot/part/name` as in an agent's private store.
-        slot: which slot, where the file has slots.
+        slot: which slot, if the file has slots.
 
     Raises:
-        InputError: cannot be read, has no extractor and classifier under that slot, or a model of it needs an input layer
-            that only the agent has.
+        InputError: the file cannot be read, has no extractor and classifier under that slot, or needs an input layer that only the
+            agent has.
     """
     if not path.exists():
         raise InputError(str(path), "no such file", exit_code=NOT_FOUND)
@@ -229,7 +229,7 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise InputError(str(path), f"not a safetensors file that can be read: {error}") from error
+        raise InputError(str(path), f"not a readable safetensors file: {error}") from error
     prefix = f"{slot}/" if slot else ""
     parts: dict[Part, Weights] = {
         part: {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
@@ -239,6 +239,6 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
     missing = [part.value for part, weights in parts.items() if not weights]
     if missing:
         slots = sorted({name.split("/")[0] for name in tensors if name.count("/") >= 2})
-        hint = f"; choose one of its slots with --slot: {', '.join(slots)}" if slots else ""
-        raise InputError(str(path), f"holds no tensor {prefix}{missing[0]}/…{hint}")
+        hint = f"; choose a slot with --slot: {', '.join(slots)}" if slots else ""
+        raise InputError(str(path), f"contains no tensor {prefix}{missing[0]}/…{hint}")
     return parts

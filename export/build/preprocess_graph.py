@@ -1,10 +1,10 @@
-"""The way from a decoded image to a network's input as ONNX nodes: any height and width in, resized, normalised. Needs `onnx`; torch-free.
+"""Preprocessing as ONNX nodes: takes decoded images of any size, resizes and normalises them. Needs `onnx`; torch-free.
 
-Must stay, bit for bit, the same function as `fedcg.imaging`; tests hold the two together.
-onnxruntime's own Resize differs from Pillow's by up to 16 levels, so Pillow's arithmetic is written out, in the templates beside this module:
-a pass over the columns, then one over the rows, each rounded to 8 bits, with weights of 22 bits that are computed from the image's size in double.
-Only the pixels that a weight falls on are gathered, and their sums are exact: a weight is three bytes, and MatMulInteger adds up products
-of bytes in 32 bits. So a photograph needs twice its own memory, not that of its values in double.
+Must stay bit-exact with `fedcg.imaging`; tests compare the two.
+onnxruntime's own Resize differs from Pillow's by up to 16 levels. The templates in this folder therefore implement Pillow's arithmetic:
+one pass over the columns, then one over the rows, each rounded to 8 bits. The 22-bit weights are computed from the image's size in double.
+Only the pixels with a weight are gathered, and their sums are exact: a weight is three bytes, and MatMulInteger sums products of bytes in
+32 bits. So a photograph needs only twice its memory, instead of an array of doubles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_preprocessing(network: onnx.ModelProto, form: ImageForm) -> onnx.ModelPr
 
     Args:
         network: takes `input`, [batch, channels, height, width] float32, normalised.
-        form: mode, size and statistics that it was trained with.
+        form: mode, size and statistics of its training.
 
     Returns:
         A model that takes `images`, [batch, any height, any width, channels] uint8.
@@ -47,7 +47,7 @@ def add_preprocessing(network: onnx.ModelProto, form: ImageForm) -> onnx.ModelPr
 
 
 def on_network(model: onnx.ModelProto, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> onnx.ModelProto:
-    """Convert a model's network; its preprocessing, if it has one, stays as it is."""
+    """Convert a model's network. Its preprocessing, if any, stays unchanged."""
     import onnx
 
     nodes = list(model.graph.node)
@@ -67,7 +67,7 @@ def _is_preprocessing(node: onnx.NodeProto) -> bool:
 
 
 def _joined(front: onnx.GraphProto, network: onnx.ModelProto) -> onnx.ModelProto:
-    """A model of both; what the network takes is kept in `value_info`, so that they can be taken apart again."""
+    """Join both to one model. The network's input stays in `value_info`, so that they can be separated again."""
     import onnx
 
     model = onnx.ModelProto()

@@ -1,8 +1,8 @@
-"""A personal model as one ONNX file (uint8 pixels or tensors in, logits and probabilities out), and its comparison with the trained model on the same files.
+"""Exports a personal model as one ONNX file (uint8 pixels or tensors in, logits and probabilities out), and compares it with the trained model.
 
 Uses torch.
 
-Preprocessing and the softmax are in the graph; class names, image form and origin are in the file's metadata.
+Preprocessing and softmax are in the graph. Class names, image form and origin are in the file's metadata.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from fedcg.learning.method import Weights
 
 
-OPSET = 18  # what both exporters write without conversion, and what the TensorRT of JetPack 6 reads
-_TRACED_BATCH = 2  # a batch of one would be taken for a constant
-# Unsupported operators, an exporter that this torch no longer has, a package that it needs and that is not installed.
+OPSET = 18  # both exporters write it without conversion, and TensorRT of JetPack 6 reads it
+_TRACED_BATCH = 2  # the exporter would treat a batch of one as a constant
+# Unsupported operators, an exporter that this torch no longer has, or a required package that is not installed.
 _EXPORTER_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError)
 _log = logging.getLogger(__name__)
 
 
 class Served(nn.Module):
-    """A personal model with the probabilities beside its logits."""
+    """A personal model that returns logits and probabilities."""
 
     def __init__(self, model: nn.Module, *, has_classes: bool = True) -> None:
         super().__init__()
@@ -66,32 +66,32 @@ class Served(nn.Module):
         self.names = OUTPUT_NAMES if has_classes else TASK_OUTPUT
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits and probabilities, both [B, classes], of [B, C, H, W] float32 images, normalised; of a model without classes its output."""
+        """Logits and probabilities, both [B, classes], for normalised [B, C, H, W] float32 images; without classes, the model's output."""
         logits = self.model(images)
         return (logits,) if self.names == TASK_OUTPUT else (logits, logits.softmax(dim=1))
 
 
 class Normalised(nn.Module):
-    """Tensors as a network takes them."""
+    """Normalises tensors for a network."""
 
     def __init__(self, form: TensorForm) -> None:
         super().__init__()
         self.form = form
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[B, *shape] float32, normalised, of [B, *shape] of the form's type."""
+        """Normalised [B, *shape] float32 from [B, *shape] of the form's type."""
         return normalise(inputs, self.form)
 
 
 def as_used(spec: FederationSpec, parts: Mapping[Part, Weights], before: nn.Module | None = None) -> nn.Module:
-    """A personal model of tensors as the data has them, or of normalised images."""
+    """A personal model that takes tensors as in the data, or normalised images."""
     network = personal_model(spec, parts, before=before)
     return nn.Sequential(Normalised(spec.input), network) if isinstance(spec.input, TensorForm) else network
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the file's bytes, its opset, and the exporter that made it."""
+    """The exported file's bytes, its opset, and the exporter."""
 
     content: bytes
     opset: int
@@ -109,17 +109,17 @@ def export_personal(
 ) -> Exported:
     """Write a personal model as ONNX; the same weights give the same bytes.
 
-    The first exporter that can is used. torch's TorchScript exporter comes first: the newer one imports torch's compiler and took
-    5 s at its first call where this one took 0.1 s (torch 2.13, LeNet-5). TorchScript is deprecated, hence the second.
+    The first exporter that succeeds is used. torch's TorchScript exporter is tried first: the newer one imports torch's compiler, and
+    its first call took 5 s instead of 0.1 s (torch 2.13, LeNet-5). TorchScript is deprecated, hence the second.
 
     Args:
         spec: the federation's spec.
         parts: weights of the parts that the method's model is made of; others are ignored.
         out_path: file to write.
         round_number: the round the weights come from.
-        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file. Tensors are taken as
-            they are, and normalised in the file.
-        before: what images go through before the network, normalised ones in and out; it is in the file.
+        takes: pixels of any size, or normalised ones at the network's size, without preprocessing in the file. For tensors, the file
+            includes the normalisation.
+        before: layer in front of the network, normalised images in and out; the file includes it.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
@@ -156,7 +156,7 @@ def _convert(model: Served, spec: FederationSpec) -> tuple[onnx.ModelProto, str]
 def _with_torchscript(model: Served, example: torch.Tensor) -> onnx.ModelProto:
     import onnx
 
-    # torch 2.7 to 2.13 prints the graph of a network that it can't write, on stdout, whatever its logging is set to.
+    # torch 2.7 to 2.13 prints the graph of a network that it can't write on stdout, regardless of its logging settings.
     silent = patch.object(torch._C, "_jit_onnx_log", create=True)  # noqa: SLF001
     with silent, tempfile.TemporaryDirectory(prefix="fedcg-export-") as folder:
         path = Path(folder) / "model.onnx"
@@ -182,7 +182,7 @@ def _with_dynamo(model: Served, example: torch.Tensor) -> onnx.ModelProto:
         input_names=[NETWORK_INPUT],
         output_names=list(model.names),
         dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1 << 16)},),
-        optimize=False,  # onnxruntime optimises when it loads; here it costs more than a second
+        optimize=False,  # onnxruntime optimises at loading; doing it here takes more than a second
         verbose=False,
     )
     assert program is not None
@@ -204,11 +204,11 @@ def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, t
     onnx.helper.set_model_props(proto, properties)
 
 
-# float32 rounding through a few layers stays near 1e-6 of the largest logit; a wrong resize or normalisation is far above 1e-4.
+# float32 rounding in a few layers stays near 1e-6 of the largest logit; a wrong resize or normalisation causes far more than 1e-4.
 LOGIT_TOLERANCE = 1e-4
 MIN_TOP1_AGREEMENT = 0.995
 NOISE_IMAGES = 64
-OWN_SIZE_IMAGES = 8  # a photograph takes the model's own resize a quarter of a second
+OWN_SIZE_IMAGES = 8  # the model's resize takes a quarter of a second per photograph
 _BATCH = 256
 
 
@@ -222,25 +222,25 @@ def verify(
     takes: Takes = "pixels",
     before: nn.Module | None = None,
 ) -> Verification:
-    """Run both models over image files, or over tensors, and compare them.
+    """Run both models on image files or tensors, and compare their outputs.
 
-    The first files also go through a model's own preprocessing, each at its own size: the logits must be those of the image that
-    training would see, to the last bit.
+    The first files also go through the model's preprocessing, each at its original size. The logits must equal, bit for bit, those of
+    the image after training's preprocessing.
 
     Args:
         model_path: the ONNX file.
         spec: the federation's spec.
         parts: weights of the personal model's parts.
-        files: held-out image files, or tensors. Without any, random ones are compared and no accuracy is given.
+        files: held-out image files, or tensors. Without any, random inputs are compared, without accuracy.
         labels: index of the right class per file.
-        takes: what the ONNX model takes, where the inputs are images.
-        before: what images go through before the trained network.
+        takes: the ONNX model's input, if the inputs are images.
+        before: layer in front of the trained network.
 
     Raises:
-        VerificationError: its preprocessing is not that of training, a logit differs by more than 1e-4 of the largest one (or of 1), or fewer than 99.5 % of the images get
-            the same class, or a value is not finite.
+        VerificationError: its preprocessing differs from training's, a logit differs by more than 1e-4 of the largest one (or of 1),
+            fewer than 99.5 % of the images get the same class, or a value is not finite.
         InputError: a file that cannot be read as an image.
-        ModelError: onnxruntime refuses the model.
+        ModelError: onnxruntime can't load the model.
     """
     if len(files) != len(labels):
         raise ValueError(f"{len(files)} files but {len(labels)} labels")
@@ -259,7 +259,7 @@ def verify(
 
 @torch.no_grad()
 def _logits(network: nn.Module, inputs: Sequence[Sample], form: InputForm) -> Floats:
-    """What training's own network gives for inputs: [B, classes] float32."""
+    """Outputs of the trained network: [B, classes] float32."""
     batch = np.stack(inputs)
     if isinstance(form, ImageForm):
         batch = np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
@@ -273,13 +273,13 @@ def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path],
         given, wanted = (session.run(["logits"], {INPUT_NAME: image[None]})[0] for image in (own_size, fitted))
         if not np.array_equal(given, wanted, equal_nan=True):
             raise VerificationError(
-                f"{model_path}: brings {name} to its size in another way than training; it is not installed. Install the newest "
-                "onnxruntime that this box can run, or export with --raw"
+                f"{model_path}: resizes {name} differently from training; it is not installed. Install the newest "
+                "onnxruntime for this machine, or export with --raw"
             )
 
 
 def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pixels, Pixels]]:
-    """Images at their own size and at the form's; one of random pixels at the end."""
+    """Images at their original size and at the form's size; the last one has random pixels."""
     for file in files:
         yield str(file), load_image(file, form, resize=False), load_image(file, form)
     noise = _noise((2 * form.height + 1, form.width // 2 + 1, form.channels))
@@ -298,7 +298,7 @@ def _noise(shape: tuple[int, ...]) -> Pixels:
 
 
 def _normal(form: InputForm) -> Floats:
-    """Random tensors that are normalised to mean 0 and deviation 1."""
+    """Random tensors that normalise to mean 0 and deviation 1."""
     numbers = np.random.default_rng(0).standard_normal((NOISE_IMAGES, *form.shape))
     mean, std = (
         np.reshape(of or one, (-1, *[1] * (len(form.shape) - 1))) for of, one in ((form.mean, 0.0), (form.std, 1.0))
@@ -309,16 +309,14 @@ def _normal(form: InputForm) -> Floats:
 
 def _compare(trained: Floats, exported: Floats, labels: np.ndarray, model_path: Path) -> Verification:
     if not (np.isfinite(trained).all() and np.isfinite(exported).all()):
-        raise VerificationError(
-            f"{model_path}: a model gives a logit that is not a number; train again from the last good round"
-        )
+        raise VerificationError(f"{model_path}: a logit is not a finite number; train again from the last good round")
     difference = float(np.abs(trained - exported).max())
     bound = LOGIT_TOLERANCE * max(1.0, float(np.abs(trained).max()))
     agreement = float((trained.argmax(1) == exported.argmax(1)).mean())
     if difference > bound or agreement < MIN_TOP1_AGREEMENT:
         raise VerificationError(
-            f"{model_path}: not the trained model: logits differ by up to {difference:.2g} (allowed {bound:.2g}), "
-            f"{agreement:.1%} of {len(trained)} inputs get the same class (needed {MIN_TOP1_AGREEMENT:.1%}); it is not installed"
+            f"{model_path}: differs from the trained model: logits differ by up to {difference:.2g} (allowed {bound:.2g}), "
+            f"{agreement:.1%} of {len(trained)} inputs get the same class (required {MIN_TOP1_AGREEMENT:.1%}); it is not installed"
         )
     from_files = len(labels) > 0
     return Verification(

@@ -1,6 +1,6 @@
-"""Other forms of an exported model: tried on the box that will run them, kept only where they pay there, checked once more on files that had no part in the choice.
+"""Variants of an exported model: tried on the device that will run them, kept only if they are faster there, and checked on files that were not used for the choice.
 
-A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and loses no more accuracy on held-out images than the budget. The manifest records what was measured and why it was decided so. Needs the package `onnx`, not torch.
+A variant is kept if it is faster than the float32 model on this machine and loses no more accuracy on held-out images than the budget. Timing uses the execution providers that will serve it. The manifest records measurements and reasons. Needs the package `onnx`, not torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     import onnx
 
 
-BUDGET = 0.005  # accuracy that a variant may lose, as a share
-SPEED_UP = 1.05  # a smaller gain than this one may be the clock's noise
-CALIBRATION_IMAGES = 64  # onnxruntime keeps every layer's output of each of them
+BUDGET = 0.005  # largest accuracy loss of a variant, as a share
+SPEED_UP = 1.05  # a smaller gain may be measurement noise
+CALIBRATION_IMAGES = 64  # onnxruntime keeps all layer outputs of each image
 TIMING_S = 1.0
 TIMING_ROUNDS = (20, 400)
 _WARM_UP = 3
@@ -49,12 +49,12 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What variants are judged by.
+    """Inputs that evaluate variants.
 
     Attributes:
-        images: each as the model takes it, seen neither in training nor in calibration.
+        images: each in the model's form, used neither in training nor in calibration.
         labels: index of the right class per image.
-        calibration: images whose activations give int8 its ranges; labels are not needed.
+        calibration: images to calibrate int8; labels are not needed.
     """
 
     images: Sequence[runtime.Sample]
@@ -63,25 +63,25 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if not self.images or not self.calibration:
-            raise ExportError("variants are judged by held-out images and calibrated on others; there are none")
+            raise ExportError("variants need held-out images, and others for calibration; some are missing")
         if len(self.images) != len(self.labels):
             raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
 
 
 def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, threads: int = 0) -> Manifest:
-    """Try variants of the model in a directory, write those that pay beside it, and name the one to serve in its manifest.
+    """Try variants of the model in a directory, add those that are worth keeping, and name the one to serve in its manifest.
 
     Args:
         directory: a model and its manifest, not in use yet.
-        held_out: images to judge and to calibrate by.
-        budget: accuracy that a variant may lose against float32, as a share of the held-out images.
-        threads: threads of one prediction, as it will be served; 0 lets onnxruntime choose.
+        held_out: images for evaluation and calibration.
+        budget: largest accuracy loss compared with float32, as a share of the held-out images.
+        threads: threads of one prediction, as in service; 0 lets onnxruntime choose.
 
     Returns:
         The manifest as written.
 
     Raises:
-        ModelError: the directory holds no model that runs.
+        ModelError: the directory contains no model that runs.
     """
     manifest = read_manifest(directory)
     plain = read_model(directory, manifest, manifest.model)
@@ -118,7 +118,7 @@ def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -
 
 
 def best(judged: Sequence[Variant]) -> Variant:
-    """The fastest that is kept."""
+    """The fastest kept variant."""
     return min((one for one in judged if one.file is not None), key=lambda one: one.latency_ms or 0.0)
 
 
@@ -150,16 +150,16 @@ def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, p
 
 
 def _objection(speed_up: float, lost: float, budget: float) -> str:
-    """Why a variant is not kept; empty when it is."""
+    """Why a variant is not kept; empty if it is kept."""
     if lost > budget:
-        return f"loses {lost:.1%} of accuracy, more than the {budget:.1%} that it may"
+        return f"loses {lost:.1%} of accuracy; at most {budget:.1%} is allowed"
     if speed_up < SPEED_UP:
-        return f"{speed_up:.2f} times as fast as fp32 on this machine; at least {SPEED_UP} is asked for"
+        return f"{speed_up:.2f} times as fast as fp32 on this machine; at least {SPEED_UP} is required"
     return ""
 
 
 def _latencies(predictors: Sequence[runtime.Predictor], images: Sequence[runtime.Sample]) -> list[float]:
-    """Median milliseconds of one prediction at batch 1, in turns, so that other load on the machine affects all alike."""
+    """Median milliseconds of one prediction at batch 1. Predictors take turns, so that other load affects all equally."""
     taken: list[list[float]] = [[] for _ in predictors]
     began, (least, most) = time.perf_counter(), TIMING_ROUNDS
     for turn in range(_WARM_UP + most):
@@ -179,28 +179,28 @@ def _file(candidate: _Candidate, opset: int) -> ModelFile:
 
 @contextmanager
 def _conversion() -> Iterator[None]:
-    """Turn every exception of a converter into a ConversionError; its warnings and log lines are left out."""
+    """Turn every exception of a converter into a ConversionError; suppress its warnings and log lines."""
     root, level = logging.getLogger(), logging.getLogger().level
     try:
         root.setLevel(logging.ERROR)  # the quantiser logs to the root logger
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:  # the converters raise whatever a graph makes them fail at
-        raise ConversionError(f"can't be made: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the converters raise arbitrary exceptions
+        raise ConversionError(f"can't be created: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
 
 
 def _to_trt_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
-    """The same file; only TensorRT's options differ."""
+    """The same file; only TensorRT options differ."""
     if runtime.TENSORRT not in runtime.available_providers():
-        raise ConversionError(f"not tried: no TensorRT here, only {runtime.in_words(runtime.available_providers())}")
+        raise ConversionError(f"not tried: no TensorRT, only {runtime.in_words(runtime.available_providers())}")
     return content
 
 
 def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
-    """Another form of a model's network; the preprocessing in front of it stays exact."""
+    """Convert a model's network; its preprocessing stays exact."""
     import onnx
 
     with _conversion():
@@ -250,7 +250,7 @@ def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Sample]) 
 
 
 class _Calibration:
-    """Images one by one, as onnxruntime's quantiser asks for them."""
+    """Images one by one, in the interface of onnxruntime's quantiser."""
 
     def __init__(self, images: Sequence[runtime.Sample]) -> None:
         self._images = iter(images)
@@ -272,13 +272,13 @@ _SAME_FILE = frozenset({"fp32", "trt_fp16"})
 def verify_variants(
     directory: Path, files: Sequence[Path | runtime.Sample], labels: Sequence[int], *, threads: int = 0
 ) -> Manifest:
-    """Compare each form that was kept with the model as exported, from the encoded files on, and record it in the manifest.
+    """Compare each kept variant with the model as exported, from the encoded files, and record the result in the manifest.
 
-    One that loses more than `BUDGET` on these files is not kept after all.
+    A variant that loses more than `BUDGET` on these files is removed.
 
     Args:
-        directory: a model, its variants and its manifest, not in use yet.
-        files: held-out image files, or tensors; without any nothing is compared.
+        directory: a model, its variants and manifest, not in use yet.
+        files: held-out image files, or tensors; if empty, nothing is compared.
         labels: index of the right class per file.
         threads: threads of one prediction; 0 lets onnxruntime choose.
 
@@ -287,7 +287,7 @@ def verify_variants(
 
     Raises:
         InputError: a file that cannot be read as an image.
-        ModelError: a form that does not run.
+        ModelError: a variant that does not run.
     """
     manifest = read_manifest(directory)
     tried = [one for one in manifest.variants if one.file is not None and one.name != "fp32"]
@@ -331,7 +331,7 @@ def _after_check(form: Variant, check: VariantCheck | None) -> Variant:
     if check is None or check.accuracy_fp32 - check.accuracy <= BUDGET:
         return form
     reason = (
-        f"loses {check.accuracy_fp32 - check.accuracy:.1%} of accuracy on {check.images} held-out files that had no part "
-        f"in choosing it, more than the {BUDGET:.1%} that it may"
+        f"loses {check.accuracy_fp32 - check.accuracy:.1%} of accuracy on {check.images} held-out files that were not used "
+        f"to choose it; at most {BUDGET:.1%} is allowed"
     )
     return form.model_copy(update={"file": None, "reason": reason})

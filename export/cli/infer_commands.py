@@ -1,4 +1,4 @@
-"""The commands `fedcg infer`, `fedcg model` and `fedcg export`. Only `export` needs torch, and imports it when it runs."""
+"""The commands `fedcg infer`, `fedcg model` and `fedcg export`. Only `export` imports torch, when it runs."""
 
 from __future__ import annotations
 
@@ -27,36 +27,35 @@ if TYPE_CHECKING:
     from export.serving.judge import CandidateStage
 
 model_app = typer.Typer(
-    help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
+    help="List, verify, use and roll back model versions on this device.", no_args_is_help=True, add_completion=False
 )
-Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, … in it.")]
+Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, …")]
 SignedBy = Annotated[
     str | None,
     typer.Option(
         "--signed-by",
         metavar="KEY",
-        help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it. "
-        "Default: the file signing.pub beside the models of an agent, where there is one.",
+        help="Accept only models signed by this device: its public key (64 hex digits), or a file that contains it. "
+        "Default: signing.pub next to an agent's models, if present.",
     ),
 ]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
-MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads per prediction; 0: chosen by onnxruntime.")]
+MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Reject images with more pixels, before decoding.")]
 WatchWindow = Annotated[
-    int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
+    int, typer.Option(min=0, help="Predictions to compare after an update; a worse version is rolled back. 0: off.")
 ]
 ShadowImages = Annotated[
     int,
     typer.Option(
-        "--shadow", min=0, help="Images on which a new version is compared before it answers; 0: it answers at once."
+        "--shadow", min=0, help="Images on which a new version is compared before it serves; 0: it serves at once."
     ),
 ]
 ShadowShare = Annotated[
-    float,
-    typer.Option("--shadow-share", min=0.01, max=1, help="Share of the requests that the new version predicts too."),
+    float, typer.Option("--shadow-share", min=0.01, max=1, help="Share of requests that the new version also predicts.")
 ]
 ShadowFor = Annotated[
     str,
-    typer.Option("--shadow-for", metavar="SPAN", help="Then it answers with what was compared until then, e.g. 30m."),
+    typer.Option("--shadow-for", metavar="SPAN", help="Longest comparison before the new version serves, e.g. 30m."),
 ]
 
 
@@ -74,10 +73,10 @@ def _stage(images: int, share: float, span: str) -> CandidateStage | None:
 
 
 class _InferGroup(TyperGroup):
-    """`fedcg infer serve`; whatever else follows `fedcg infer` belongs to the command that classifies images."""
+    """Passes all arguments that name no subcommand to the command that classifies images."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name the command that is meant."""
+        """Insert the name of the default command."""
         close = get_close_matches(args[0], [name for name in self.commands if name != _IMAGES]) if args else []
         if close and args[0] not in self.commands and not Path(args[0]).exists():
             ctx.fail(f"No such command or file {args[0]!r}. Did you mean {close[0]!r}?")
@@ -85,7 +84,7 @@ class _InferGroup(TyperGroup):
         return super().parse_args(ctx, args if is_named else [_IMAGES, *args])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command; the unnamed one keeps its name out of its usage line."""
+        """The command; the default one does not show its name in its usage line."""
         name, command, rest = super().resolve_command(ctx, args)
         return "" if name == _IMAGES else name, command, rest
 
@@ -93,7 +92,7 @@ class _InferGroup(TyperGroup):
 _IMAGES = "IMAGE..."
 infer_app = typer.Typer(
     cls=_InferGroup,
-    help="Classify images or tensors with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
+    help="Classify images or tensors with an exported model: from files, over HTTP (`serve`) or over MQTT (`serve-mqtt`).",
     add_completion=False,
 )
 
@@ -103,25 +102,26 @@ def infer_command(
     images: Annotated[
         list[str],
         typer.Argument(
-            metavar="IMAGE...", help="Image files, of tensors .npy or .npz files; folders of them, or patterns."
+            metavar="IMAGE...", help="Image files, or .npy or .npz files of tensors; folders; glob patterns."
         ),
     ],
     model: Annotated[
-        Path, typer.Option("--model", help="Directory of a model, root of its versions, or a device's private store.")
+        Path,
+        typer.Option("--model", help="A model's directory, the root of its versions, or a device's private store."),
     ],
-    top: Annotated[int, typer.Option("--top", min=1, help="How many classes to name per image.")] = 3,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of classes per image.")] = 3,
     max_pixels: MaxPixels = MAX_PIXELS,
     threads: Threads = 0,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV: file, class, probability, and again for --top.")
+        bool, typer.Option("--csv", help="Print CSV: file, then class and probability for each of --top.")
     ] = False,
 ) -> None:
-    """Classify images or tensors with an exported model: class names and probabilities, likeliest first.
+    """Classify images or tensors with an exported model. Prints class names and probabilities, likeliest first.
 
-    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2, or 7 where files that were
-    named are missing and nothing else is wrong.
+    Images that cannot be classified are reported on stderr. The others are still classified.
+    The exit code is then 2, or 7 if the only errors are missing files.
     Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
 
     Example: fedcg infer --model /var/lib/fedcg/casting image.png --top 1
@@ -131,10 +131,10 @@ def infer_command(
     from fedcg.input_form import ImageForm
 
     if as_json and as_csv:
-        raise ExportError("choose one of --json and --csv")
+        raise ExportError("use either --json or --csv")
     loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
-        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {in_words(loaded.predictor.providers)}", err=True)
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) on {in_words(loaded.predictor.providers)}", err=True)
     suffixes = IMAGE_SUFFIXES if isinstance(loaded.manifest.input, ImageForm) else TENSOR_SUFFIXES
     results, failures = classify_files(loaded, expand(images, suffixes), top=top, max_pixels=max_pixels)
     document = {
@@ -153,7 +153,7 @@ def infer_command(
     if failures:
         refused = _some("inputs were not classified", map(str, failures), len(results) + len(failures))
         refused.data = document
-        refused.exit_code = min(one.exit_code for one in failures)  # 2, or 7 where all are missing
+        refused.exit_code = min(one.exit_code for one in failures)  # 2, or 7 if all are missing
         raise refused
     if as_json:
         print_data(document)
@@ -162,31 +162,31 @@ def infer_command(
 @infer_app.command("serve")
 def serve_command(
     model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; there are no accounts.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on. No authentication.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
     threads: Threads = 1,
-    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Images predicted together, or in one request.")] = 32,
-    max_wait: Annotated[str, typer.Option(metavar="SPAN", help="Longest wait for others to join, at most 1s.")] = "2ms",
-    queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
-    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
+    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Most images in one batch or request.")] = 32,
+    max_wait: Annotated[str, typer.Option(metavar="SPAN", help="Longest wait to fill a batch, at most 1s.")] = "2ms",
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Most unanswered images; more get a 429.")] = 256,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")] = 16 * 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
     shadow_share: ShadowShare = 0.25,
     shadow_for: ShadowFor = "1h",
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
+        list[str] | None, typer.Option(help="Another host name accepted in the Host header; may be repeated.")
     ] = None,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
+    """Serve predictions over HTTP: POST /predict; GET /healthz, /readyz, /model and /metrics.
 
-    Follows the version in use without losing a request. SIGTERM and SIGINT let what was accepted be answered; the exit code is 0.
+    Follows the version in use without losing a request. On SIGTERM or SIGINT, the server answers all accepted requests and exits with code 0, or 1 if some are unanswered after 30 s.
 
     Example: fedcg infer serve --model /var/lib/fedcg/casting/models --port 8080
     """
-    gc.disable()  # imported modules stay: collecting garbage during the imports takes an eighth of the start-up
+    gc.disable()  # imported modules stay in memory; garbage collection takes an eighth of the start-up time
     try:
         from export.serving.app import Metrics, Service
         from export.serving.batcher import Batcher
@@ -218,20 +218,20 @@ def serve_command(
 @infer_app.command("serve-mqtt")
 def serve_mqtt_command(
     model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
-    name: Annotated[str, typer.Option(help="Of this server; a level of its topics.")],
-    host: Annotated[str, typer.Option(help="The broker.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
-    prefix: Annotated[str, typer.Option(help="Topic levels in front of NAME.")] = "fedcg-infer",
-    ca: Annotated[Path | None, typer.Option(help="PEM of the authority that signed the broker's certificate.")] = None,
+    name: Annotated[str, typer.Option(help="Name of this server: its MQTT client id and a topic level.")],
+    host: Annotated[str, typer.Option(help="Host of the broker.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the broker.")] = 8883,
+    prefix: Annotated[str, typer.Option(help="Topic levels before NAME.")] = "fedcg-infer",
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the CA that signed the broker's certificate.")] = None,
     cert: Annotated[
-        Path | None, typer.Option(help="PEM of this server's certificate; its name is the client id.")
+        Path | None, typer.Option(help="PEM file of this server's certificate; its common name must be NAME.")
     ] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM of its key.")] = None,
-    insecure: Annotated[bool, typer.Option(help="Plain text instead of TLS; on loopback only.")] = False,
+    key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Connect without TLS; loopback only.")] = False,
     threads: Threads = 1,
-    queue: Annotated[int, typer.Option(min=1, max=4096, help="Requests that may wait; further ones are refused.")] = 64,
-    top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
-    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Most waiting requests; more are refused.")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="Number of classes per image.")] = 3,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Largest request in bytes.")] = 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
     watch: WatchWindow = 200,
     shadow: ShadowImages = 200,
@@ -240,9 +240,9 @@ def serve_mqtt_command(
     signed_by: SignedBy = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer predictions over MQTT, by request and response; follows the version in use.
+    """Serve predictions over MQTT, by request and response. Follows the version in use.
 
-    SIGTERM and SIGINT let what waits be answered; the exit code is 0.
+    On SIGTERM or SIGINT, the server answers all waiting requests and exits with code 0.
 
     Example: fedcg infer serve-mqtt --model /var/lib/fedcg/casting/models --name line-4 --insecure --port 1883
     """
@@ -272,7 +272,7 @@ def serve_mqtt_command(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    line = f"answers requests on {prefix}/{name}/request/CLIENT/ID at {host}:{port}"
+    line = f"serving requests on {prefix}/{name}/request/CLIENT/ID at {host}:{port}"
     print_data({"message": line}) if as_json else typer.echo(line)
     server.run()
 
@@ -302,7 +302,7 @@ def _version_row(installed: ModelVersions, version: Version) -> dict[str, object
         (manifest, signature), signer = installed.verify(version.name), signer_of(version.directory)
     except ExportError as error:
         return row | {"state": f"refused: {error}"}
-    accuracy = manifest.verification.accuracy_onnx  # None where the device's own program has the data
+    accuracy = manifest.verification.accuracy_onnx  # None if only the device's program can read the data
     return row | {
         "state": "sound",
         "federation": manifest.federation,
@@ -317,7 +317,7 @@ def _version_row(installed: ModelVersions, version: Version) -> dict[str, object
 
 
 def _cells(row: dict[str, object]) -> tuple[object, ...]:
-    """The columns behind version and use."""
+    """The columns after version and use."""
     if "created" not in row:
         return "", "", "", "", row["state"]
     accuracy = row["accuracy"]
@@ -330,10 +330,10 @@ def _cells(row: dict[str, object]) -> tuple[object, ...]:
 @prints
 def verify_versions(
     root: Root,
-    version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
+    version: Annotated[str | None, typer.Argument(help="A version; default: all.")] = None,
     signed_by: SignedBy = None,
 ) -> Result:
-    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not, 7 when there is no such version.
+    """Verify that every model matches its manifest byte for byte. Exit codes: 2 if one does not; 7 if there is no such version.
 
     Example: fedcg model verify /var/lib/fedcg/casting/models
     """
@@ -353,7 +353,7 @@ def verify_versions(
             faults[name] = str(error)
             continue
         signatures[name] = signature
-        lines.append(f"{name}  as its manifest says; {signature}; {_accuracies(manifest.verification)}")
+        lines.append(f"{name}  matches its manifest; {signature}; {_accuracies(manifest.verification)}")
     values = [{"version": name, "error": faults.get(name), "signature": signatures.get(name)} for name in names]
     return values, "\n".join(lines), _some("versions are refused", faults.values(), len(names)) if faults else 0
 
@@ -365,7 +365,7 @@ def _some(what: str, problems: Iterable[str], of: int) -> ExportError:
 
 def _accuracies(verification: Verification) -> str:
     if verification.accuracy_torch is None or verification.accuracy_onnx is None:
-        return "accuracy unavailable: there were no held-out images when it was exported"
+        return "accuracy unavailable: no held-out images at export"
     forms = [("torch", verification.accuracy_torch), ("ONNX", verification.accuracy_onnx)]
     forms += [(one.name, one.accuracy) for one in verification.variants]
     rights = ", ".join(f"{name} {share:.1%}" for name, share in forms)
@@ -375,9 +375,9 @@ def _accuracies(verification: Verification) -> str:
 @model_app.command("use")
 @prints
 def use_version(
-    root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], signed_by: SignedBy = None
+    root: Root, version: Annotated[str, typer.Argument(help="Version to use, e.g. 0002.")], signed_by: SignedBy = None
 ) -> Result:
-    """Put a version in use, after checking it.
+    """Verify a version and put it in use.
 
     Example: fedcg model use /var/lib/fedcg/casting/models 0002
     """
@@ -391,7 +391,7 @@ def _in_use(model: Path) -> Result:
 @model_app.command("rollback")
 @prints
 def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
-    """Return to the version that was in use before.
+    """Return to the previous version.
 
     Example: fedcg model rollback /var/lib/fedcg/casting/models
     """
@@ -400,25 +400,26 @@ def roll_back(root: Root, signed_by: SignedBy = None) -> Result:
 
 @prints
 def export_command(
-    spec: Annotated[Path, typer.Option("--spec", help="The federation's spec, as an agent keeps it.")],
-    weights: Annotated[Path, typer.Option("--weights", help="safetensors with tensors part/name or slot/part/name.")],
-    out: Annotated[Path, typer.Option("--out", help="Root of the versions; the new one is put in use.")],
+    spec: Annotated[Path, typer.Option("--spec", help="The federation's spec from an agent's store.")],
+    weights: Annotated[Path, typer.Option("--weights", help="safetensors file: tensors part/name or slot/part/name.")],
+    out: Annotated[Path, typer.Option("--out", help="Root of the versions. The new version is put in use.")],
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign with a device's message key, e.g. signing.key.")
     ] = None,
-    slot: Annotated[str | None, typer.Option("--slot", help="Which slot of an agent's state, e.g. best.")] = None,
+    slot: Annotated[str | None, typer.Option("--slot", help="Slot of an agent's state, e.g. best.")] = None,
     images: Annotated[
         Path | None,
         typer.Option(
-            "--images", help="Test images as CLASS/*.png or .jpg, or an .npz of tensors; random ones when left out."
+            "--images", help="Test images as CLASS/*.png or .jpg, or an .npz of tensors. Default: random inputs."
         ),
     ] = None,
-    round_number: Annotated[int, typer.Option("--round", min=0, help="The round the weights come from.")] = 0,
+    round_number: Annotated[int, typer.Option("--round", min=0, help="Round that the weights come from.")] = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Without preprocessing: it takes normalised float32 pixels at its own size.")
+        bool,
+        typer.Option("--raw", help="Omit preprocessing: the model takes normalised float32 pixels at its input size."),
     ] = False,
 ) -> Result:
-    """Write a personal model as ONNX, check it against the trained one, and put it in use.
+    """Export a personal model as ONNX, verify it against the trained model, and put it in use.
 
     Example: fedcg export --spec spec.json --weights state.safetensors --out models
     """
@@ -429,7 +430,7 @@ def export_command(
 
     read = read_spec(spec)
     if raw and isinstance(read.input, TensorForm):
-        raise ExportError("--raw is of images: a model that takes tensors has its normalisation inside")
+        raise ExportError("--raw applies only to models that take images: tensors are always normalised inside")
     files, labels = labelled_files(images, read.classes, read.input) if images else ([], [])
     directory = package_personal(
         read,

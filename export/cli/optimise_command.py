@@ -1,4 +1,4 @@
-"""The command `fedcg model optimise`: try float16 and int8 on this box, and serve what is faster."""
+"""The command `fedcg model optimise`: try float16 and int8 on this device, and serve the fastest form."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ __all__ = ["model_app", "optimise_command"]
 Images = Annotated[
     Path,
     typer.Option(
-        "--images",
-        help="Held-out images as CLASS/*.png or .jpg, or an .npz of tensors: seen neither in training nor elsewhere.",
+        "--images", help="Held-out images as CLASS/*.png or .jpg, or an .npz of tensors. Never use training data."
     ),
 ]
 
@@ -38,44 +37,45 @@ def optimise_command(
         Path | None,
         typer.Option(
             "--calibration",
-            help="Images or tensors that give int8 its ranges, in the same form.  [default: a quarter of --images]",
+            help="Images or tensors to calibrate int8, in the same form. Default: a quarter of --images.",
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option("--budget", min=0.0, max=100.0, help="Points of accuracy that a variant may lose.")
+        float,
+        typer.Option("--budget", min=0.0, max=100.0, help="Largest accuracy loss of a variant, in percentage points."),
     ] = 0.5,
     threads: Threads = 0,
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
     ] = None,
 ) -> Result:
-    """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
+    """Try float16 and int8 variants of the model in use. Install the fastest one within the accuracy budget as a new version.
 
-    What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
-    When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
+    The new version's manifest records measurements and decisions. The previous version stays for `fedcg model rollback`.
+    If no variant is better than the one in use, nothing is installed. If the version in use is signed, --sign is required.
 
     Example: fedcg model optimise /var/lib/fedcg/casting/models --images held-out
     """
-    with Console(stderr=True).status("trying other forms of the model"):
+    with Console(stderr=True).status("trying variants of the model"):
         held_out = _held_out(root, images, calibration)
         directory, manifest, is_new = _optimise(root, held_out, budget / 100, threads, sign)
     from export.model.runtime import available_providers, in_words
 
     providers = available_providers()
-    lines = [f"  by {in_words(providers)}"]
+    lines = [f"  on {in_words(providers)}"]
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
         lines.append(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
-    taken = f"in use: {directory}\nNext: to take it back, fedcg model rollback {root}"
-    lines.append(taken if is_new else f"nothing is faster here: {directory} stays in use")
+    taken = f"in use: {directory}\nNext: to undo this, fedcg model rollback {root}"
+    lines.append(taken if is_new else f"no variant is faster on this device: {directory} stays in use")
     tried = [one.model_dump(mode="json") for one in manifest.variants]
     chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
     return {**chosen, "providers": providers, "variants": tried}, "\n".join(lines)
 
 
 def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
-    """The images or tensors that judge the forms, and those that give int8 its ranges: every fourth where there are no others."""
+    """The inputs that evaluate the variants, and those that calibrate int8: by default every fourth one."""
     from export.build.variants import CALIBRATION_IMAGES, HeldOut
     from export.model.image_files import labelled_inputs
 
@@ -91,7 +91,7 @@ def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
 def _optimise(
     root: Path, held_out: HeldOut, budget: float, threads: int, sign: Path | None
 ) -> tuple[Path, Manifest, bool]:
-    """Directory of the version in use afterwards, the manifest with what was measured, and whether that version is new."""
+    """Directory of the version in use afterwards, the manifest with the measurements, and whether that version is new."""
     from export.build.variants import add_variants
     from export.model.manifest import sign_manifest
     from export.model.runtime import machine

@@ -1,4 +1,4 @@
-"""Files for a model: finds images (with labels from `CLASS/*.png` folders) and tensors, classifies them, and formats the results. Torch-free."""
+"""Finds images (with labels from `CLASS/*.png` folders) and tensors, classifies them, and formats the results. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedcg.input_form import InputForm, TensorForm
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 TENSOR_SUFFIXES = frozenset({".npy", ".npz"})
-BAR_FROM = 50  # a bar for fewer images only flickers
+BAR_FROM = 50  # with fewer images a progress bar only flickers
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class Classified:
-    """The classes of one file, likeliest class first; of a model without classes its output."""
+    """The classes of one file, likeliest first; for a model without classes, its output."""
 
     file: str
     guesses: tuple[Guess, ...]
@@ -36,7 +36,7 @@ class Classified:
 
     @staticmethod
     def of(model: Model, name: str, row: Floats, top: int) -> Classified:
-        """What a model gives for a file: `row` of its probabilities, or of its outputs."""
+        """The result for a file from its `row` of the model's probabilities or outputs."""
         if not model.manifest.classes:
             return Classified(name, (), row.tolist())
         return Classified(name, model.top(row, top))
@@ -51,9 +51,9 @@ class Classified:
 
 
 def expand(arguments: Sequence[str], suffixes: frozenset[str] = IMAGE_SUFFIXES) -> list[Path]:
-    """Files that arguments mean: a file itself, those with these suffixes anywhere under a folder, the matches of a pattern.
+    """Expand arguments to files: a file itself, all files with these suffixes under a folder, the matches of a pattern.
 
-    An argument without a match is kept, so that it is reported as missing.
+    An argument without a match is kept and is later reported as missing.
     """
     return [path for argument in arguments for path in _expand_one(argument, suffixes)]
 
@@ -72,10 +72,10 @@ def _expand_one(argument: str, suffixes: frozenset[str]) -> list[Path]:
 def classify_files(
     model: Model, files: Sequence[Path], *, top: int, max_pixels: int
 ) -> tuple[list[Classified], list[InputError]]:
-    """Classify files in batches, with a progress bar on stderr when there are many.
+    """Classify files in batches, with a progress bar on stderr if there are many.
 
     Returns:
-        The results in the order of the files, and why the other files could not be classified. A file of several tensors has several, `FILE#0`, ….
+        The results in the order of the files, and the errors of the other files. A file of several tensors has several results: `FILE#0`, ….
     """
     results: list[Classified] = []
     failures: list[InputError] = []
@@ -104,7 +104,7 @@ def classify_files(
 
 
 def table_lines(results: Sequence[Classified]) -> list[str]:
-    """Results for a person: one line per file, columns aligned, never cut to a terminal's width."""
+    """Results for a person: one line per file, columns aligned, never truncated to the terminal's width."""
     rows = [
         (
             log_text(one.file),
@@ -140,15 +140,15 @@ def csv_text(results: Sequence[Classified], top: int) -> str:
 def labelled_files(
     folder: Path, classes: Sequence[str], form: InputForm
 ) -> tuple[Sequence[Path | Sample], Sequence[int]]:
-    """Image files under `folder/CLASS/`, or the tensors of an `.npz`, and the index of their class, in order of class and path.
+    """Image files under `folder/CLASS/`, or the tensors of an `.npz`, and their class indices, in order of class and path.
 
     Args:
-        folder: one folder per class; a class may be missing. Where there is `folder/test/CLASS/`, only that counts. Of tensors, the file.
+        folder: one folder per class; a class may be missing. If `folder/test/CLASS/` exists, only that is read. For tensors, the file.
         classes: the model's class names.
         form: what the model takes.
 
     Raises:
-        InputError: no such folder, a folder that is no class, or no image; or as `labelled_tensors`.
+        InputError: no such folder, a folder that is not a class, or no image; or as `labelled_tensors`.
     """
     if isinstance(form, TensorForm):
         return labelled_tensors(folder, form, classes)
@@ -173,16 +173,16 @@ def labelled_files(
 def labelled_inputs(
     folder: Path, classes: Sequence[str], form: InputForm, limit: int | None = None
 ) -> tuple[list[Sample], Sequence[int]]:
-    """What `labelled_files` finds, decoded, and the index of its class.
+    """The decoded inputs that `labelled_files` finds, and their class indices.
 
     Args:
-        folder: as of `labelled_files`.
+        folder: as for `labelled_files`.
         classes: the model's class names.
         form: what the model takes.
-        limit: at most so many, taken evenly from all; None for all of them.
+        limit: maximum number, taken evenly from all; None for all.
 
     Raises:
-        InputError: as `labelled_files`, or a file that is no image.
+        InputError: as `labelled_files`, or a file that is not an image.
     """
     files, labels = labelled_files(folder, classes, form)
     step = 1 if limit is None else max(1, -(-len(files) // limit))

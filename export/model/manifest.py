@@ -1,9 +1,9 @@
-"""The manifest beside a model and its signature: what the model is, what it takes, how it was verified, which device made it.
+"""A model's manifest and its signature: origin, input, verification, and the device that made it.
 
 Imports neither torch nor numpy nor onnxruntime.
 
-The manifest names every file by its sha256, so a signature over the manifest covers them all. `manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix.
-The agent notes its public key in `signing.pub` of the private store, above the models; whoever runs a model from there accepts only models of that device.
+The manifest names every file by its sha256, so a signature over the manifest covers all files. `manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix.
+The agent writes its public key to `signing.pub` in the private store, above the models. Only models of that device are accepted there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
 SIGNERS_NAME = "signing.pub"
 Accept = Callable[[Path, bytes], str]
-"""Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them, else says what was checked."""
+"""Takes a model's directory and the bytes of its manifest. Raises ModelError to reject them, else returns a description of the check."""
 DOMAIN = b"fedcg/1 model manifest\0"
 MAX_SIGNATURE_BYTES = 4096
 
@@ -45,14 +45,14 @@ class Signature(BaseModel):
 
 
 def sign_manifest(directory: Path, key_file: Path) -> None:
-    """Sign the manifest of a model as it is now.
+    """Sign a model's current manifest.
 
     Args:
         directory: of the model.
         key_file: the device's message key.
 
     Raises:
-        InputError: it can't be read, or is no such key.
+        InputError: the file can't be read, or is not a message key.
     """
     from fedcg.wire.errors import MalformedError
     from fedcg.wire.messages.envelopes import SigningKey
@@ -68,7 +68,7 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
 
 
 def signer_of(directory: Path) -> str | None:
-    """The public key that a model names as its signer, unchecked; None for an unsigned one.
+    """The public key in a model's signature, unchecked; None for an unsigned model.
 
     Raises:
         ManifestError: the signature file is not valid.
@@ -78,18 +78,18 @@ def signer_of(directory: Path) -> str | None:
 
 
 def required(given: str) -> Accept:
-    """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
+    """Return a check that a device signed a manifest, for `manifest.read_manifest` and its callers.
 
     Args:
-        given: the device's public key in 64 hex digits, a file that holds one or several of them, or the device's own key file.
+        given: the device's public key in 64 hex digits, a file with one or several public keys, or the device's private key file.
 
     Returns:
-        Says which key it was; raises TamperedError for a manifest that is not signed, signed by another key, or not the one that
-        was signed, and ManifestError for a signature file that is not valid.
+        A check that returns which key matched. It raises TamperedError for a manifest that is unsigned, altered or signed by
+        another key, and ManifestError for an invalid signature file.
 
     Raises:
         ExportError: there is no such key.
-        ModelError: signatures can't be checked here.
+        ModelError: the package that checks signatures is not installed.
     """
     from fedcg.wire.errors import MalformedError
 
@@ -98,20 +98,20 @@ def required(given: str) -> Accept:
         wanted = (_verify_key(given),) if len(given) == 64 and not path.exists() else _keys_in(path)
     except (OSError, MalformedError) as error:
         raise ExportError(
-            f"{given}: {getattr(error, 'strerror', None) or error}; give a device's public key in 64 hex digits, or a file that holds it "
-            "(`fedcg device show` on the coordinator shows it)",
+            f"{given}: {getattr(error, 'strerror', None) or error}; give a device's public key in 64 hex digits, or a file that contains it "
+            "(see `fedcg device show` on the coordinator)",
             exit_code=NOT_FOUND if isinstance(error, FileNotFoundError) else None,
         ) from error
     return partial(_check_signer, wanted=wanted, source=given)
 
 
 def check_by_this_box(directory: Path, manifest: bytes) -> str:
-    """The check where a model is used and its signer was not named: by `signing.pub`, where that is there, else `check_intact`.
+    """Check a model whose signer was not given: against `signing.pub` if it exists, else with `check_intact`.
 
-    The file above the folder of versions counts first: a server that may write to the versions alone can't alter it.
+    The file above the folder of versions has priority: a server that can write only to the versions can't alter it.
 
     Raises:
-        ExportError: as of `required` and what it returns.
+        ExportError: as `required` and the check that it returns.
     """
     root = directory.resolve().parent
     path = next((one for one in (root.parent / SIGNERS_NAME, root / SIGNERS_NAME) if one.is_file()), None)
@@ -120,11 +120,11 @@ def check_by_this_box(directory: Path, manifest: bytes) -> str:
 
 
 def note_signer(store: Path, key: str) -> None:
-    """Note a device's public key in its private store, beside those that it had before.
+    """Add a device's public key to `signing.pub` in its private store; earlier keys stay.
 
     Raises:
         OSError: the file can't be read or written.
-        MalformedError: it is damaged.
+        MalformedError: the file is damaged.
     """
     path = store / SIGNERS_NAME
     known = [one.hex for one in _keys_in(path)] if path.exists() else []
@@ -133,22 +133,22 @@ def note_signer(store: Path, key: str) -> None:
 
 
 def check_intact(directory: Path, manifest: bytes) -> str:
-    """The check of a manifest that may be of any device: it is the one that was signed, by whomever. One without a signature passes.
+    """Check that a manifest is unaltered since some device signed it. A manifest without a signature passes.
 
     Raises:
-        TamperedError: the manifest, the signature or the key beside it was altered.
+        TamperedError: the manifest, the signature or its key was altered.
         ManifestError: the signature file is not valid.
-        ModelError: the signature can't be checked here.
+        ModelError: the package that checks signatures is not installed.
     """
     signature = _read_signature(directory)
     if signature is None:
         return "no signature: not checked"
-    return _check_signer(directory, manifest, (_verify_key(signature.key),), "the key beside it, which nobody named")
+    return _check_signer(directory, manifest, (_verify_key(signature.key),), "its own key, signer not verified")
 
 
 def _keys_in(path: Path) -> tuple[VerifyKey, ...]:
     content = path.read_bytes()
-    if b"-----BEGIN" in content:  # behind a first line with its check
+    if b"-----BEGIN" in content:  # after a first line with a checksum
         from fedcg.wire.messages.envelopes import SigningKey
 
         return (SigningKey.load(path).public,)
@@ -164,7 +164,7 @@ def _key_type() -> type[VerifyKey]:
         from fedcg.wire.messages.envelopes import VerifyKey
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"the signature of a model can't be checked: the Python package {error.name!r} is not installed here. "
+            f"the signature of a model can't be checked: the Python package {error.name!r} is not installed. "
             "Install it with: pip install cryptography"
         ) from error
     return VerifyKey
@@ -173,12 +173,12 @@ def _key_type() -> type[VerifyKey]:
 def _check_signer(directory: Path, manifest: bytes, wanted: tuple[VerifyKey, ...], source: str) -> str:
     signature, path = _read_signature(directory), directory / SIGNATURE_NAME
     if signature is None:
-        raise TamperedError(f"{path}: the model is not signed; only models signed by {source} are used")
+        raise TamperedError(f"{path}: the model is not signed; only models signed by {source} are accepted")
     key = next((one for one in wanted if one.hex == signature.key), None)
     if key is None:
-        raise TamperedError(f"{path}: signed by {signature.key}, not by {source}: the model of another box")
+        raise TamperedError(f"{path}: signed by {signature.key}, not by {source}: this is another device's model")
     if not key.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
-        raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
+        raise TamperedError(f"{path}: the signature does not match this {MANIFEST_NAME}; one of them was altered")
     return f"signature checked with {source} (fingerprint {key.hex[:16]})"
 
 
@@ -192,9 +192,7 @@ def _read_signature(directory: Path) -> Signature | None:
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror or error}") from error
     except ValidationError as error:
-        raise ManifestError(
-            f"{path}: not a signature of a manifest; sign the model again, or remove the file"
-        ) from error
+        raise ManifestError(f"{path}: not a manifest signature; sign the model again, or remove the file") from error
 
 
 MODEL_NAME = "model.onnx"
@@ -210,7 +208,7 @@ class _Frozen(BaseModel):
 
 
 class ModelFile(_Frozen):
-    """The file that holds the model, named by the sha256 of its bytes."""
+    """A model file, named by the sha256 of its bytes."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.onnx$")] = MODEL_NAME
     sha256: Sha256
@@ -223,15 +221,15 @@ Takes = Literal["pixels", "normalised", "tensors"]
 
 
 class VariantCheck(_Frozen):
-    """A form of the model beside the model as exported, on the same held-out image files, which had no part in choosing it.
+    """A variant compared with the model as exported, on held-out image files that were not used to choose it.
 
     Attributes:
-        name: which form.
-        accuracy: share that it gets right, in [0, 1].
-        accuracy_fp32: share that the model as exported gets right.
-        top1_agreement: share for which both name the same class.
+        name: of the variant.
+        accuracy: its accuracy, in [0, 1].
+        accuracy_fp32: accuracy of the model as exported.
+        top1_agreement: share for which both predict the same class.
         max_abs_difference: largest difference of a logit.
-        images: how many image files.
+        images: number of image files.
     """
 
     name: VariantName
@@ -243,16 +241,16 @@ class VariantCheck(_Frozen):
 
 
 class Verification(_Frozen):
-    """The ONNX model beside the trained one, on the same images, both from the encoded file on.
+    """The ONNX model compared with the trained one on the same images, both from the encoded file.
 
     Attributes:
-        images: how many images were compared.
-        source: "files" (held-out image files, or tensors of an `.npz`) or "noise" (random ones: there were no files, so there is no accuracy).
+        images: number of images compared.
+        source: "files" (held-out image files, or tensors of an `.npz`) or "noise" (random inputs, without accuracy).
         max_abs_difference: largest difference of a logit.
-        top1_agreement: share of images for which both name the same class, in [0, 1].
-        accuracy_torch: share that the trained model gets right, in [0, 1].
-        accuracy_onnx: share that the ONNX model gets right, in [0, 1].
-        variants: the same of each other form of it that was tried and fast enough.
+        top1_agreement: share of images for which both predict the same class, in [0, 1].
+        accuracy_torch: accuracy of the trained model, in [0, 1].
+        accuracy_onnx: accuracy of the ONNX model, in [0, 1].
+        variants: the same figures for each variant that was tried and fast enough.
     """
 
     images: Annotated[int, Field(ge=1)]
@@ -265,17 +263,17 @@ class Verification(_Frozen):
 
 
 class Variant(_Frozen):
-    """One form of the model, as it was tried on the box that serves it.
+    """One variant of the model, as measured on the device that serves it.
 
     Attributes:
-        name: "fp32" is the model as exported; "fp16" and "int8" by their arithmetic; "trt_fp16" the model as exported, with float16 inside TensorRT's engines.
-        file: where it lies; None when it was not kept.
+        name: "fp32" is the model as exported; "fp16" and "int8" use that arithmetic; "trt_fp16" is the model as exported, with float16 in TensorRT's engines.
+        file: its file; None if it was not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
-        accuracy: share of held-out images that it gets right, in [0, 1].
-        top1_agreement: share of them for which it names the class that fp32 names.
-        images: how many held-out images that was measured on.
+        accuracy: on held-out images, in [0, 1].
+        top1_agreement: share of them for which it predicts the same class as fp32.
+        images: number of held-out images measured.
         reason: why it was kept or not.
-        machine: what it is bound to (`providers.machine`); None where it runs anywhere.
+        machine: the only machine that it may run on (`runtime.machine`); None for any.
     """
 
     name: VariantName
@@ -294,14 +292,14 @@ class Variant(_Frozen):
 
 
 class Gate(_Frozen):
-    """How the model compared with the one in service before it, on the box's own held-out images.
+    """The model compared with the previous one in service, on the device's held-out images.
 
     Attributes:
-        against: the version in service then.
-        images: how many images.
-        before: share that it got right, in [0, 1].
-        accuracy: share that this model gets right.
-        allowed: how much less was allowed.
+        against: the version in service at that time.
+        images: number of images.
+        before: accuracy of that version, in [0, 1].
+        accuracy: accuracy of this model.
+        allowed: largest loss of accuracy allowed.
     """
 
     against: Annotated[str, Field(max_length=20)]
@@ -312,12 +310,12 @@ class Gate(_Frozen):
 
 
 class Manifest(_Frozen):
-    """All that a runtime and a person need to know about an exported model.
+    """Everything that a runtime and a person need to know about an exported model.
 
     Attributes:
-        takes: "pixels" is uint8 [batch, any height, any width, channels], preprocessing inside; "normalised" is float32
-            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels: preprocessing outside;
-            "tensors" is [batch, *shape] of the type of `input`, normalisation inside.
+        takes: "pixels" is uint8 [batch, any height, any width, channels] with preprocessing in the model. "normalised" is float32
+            [batch, channels, height, width] at the size of `input`, `(x / 255 - mean) / std` of its pixels, without preprocessing.
+            "tensors" is [batch, *shape] of the type of `input`, with normalisation in the model.
     """
 
     format: Literal[2] = 2
@@ -338,15 +336,15 @@ class Manifest(_Frozen):
 
     @property
     def files(self) -> tuple[ModelFile, ...]:
-        """Every model file of the directory: the one as exported first, then the variants that were kept."""
+        """All model files of the directory: first the model as exported, then the kept variants."""
         kept = [one.file for one in self.variants if one.file is not None and one.file != self.model]
         return (self.model, *kept)
 
     def served_on(self, machine: Callable[[], str]) -> Variant:
-        """The form to run: the chosen one, or the model as exported where that is bound to another machine.
+        """The variant to run: the chosen one, or the model as exported if the chosen one is bound to another machine.
 
         Args:
-            machine: gives what a form that was made here would be bound to; called only where it matters.
+            machine: returns this machine's description; called only if needed.
         """
         for one in self.variants:
             if one.name == self.serves and (one.machine is None or one.machine == machine()):
@@ -356,9 +354,9 @@ class Manifest(_Frozen):
     @model_validator(mode="after")
     def _takes_its_input(self) -> Manifest:
         if (self.takes == "tensors") != isinstance(self.input, TensorForm):
-            raise ValueError(f"takes {self.takes}, which is not what its input is: {self.input.kind}")
+            raise ValueError(f"takes {self.takes}, which does not match its input: {self.input.kind}")
         if len(self.classes) == 1:
-            raise ValueError("classes: two or more, or none for another task than classification")
+            raise ValueError("classes: needs at least two, or none for tasks other than classification")
         return self
 
     @model_validator(mode="after")
@@ -374,20 +372,20 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
-    """The manifest that `read_signed` returns."""
+    """The manifest of `read_signed`, without the description of the check."""
     return read_signed(directory, accept)[0]
 
 
 def read_signed(directory: Path, accept: Accept | None = None) -> tuple[Manifest, str]:
-    """Read and check a model directory's manifest; returns it, and what of its signature was checked, in words.
+    """Read and check a model directory's manifest; return it and a description of the signature check.
 
     Args:
         directory: of the model.
-        accept: who must have signed it, for one (`signature.required`); None for anybody or nobody (`signature.check_intact`).
+        accept: check of the signature, e.g. from `required`; None for `check_intact`, which accepts any signer and none.
 
     Raises:
-        ManifestError: there is none, it is of a newer format, or it is not valid; names every bad field.
-        TamperedError: it is not the one that was signed.
+        ManifestError: it is missing, invalid or of a newer format; the message lists every bad field.
+        TamperedError: it was altered after signing.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -413,11 +411,11 @@ def digest(content: bytes) -> str:
 
 
 def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = None) -> bytes:
-    """The bytes of a model file, the one as exported unless another is named, checked against the manifest.
+    """The bytes of a model file (default: the model as exported), checked against the manifest.
 
     Raises:
-        ManifestError: the file is not there.
-        TamperedError: other bytes than the manifest names.
+        ManifestError: the file is missing.
+        TamperedError: the file does not match the manifest.
     """
     named = file or manifest.model
     path = directory / named.name
@@ -426,18 +424,16 @@ def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = Non
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror or error}") from error
     if len(content) != named.size or digest(content) != named.sha256:
-        raise TamperedError(
-            f"{path}: the bytes are not the ones that {MANIFEST_NAME} names; restore it or use another version"
-        )
+        raise TamperedError(f"{path}: the file does not match {MANIFEST_NAME}; restore it or use another version")
     return content
 
 
 def read_all(directory: Path, accept: Accept | None = None) -> tuple[Manifest, str]:
-    """As `read_signed`, after every model file in the directory was checked against the manifest.
+    """As `read_signed`, and check every model file in the directory against the manifest.
 
     Raises:
-        ManifestError: no valid manifest, or a file that is not there.
-        TamperedError: other bytes than the manifest names.
+        ManifestError: no valid manifest, or a missing file.
+        TamperedError: a file does not match the manifest.
     """
     manifest, signature = read_signed(directory, accept)
     for file in manifest.files:

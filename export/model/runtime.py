@@ -1,6 +1,6 @@
-"""Runs an exported model with onnxruntime and numpy, from the file of an image or a tensor to class names; imports no torch.
+"""Runs an exported model with onnxruntime and numpy, from a file of an image or tensor to class names. Doesn't import torch.
 
-Owns decoding to the model's form (`fedcg.imaging` and `fedcg.npy_arrays`, as for training), the choice of execution providers (TensorRT before CUDA before the CPU), and `Model`.
+Owns decoding to the model's form (with `fedcg.imaging` and `fedcg.npy_arrays`, as in training), the choice of execution providers (TensorRT, then CUDA, then the CPU), and `Model`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fedcg.input_form import ImageForm, InputForm, TensorForm, taken_in_words
 from fedcg.npy_arrays import NpyError, read_npy
 
 Sample = npt.NDArray[Any]
-"""One input as a model takes it: [height, width, channels] uint8 of an image; a tensor of the form's shape and type."""
+"""One input of a model: an image as [height, width, channels] uint8, or a tensor of the form's shape and type."""
 
 
 def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
-    """Decode one image and bring it to a model's form.
+    """Decode one image and convert it to a model's form.
 
     Args:
         source: a file, or the bytes of one.
-        form: mode and size that the model takes.
-        max_pixels: larger images are refused from their header, before anything is decoded.
-        resize: to the form's size; otherwise the image keeps its own.
+        form: the model's mode and size.
+        max_pixels: larger images are rejected by their header, before decoding.
+        resize: resize to the form's size; otherwise the image keeps its size.
 
     Returns:
-        [height, width, channels] uint8, in memory of its own.
+        [height, width, channels] uint8, as a separate copy.
 
     Raises:
         InputError: no such file, not an image of a supported format, damaged, or over the pixel limit.
@@ -56,7 +56,7 @@ def load_image(source: Path | bytes, form: ImageForm, max_pixels: int = MAX_PIXE
 
 
 class TooManyError(NpyError):
-    """More tensors than are taken at once."""
+    """More tensors than the limit for one call."""
 
 
 def read_tensors(content: bytes, form: TensorForm, most: int | None = None) -> Sample:
@@ -64,24 +64,24 @@ def read_tensors(content: bytes, form: TensorForm, most: int | None = None) -> S
 
     Args:
         content: the whole file.
-        form: shape and element type; other types are cast where that loses nothing.
-        most: tensors that may be in it; None: any number.
+        form: shape and element type; other types are cast if that loses nothing.
+        most: maximum number of tensors; None for any.
 
     Returns:
         [N, *shape] of the form's type, finite.
 
     Raises:
         NpyError: no such file, another shape or type, or numbers that are not finite.
-        TooManyError: more than `most`; before they are read.
+        TooManyError: more than `most`; raised before reading them.
     """
 
     def size_of(shape: tuple[int, ...], kind: np.dtype[Any]) -> int:
         if kind.kind not in "uif" or not np.can_cast(kind, form.dtype, "safe"):
-            raise NpyError(f"has numbers of type {kind}; the model takes {taken_in_words(form)}")
+            raise NpyError(f"contains numbers of type {kind}; the model takes {taken_in_words(form)}")
         if shape != form.shape and (shape[1:] != form.shape or shape[0] == 0):
             raise NpyError(f"has the shape {list(shape)}; the model takes {taken_in_words(form)}, or several of them")
         if most is not None and shape != form.shape and shape[0] > most:
-            raise TooManyError(f"has {shape[0]} tensors; at most {most} are taken at once")
+            raise TooManyError(f"has {shape[0]} tensors; the limit is {most}")
         return math.prod(shape) * kind.itemsize
 
     batch = read_npy(io.BytesIO(content), len(content), size_of).reshape(-1, *form.shape)
@@ -94,18 +94,18 @@ def check_finite(batch: Sample) -> None:
     """Check that all numbers of inputs [N, ...] are finite.
 
     Raises:
-        NpyError: names the first that is not.
+        NpyError: names the first input that is not finite.
     """
     if batch.dtype.kind == "f" and not np.isfinite(batch).all():
         finite = np.isfinite(batch).reshape(len(batch), -1).all(1)
-        raise NpyError(f"has numbers that are not finite, in tensor {int(finite.argmin())}")
+        raise NpyError(f"contains numbers that are not finite, in tensor {int(finite.argmin())}")
 
 
 def load_inputs(source: Path | bytes | Sample, form: InputForm, max_pixels: int = MAX_PIXELS) -> Sequence[Sample]:
-    """The inputs of a source: one image, or the tensors of an `.npy` or `.npz`; an array is one already.
+    """The inputs of a source: one image, or the tensors of an `.npy` or `.npz`; an array is one input.
 
     Raises:
-        InputError: as `load_image`; no tensors of the form.
+        InputError: as `load_image`, or no tensors of this form.
     """
     if isinstance(source, np.ndarray):
         return [source]
@@ -123,20 +123,20 @@ def load_inputs(source: Path | bytes | Sample, form: InputForm, max_pixels: int 
 def labelled_tensors(
     path: Path, form: TensorForm, classes: Sequence[str] | None = None
 ) -> tuple[list[Sample], list[int]]:
-    """The tensors of an `.npz` for training, and the index of their class; of its test part, where it has one.
+    """The tensors of an `.npz` for training and their class indices; only the test part, if it has one.
 
     Args:
         path: the file.
-        form: of the tensors.
-        classes: the model's class names; None: labels are not read, and all of an array's tensors are given.
+        form: of one tensor.
+        classes: the model's class names; None to ignore labels and return all tensors.
 
     Raises:
-        InputError: not such a file, damaged, tensors of another form, or a label that is no class.
+        InputError: not such a file, damaged, tensors of another form, or a label without a class.
     """
-    from fedcg.learning.data.array_files import read_npz, read_unlabelled  # loaded for these files alone
+    from fedcg.learning.data.array_files import read_npz, read_unlabelled  # imported only for these files
     from fedcg.learning.errors import DataError
 
-    if not path.is_file():  # a FIFO never ends
+    if not path.is_file():  # reading a FIFO may block forever
         is_there = path.exists()
         reason = "not a regular file" if is_there else "no such file"
         raise InputError(str(path), reason, exit_code=None if is_there else NOT_FOUND)
@@ -153,7 +153,7 @@ def labelled_tensors(
 
 
 def load_all(sources: Sequence[Path | bytes | Sample], form: InputForm) -> list[Sample]:
-    """The inputs of files that hold one each, or of arrays."""
+    """The inputs of arrays, or of files with one input each."""
     return [one for source in sources for one in load_inputs(source, form)]
 
 
@@ -169,11 +169,11 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
-    """`(x / 255 - mean) / std` per channel, as in training: what a model without preprocessing takes.
+    """`(x / 255 - mean) / std` per channel, as in training: the input of a model without preprocessing.
 
     Args:
         images: [N, height, width, channels] uint8.
-        form: whose statistics.
+        form: with mean and std.
 
     Returns:
         [N, channels, height, width] float32.
@@ -185,7 +185,7 @@ def normalise(images: Pixels, form: ImageForm) -> npt.NDArray[np.float32]:
 
 
 def network_input(batch: Sample, form: InputForm) -> Sample:
-    """What a model without preprocessing takes for inputs [N, ...]: normalised images, or tensors as they are."""
+    """Inputs [N, ...] for a model without preprocessing: normalised images, or unchanged tensors."""
     return normalise(batch, form) if isinstance(form, ImageForm) else batch
 
 
@@ -196,17 +196,17 @@ Provider = str | tuple[str, dict[str, str]]
 
 
 def available_providers() -> tuple[str, ...]:
-    """The execution providers this onnxruntime has, best first: TensorRT, CUDA, CPU."""
+    """This onnxruntime's execution providers, best first: TensorRT, CUDA, CPU."""
     present = onnxruntime.get_available_providers()
     return tuple(name for name in PROVIDERS if name in present)
 
 
 def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
-    """The available providers as onnxruntime's session takes them, best first.
+    """The available providers, best first, in the form that an onnxruntime session expects.
 
     Args:
-        engines: folder of this model's TensorRT engines alone, made when it is needed; None: they are built anew at each start.
-        is_half: whether TensorRT may use float16 arithmetic inside them.
+        engines: folder for this model's TensorRT engines only, created on demand; None to rebuild them at each start.
+        is_half: whether the engines may use float16 arithmetic.
     """
     options = {"trt_fp16_enable": str(is_half)}
     names = available_providers()
@@ -214,7 +214,7 @@ def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
         try:
             engines.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            log.warning("TensorRT's engines are not kept, each start builds them again: %s", error)
+            log.warning("TensorRT engines are not cached; each start rebuilds them: %s", error)
         else:
             options |= {"trt_engine_cache_enable": "True", "trt_engine_cache_path": str(engines)}
             options |= {"trt_timing_cache_enable": "True", "trt_timing_cache_path": str(engines)}
@@ -222,13 +222,13 @@ def session_providers(engines: Path | None, *, is_half: bool) -> list[Provider]:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """Providers for a person, in the order in which they are asked: "TensorRT > CUDA > CPU"."""
+    """Readable names of providers, in order of preference: "TensorRT > CUDA > CPU"."""
     return " > ".join(name.removesuffix("ExecutionProvider").replace("Tensorrt", "TensorRT") for name in names)
 
 
 def machine() -> str:
-    """What a form of a model is bound to that was made or measured here: instructions of the CPU, onnxruntime, providers."""
-    from devices.files import cpuinfo_field  # only a few models ask
+    """Describes this machine, to which a variant measured here is bound: CPU instructions, onnxruntime, providers."""
+    from devices.files import cpuinfo_field  # only a few models need this
 
     root = Path("/")
     features = cpuinfo_field(root, "flags") or cpuinfo_field(root, "Features") or ""
@@ -241,10 +241,10 @@ def machine() -> str:
 
 Floats = npt.NDArray[np.float32]
 
-INPUT_NAME = "images"  # decoded pixels, of a model with its preprocessing inside
-NETWORK_INPUT = "input"  # the network's own input: of a model without
+INPUT_NAME = "images"  # decoded pixels, for a model with preprocessing
+NETWORK_INPUT = "input"  # the network's input, for a model without preprocessing
 OUTPUT_NAMES = ("logits", "probabilities")
-TASK_OUTPUT = ("output",)  # of a model without classes
+TASK_OUTPUT = ("output",)  # for a model without classes
 BATCH = 256
 _LOG_ERRORS_ONLY = 3
 log = logging.getLogger(__name__)
@@ -260,27 +260,27 @@ class Guess:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of the model for N images: `logits` and `probabilities`, both [N, C] float32; of one without classes [N, ...], twice the same."""
+    """The model's outputs for N images: `logits` and `probabilities`, both [N, C] float32. Without classes, both are the same [N, ...]."""
 
     logits: Floats
     probabilities: Floats
 
 
 class Predictor:
-    """An ONNX model in onnxruntime, checked to take and give what fits a form and a number of classes.
+    """An ONNX model in onnxruntime, whose inputs and outputs are checked against a form and a number of classes.
 
     Args:
         content: bytes of the ONNX file.
-        form: of its inputs.
-        class_count: C, the number of classes; 0 for a model of another task, whose output may have any shape.
-        takes: of images: pixels, or normalised values; then the pixels are normalised here.
-        name: what to call the file in errors.
+        form: of the inputs.
+        class_count: C, the number of classes; 0 for another task, with outputs of any shape.
+        takes: for images: pixels, or normalised values; then this class normalises the pixels.
+        name: the file's name in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        engines: folder of TensorRT's engines, where there is TensorRT; None: they are not kept.
+        engines: folder for TensorRT engines, if TensorRT is available; None not to cache them.
         is_half: whether TensorRT may use float16.
 
     Raises:
-        ManifestError: onnxruntime refuses the model, or it takes or gives something else.
+        ManifestError: onnxruntime can't load the model, or its inputs or outputs don't match.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Predictor:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
         options.intra_op_num_threads = threads
-        # Images come at the network's size, so that different ones share a batch: so onnxruntime leaves the resize out.
+        # All images of a batch have the network's size. With these fixed, onnxruntime removes the resize from the graph.
         if isinstance(form, ImageForm):
             options.add_free_dimension_override_by_name("height", form.height)
             options.add_free_dimension_override_by_name("width", form.width)
@@ -326,10 +326,10 @@ class Predictor:
         """Logits and probabilities of inputs.
 
         Args:
-            inputs: each as `load_inputs` gives it.
+            inputs: each as returned by `load_inputs`.
 
         Raises:
-            ValueError: one of another shape or element type, or a tensor with numbers that are not finite.
+            ValueError: an input of another shape or element type, or a tensor with numbers that are not finite.
         """
         for position, one in enumerate(inputs):
             if one.shape != self.shape or one.dtype != self.dtype:
@@ -364,7 +364,7 @@ class Predictor:
         self._check_form(name)
 
     def _check_form(self, name: str) -> None:
-        """Check the form in the file's metadata; shapes are not enough, because a model takes pixels of any size."""
+        """Check the form in the file's metadata. Shapes are not enough, since a model takes pixels of any size."""
         form = self._form
         wanted = form.model_dump(mode="json")
         stated = self._session.get_modelmeta().custom_metadata_map.get("input", "")
@@ -373,24 +373,24 @@ class Predictor:
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: was made for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{name}: is for inputs {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(
     manifest: Manifest, form: Variant, content: bytes, *, name: str = "", threads: int = 0, engines: Path | None = None
 ) -> Predictor:
-    """One form of a model in onnxruntime.
+    """One variant of a model in onnxruntime.
 
     Args:
-        manifest: of the model.
-        form: which form.
-        content: bytes of its file.
-        name: what to call it in errors; the form's name by default.
+        manifest: the model's.
+        form: the variant.
+        content: bytes of the variant's file.
+        name: its name in errors; the variant's name by default.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        engines: folder of TensorRT's engines; None: they are not kept.
+        engines: folder for TensorRT engines; None not to cache them.
 
     Raises:
-        ManifestError: onnxruntime refuses it, or it takes or gives something else than the manifest says.
+        ManifestError: onnxruntime can't load it, or its inputs or outputs don't match the manifest.
     """
     return Predictor(
         content,
@@ -412,8 +412,8 @@ class Model:
         manifest: what it is and what it takes.
         directory: where it was read from.
         predictor: the model in onnxruntime.
-        served: which of its forms that is; the one as exported where the manifest's choice is bound to another machine.
-        signature: what of its signature was checked, in words.
+        served: the variant; the model as exported if the manifest's choice is bound to another machine.
+        signature: description of the signature check.
     """
 
     manifest: Manifest
@@ -424,26 +424,26 @@ class Model:
 
     @staticmethod
     def load(directory: Path, *, threads: int = 0, accept: Accept | None = None) -> Model:
-        """Read a model directory, or the version in use under a root of slots, and make it ready.
+        """Load a model directory, or the version in use under a root of versions.
 
-        The bytes that are checked are the bytes that run.
+        The bytes that run are the bytes that were checked.
 
         Args:
-            directory: holds the manifest and the model, or versions of it.
+            directory: with the manifest and the model, or with versions of it.
             threads: threads of one prediction; 0 lets onnxruntime choose.
-            accept: what its manifest must pass, e.g. the check of its signature; None for nothing.
+            accept: check of its manifest, e.g. of the signature; None for none.
 
         Raises:
-            ModelError: no valid manifest, altered bytes, one that is not accepted, or a model that onnxruntime refuses.
-            SlotError: slots without a usable version.
+            ModelError: no valid manifest, altered bytes, a manifest that is not accepted, or a model that onnxruntime can't load.
+            SlotError: no usable version.
         """
         directory = resolve(directory)
         manifest, signature = read_signed(directory, accept)
         served = manifest.served_on(machine)
         if served.name != manifest.serves:
             log.warning(
-                "%s: its form %s was made on another machine or with another onnxruntime; %s is used. "
-                "`fedcg model optimise` tries the forms here",
+                "%s: its variant %s was made on another machine or with another onnxruntime, so %s is used. "
+                "Run `fedcg model optimise` to try the variants on this machine",
                 directory,
                 manifest.serves,
                 served.name,
@@ -461,11 +461,11 @@ class Model:
 
     @property
     def version(self) -> str:
-        """The version's name, e.g. 0003; that of the folder where there are no versions."""
+        """The version's name, e.g. 0003; the folder's name if there are no versions."""
         return self.directory.name
 
     def identity(self) -> dict[str, str | int]:
-        """Which model it is, as every answer of a server names it."""
+        """The model's identity, as in every response of a server."""
         return {"federation": self.manifest.federation, "round": self.manifest.round, "version": self.version}
 
     @cached_property
@@ -473,12 +473,12 @@ class Model:
         return np.argsort(self.manifest.classes, kind="stable")
 
     def by_name(self, probabilities: Floats) -> Floats:
-        """Its probabilities [N, C] with the classes in the order of their names: the order in which two models are compared."""
+        """Probabilities [N, C] with the classes sorted by name, to compare two models."""
         ordered: Floats = probabilities[:, self._name_order] if self.manifest.classes else probabilities
         return ordered
 
     def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:
-        """Probabilities of inputs, [N, C] float32; arguments and errors as of `Predictor.run`."""
+        """Probabilities of inputs, [N, C] float32; arguments and errors as for `Predictor.run`."""
         return self.predictor.run(inputs).probabilities
 
     def classify(
@@ -487,21 +487,21 @@ class Model:
         """The likeliest classes of one image or tensor, likeliest first.
 
         Args:
-            image: a file, the bytes of one, or an array as the model takes it.
-            top: how many classes.
-            max_pixels: larger images are refused from their header.
+            image: a file, its bytes, or an array in the model's form.
+            top: number of classes.
+            max_pixels: larger images are rejected by their header.
 
         Raises:
             InputError: no such file, not one image or tensor, damaged, or over the pixel limit.
-            ValueError: an array of another shape or element type, or not finite.
+            ValueError: an array of another shape or element type, or with numbers that are not finite.
         """
         source = Path(image) if isinstance(image, str) else image
         inputs = load_inputs(source, self.manifest.input, max_pixels)
         if len(inputs) != 1:
-            raise InputError("tensors", f"{len(inputs)} of them; `predict` takes several")
+            raise InputError("tensors", f"the file has {len(inputs)}; use `predict` for several")
         return self.top(self.predict(inputs)[0], top)
 
     def top(self, probabilities: Floats, count: int) -> tuple[Guess, ...]:
-        """The `count` likeliest classes of one input, likeliest first; of equal ones the earlier class."""
+        """The `count` likeliest classes of one input, likeliest first; ties keep the order of the classes."""
         order = np.argsort(-probabilities, kind="stable")[:count]
         return tuple(Guess(self.manifest.classes[index], float(probabilities[index])) for index in order)

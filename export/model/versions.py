@@ -1,7 +1,7 @@
-"""Versions of one box's model: `0001/`, `0002/`, … under a root, and a pointer to the one in use.
+"""Versions of one device's model: `0001/`, `0002/`, … under a root, and a pointer to the one in use.
 
-A version appears by one rename, and the pointer moves by one rename, so a reader or a power cut sees the old state or the new
-one. Writers take a lock; readers need none. Knows nothing of how a model is made or run.
+One rename adds a version and one rename moves the pointer, so readers see either the old or the new state, even after a power cut.
+Writers take a lock; readers need none. Independent of how a model is created or run.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, checked, fsync_path, locked, replace_durably, with_check
 
 POINTER_NAME = "CURRENT"
-KEEP = 3  # newest versions that stay, beside the one in use and the one that a rollback returns to
+KEEP = 3  # newest versions to keep, besides the one in use and the target of a rollback
 HISTORY = 16
 _LOCK_NAME = ".lock"
 _STAGING_PREFIX = ".staging-"
@@ -28,7 +28,7 @@ _ENGINES_SUFFIX = ".engines"
 
 
 class Pointer(BaseModel):
-    """The pointer file: the version in use, and the ones in use before it, latest first."""
+    """The pointer file: the version in use and the earlier ones, latest first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,8 +50,8 @@ class ModelVersions:
     """The versions under one root.
 
     Args:
-        root: directory of the versions; made on the first install.
-        accept: what a version must pass beside the check of its bytes, to be put in use again; None for nothing.
+        root: directory of the versions; created on the first install.
+        accept: additional check of a version before it is put in use again; None for none.
     """
 
     def __init__(self, root: Path, accept: Accept | None = None) -> None:
@@ -73,27 +73,27 @@ class ModelVersions:
         return self.root / self._required_pointer().current
 
     def previous(self) -> tuple[str, ...]:
-        """The versions that were in use before, latest first; after a rollback without the one that it left."""
+        """The versions in use before, latest first. A rollback removes the version that it left."""
         pointer = self._pointer()
         return pointer.previous if pointer else ()
 
     def install(self, fill: Callable[[Path], None]) -> Path:
-        """Make a new version and put it in use.
+        """Create a new version and put it in use.
 
         Args:
-            fill: writes model and manifest into the directory it is given; whatever it raises leaves the slots as they were.
+            fill: writes model and manifest into the given directory. If it raises, nothing is installed.
 
         Returns:
             Directory of the new version.
 
         Raises:
-            ModelError: `fill` left a manifest or a model that do not belong together.
-            SlotError: the disk is full or broken; what was begun is removed.
+            ModelError: the manifest and the model that `fill` wrote do not match.
+            SlotError: the disk is full or broken; the incomplete version is removed.
         """
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             with self._lock():
-                # Of a writer that was killed: nobody else has the lock.
+                # Left by a killed writer: no other process holds the lock.
                 for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
                 staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
@@ -105,7 +105,7 @@ class ModelVersions:
                     shutil.rmtree(engines_of(staging), ignore_errors=True)
 
     def check_signed(self, *, is_signed: bool) -> None:
-        """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
+        """Refuse to replace a signed version by an unsigned one, which readers that require the signature would reject.
 
         Raises:
             SlotError: the version in use is signed, and the new one is not.
@@ -113,8 +113,8 @@ class ModelVersions:
         pointer = self._sound_pointer()
         if pointer is not None and not is_signed and (self.root / pointer.current / SIGNATURE_NAME).exists():
             raise SlotError(
-                f"{self.root}: version {pointer.current}, which is in use, is signed, and the new one is not; it was not installed. "
-                "Give --sign KEY, the device's message key (signing.key beside its agent.toml)"
+                f"{self.root}: version {pointer.current} in use is signed, but the new one is not; it was not installed. "
+                "Give --sign KEY, the device's message key (signing.key next to its agent.toml)"
             )
 
     def _publish(self, staging: Path) -> Path:
@@ -138,11 +138,11 @@ class ModelVersions:
         return self.root / name
 
     def use(self, name: str) -> Path:
-        """Put an installed version in use, after checking its bytes.
+        """Verify an installed version and put it in use.
 
         Raises:
             SlotError: no such version, or the disk is full or broken.
-            ModelError: the version is damaged; the one in use stays.
+            ModelError: the version is damaged; the version in use does not change.
         """
         with self._writing(), self._lock():
             self.verify(name)
@@ -150,10 +150,10 @@ class ModelVersions:
         return self.root / name
 
     def rollback(self) -> Path:
-        """Return to the version that was in use before, skipping versions that are gone or damaged.
+        """Return to the previous version; skip versions that are missing or damaged.
 
         Raises:
-            SlotError: there is none, or the disk is full or broken.
+            SlotError: no such version, or the disk is full or broken.
         """
         with self._writing(), self._lock():
             pointer = self._required_pointer()
@@ -169,7 +169,7 @@ class ModelVersions:
         )
 
     def verify(self, name: str) -> tuple[Manifest, str]:
-        """Check a version's manifest and the bytes of its models; returns it, and what of its signature was checked, in words.
+        """Check a version's manifest and model files; return the manifest and a description of the signature check.
 
         Raises:
             SlotError: no such version.
@@ -177,7 +177,7 @@ class ModelVersions:
         """
         if name not in self._names():
             raise SlotError(
-                f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}", exit_code=NOT_FOUND
+                f"{self.root}: no version {name!r}; versions: {', '.join(self._names()) or 'none'}", exit_code=NOT_FOUND
             )
         return read_all(self.root / name, self.accept)
 
@@ -195,11 +195,11 @@ class ModelVersions:
             return None
         except ValidationError as error:
             raise SlotError(
-                f"{path} is damaged: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
+                f"{path} is damaged: it names no version; choose one with `fedcg model use {self.root} VERSION`"
             ) from error
 
     def _sound_pointer(self) -> Pointer | None:
-        """The pointer; None also for a damaged one, which is replaced and loses its history."""
+        """The pointer; None if there is none or it is damaged. A damaged one is replaced without its history."""
         try:
             return self._pointer()
         except SlotError:
@@ -211,7 +211,7 @@ class ModelVersions:
             raise SlotError(f"{self.root}: no model is installed there", exit_code=NOT_FOUND)
         if not (self.root / pointer.current).is_dir():
             raise SlotError(
-                f"{self.root}: version {pointer.current} is gone; choose one with `fedcg model use {self.root} VERSION`"
+                f"{self.root}: version {pointer.current} is missing; choose one with `fedcg model use {self.root} VERSION`"
             )
         return pointer
 
@@ -241,7 +241,7 @@ class ModelVersions:
             yield
         except OSError as error:
             raise SlotError(
-                f"{error.filename or self.root}: {error.strerror or error}; the version in use stays. "
+                f"{error.filename or self.root}: {error.strerror or error}; the version in use stays in use. "
                 f"Free space on, or repair, {self.root}, then try again"
             ) from error
 
@@ -254,11 +254,11 @@ class ModelVersions:
 
 
 def resolve(directory: Path) -> Path:
-    """The model directory that a path means: itself, or the version in use when it is the root of slots.
+    """The model directory of a path: itself, or the version in use if it is a root of versions.
 
     Raises:
-        ManifestError: neither a model nor slots.
-        SlotError: slots without a usable version.
+        ManifestError: neither a model nor versions.
+        SlotError: no usable version.
     """
     if (directory / MANIFEST_NAME).is_file():
         return directory
@@ -267,19 +267,19 @@ def resolve(directory: Path) -> Path:
     if not directory.is_dir():
         raise ManifestError(f"{directory}: no such folder", exit_code=NOT_FOUND)
     raise ManifestError(
-        f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
+        f"{directory}: contains neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )
 
 
 def _root_of(directory: Path) -> Path:
-    """The root of the versions that a path means: `models` in a device's private store or folder, or itself.
+    """The root of versions for a path: `models` in a device's private store or folder, or the path itself.
 
-    The private store has a pointer of the same name, to its generations, so `models` comes first.
+    The private store has a pointer of the same name for its generations, so `models` is checked first.
     """
     places = (directory / "models", directory / "store" / "models", directory)
     return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
 
 
 def engines_of(model_dir: Path) -> Path:
-    """The folder of the engines that TensorRT makes of a model: beside its directory, whose files are watched for changes."""
+    """The folder of a model's TensorRT engines: next to its directory, whose files are watched for changes."""
     return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)

@@ -1,4 +1,4 @@
-"""The HTTP interface of the server on the box: predictions, health, and its counters in Prometheus' text format.
+"""The HTTP interface of the prediction server: predictions, health, and metrics in Prometheus' text format.
 
 Errors are JSON and name the next step.
 """
@@ -36,46 +36,46 @@ IDENTITY = ("federation", "round", "version", "sha256")
 
 
 class Metrics:
-    """All counters of one server; safe from any thread."""
+    """All metrics of one server; thread-safe."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
-            "fedcg_serve_requests", "Requests for predictions by outcome.", ["outcome"], registry=registry
+            "fedcg_serve_requests", "Prediction requests, by outcome.", ["outcome"], registry=registry
         )
         self.seconds = Histogram(
             "fedcg_serve_request_seconds",
-            "Seconds from a request's first byte to its answer.",
+            "Seconds from a request's first byte to its response.",
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
         self.batches = Histogram(
-            "fedcg_serve_batch_images",
-            "Images that were predicted together.",
-            buckets=IMAGES_BUCKETS,
-            registry=registry,
+            "fedcg_serve_batch_images", "Images per batch.", buckets=IMAGES_BUCKETS, registry=registry
         )
-        self.classes = Counter("fedcg_serve_predictions", "Images by likeliest class.", ["class"], registry=registry)
-        self.loads = Counter("fedcg_serve_model_loads", "New versions by outcome.", ["outcome"], registry=registry)
+        self.classes = Counter("fedcg_serve_predictions", "Images, by likeliest class.", ["class"], registry=registry)
+        self.loads = Counter("fedcg_serve_model_loads", "New versions, by outcome.", ["outcome"], registry=registry)
         self.rollbacks = Counter(
-            "fedcg_serve_rollbacks", "Versions taken back, by reason.", ["reason"], registry=registry
+            "fedcg_serve_rollbacks", "Versions rolled back, by reason.", ["reason"], registry=registry
         )
-        self._queue = Gauge("fedcg_serve_queue_images", "Images accepted and not answered yet.", registry=registry)
-        self._ready = Gauge("fedcg_serve_ready", "1 while predictions are answered.", registry=registry)
+        self._queue = Gauge("fedcg_serve_queue_images", "Images accepted but not answered yet.", registry=registry)
+        self._ready = Gauge("fedcg_serve_ready", "1 while predictions are served.", registry=registry)
         self._model = Gauge("fedcg_serve_model_info", "The model in service.", IDENTITY, registry=registry)
         self._candidate = Gauge(
-            "fedcg_serve_candidate_images", "Images a new version was compared on.", ["version"], registry=registry
+            "fedcg_serve_candidate_images",
+            "Images compared between the candidate and the version in service.",
+            ["version"],
+            registry=registry,
         )
 
     def text(self, served: Model | None, candidate: Candidate | None, *, queue: int, is_ready: bool) -> bytes:
-        """The whole page.
+        """The metrics page.
 
         Args:
             served: the model in service.
-            candidate: the version that is compared with it.
-            queue: images that are accepted and not answered yet.
-            is_ready: whether predictions are answered.
+            candidate: the version being compared with it.
+            queue: images accepted but not answered yet.
+            is_ready: whether predictions are served.
         """
         self._queue.set(queue)
         self._ready.set(is_ready)
@@ -90,24 +90,24 @@ class Metrics:
 
 
 POLL_S = 0.5
-"""Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
+"""Seconds between checks for a new version; a check reads the pointer and the dates of a few files."""
 DECODERS = 2
 DEFAULT_TOP = 3
-GONE = 499  # the caller disconnected before the answer
+GONE = 499  # the client disconnected before the response
 OF_STATUS, OTHER_STATUS = {404: "not_found", 405: "wrong_method"}, "refused"
-"""The codes of what the framework refuses."""
+"""Error codes of requests that the framework rejects."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """What the routes share.
+    """State shared by the routes.
 
     Args:
-        models: the model in service; refreshed while the application runs.
-        batcher: predicts; started and closed with the application.
-        limits: of one request.
-        metrics: counts.
+        models: the model in service; kept up to date while the application runs.
+        batcher: runs predictions; started and closed with the application.
+        limits: limits of one request.
+        metrics: counters of the server.
     """
 
     def __init__(self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics) -> None:
@@ -118,7 +118,7 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Predict and follow new versions while the context lasts; the first version is loaded before it begins."""
+        """Load the first version, then predict and follow new versions while the context lasts."""
         await asyncio.to_thread(self.models.refresh)
         with ThreadPoolExecutor(DECODERS, "decode") as self._decoders:
             async with self.batcher.running():
@@ -138,27 +138,27 @@ class Service:
                 for verdict in await asyncio.to_thread(self.models.look):
                     self.metrics.rollbacks.labels(verdict.kind).inc()
             except Exception:
-                log.exception("looking for a new version failed; the one in service stays")
+                log.exception("checking for a new version failed; the version in service does not change")
 
     def served(self) -> Model:
         """The model in service.
 
         Raises:
-            RefusedError: there is none, or the server is shutting down.
+            RefusedError: no model is in service, or the server is shutting down.
         """
         if self.is_draining:
-            raise RefusedError(503, "draining", "the server is ending; ask again when it is back", retry_after_s=5)
+            raise RefusedError(503, "draining", "the server is shutting down; retry after its restart", retry_after_s=5)
         if self.models.current is None:
-            message = f"{self.models.refused}; /readyz shows when there is a model"
+            message = f"{self.models.refused}; see /readyz for when a model is ready"
             raise RefusedError(503, "no_model", message, retry_after_s=5)
         return self.models.current
 
     async def predict(self, request: Request, top: int) -> dict[str, object]:
-        """Answer one request, as `fedcg infer --json` prints results, with the model's identity.
+        """Answer one request: results as in `fedcg infer --json`, with the model's identity.
 
         Raises:
-            RefusedError: it cannot be answered.
-            ClientDisconnect: the caller disconnected; the rest of the work is cancelled.
+            RefusedError: the request cannot be answered.
+            ClientDisconnect: the client disconnected; remaining work is cancelled.
         """
         served = self.served()
         content_type = request.headers.get("content-type", "")
@@ -167,7 +167,7 @@ class Service:
             with self.batcher.place() as predict:
                 work = self._answer(predict, served, content, content_type)
                 inputs, rows = await _unless_gone(request, work)
-        # Not before the answer is on its way.
+        # Only after the response is on its way.
         asyncio.get_running_loop().call_soon(self.models.answered, served, [one for _, one in inputs], rows)
         results = [Classified.of(served, name, row, top) for (name, _), row in zip(inputs, rows, strict=True)]
         for one in results if served.manifest.classes else ():
@@ -189,7 +189,7 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application of one server."""
+    """Create the application of one server."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -200,7 +200,7 @@ def create_app(service: Service) -> FastAPI:
         title="FedCG Edge predictions",
         version=version("fedcg-edge"),
         lifespan=life,
-        docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
+        docs_url=None,  # the pages would load scripts from other hosts; /openapi.json is served
         redoc_url=None,
     )
     application.state.service = service
@@ -211,7 +211,7 @@ def create_app(service: Service) -> FastAPI:
     return application
 
 
-async def _service(request: Request) -> Service:  # a plain function would cost a thread's turn per request
+async def _service(request: Request) -> Service:  # a plain function would need a thread switch per request
     service: Service = request.app.state.service
     return service
 
@@ -222,10 +222,10 @@ router = APIRouter()
 
 @router.post("/predict")
 async def predict(request: Request, service: Running, top: Annotated[int, Query(ge=1)] = DEFAULT_TOP) -> Response:
-    """Classes and probabilities of what the model takes, which GET /model says.
+    """Classify images or tensors. GET /model describes the input that the model takes.
 
-    Images: the bytes of one, multipart with several, or JSON {"images": arrays}. Tensors: the bytes of one npy array
-    (application/x-npy or application/octet-stream), one tensor or a batch, or JSON {"inputs": arrays}.
+    Images: the bytes of one image, multipart with several, or JSON {"images": arrays}. Tensors: one npy array with one tensor or a
+    batch (application/x-npy or application/octet-stream), or JSON {"inputs": arrays}.
     """
     started = time.perf_counter()
     service.in_flight += 1
@@ -239,7 +239,7 @@ async def predict(request: Request, service: Running, top: Annotated[int, Query(
         answer, outcome = JSONResponse(None, GONE), "cancelled"
     except Exception:
         log.exception("a prediction failed")
-        message = "the prediction failed; the server's log says why"
+        message = "the prediction failed; see the server's log"
         answer = _refusal(RefusedError(500, "internal", message))
     finally:
         service.in_flight -= 1
@@ -250,19 +250,19 @@ async def predict(request: Request, service: Running, top: Annotated[int, Query(
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Whether the process answers."""
+    """Whether the process responds."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 async def readyz(service: Running) -> dict[str, object]:
-    """Whether predictions are answered; 503 with a reason while there is no usable model, and while the server ends."""
+    """Whether predictions are served. 503 with a reason while there is no usable model or the server is shutting down."""
     return {"status": "ok", **service.served().identity()}
 
 
 @router.get("/model")
 async def model(service: Running) -> dict[str, object]:
-    """The model in service: manifest, execution providers, since when; the candidate, or why a newer version is refused."""
+    """The model in service: manifest, execution providers, start of service; the candidate, or why a newer version was refused."""
     served, candidate = service.served(), service.models.candidate
     return {
         **served.identity(),
@@ -279,7 +279,7 @@ async def model(service: Running) -> dict[str, object]:
 
 @router.get("/metrics")
 async def metrics(service: Running) -> Response:
-    """Counters in Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     served, candidate = service.models.current, service.models.candidate
     is_ready = served is not None and not service.is_draining
     text = service.metrics.text(served, candidate, queue=service.batcher.length, is_ready=is_ready)
@@ -292,7 +292,7 @@ def _declared(request: Request) -> int:
 
 
 async def _unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`; ClientDisconnect as soon as the caller disconnects, and then the work is cancelled."""
+    """The result of `work`; cancels it and raises ClientDisconnect if the client disconnects."""
     working, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -325,4 +325,4 @@ async def _bad_request(request: Request, error: Exception) -> Response:
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = OF_STATUS.get(error.status_code, OTHER_STATUS)
-    return _refusal(RefusedError(error.status_code, code, f"{error.detail}; see /openapi.json for what there is"))
+    return _refusal(RefusedError(error.status_code, code, f"{error.detail}; see /openapi.json for the available paths"))

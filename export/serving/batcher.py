@@ -1,6 +1,6 @@
-"""Micro-batches: requests that wait at the same time are predicted together, by one thread. Independent of HTTP.
+"""Micro-batches: one thread predicts waiting requests together. Independent of HTTP.
 
-Everything but the prediction itself happens on the event loop.
+Everything except the prediction runs on the event loop.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from export.model.runtime import Floats, Sample
 
 
 class Predicts(Protocol):
-    """What runs a batch: a model, or a test's stand-in."""
+    """Runs a batch: a model, or a test double."""
 
     def predict(self, images: Sequence[Sample]) -> Floats:
         """Probabilities of images, [N, C] float32."""
 
 
 Predict = Callable[[Predicts, Sequence[Sample]], Awaitable[Floats]]
-"""Probabilities of images, all from this model and all in one batch; QueueFullError when they do not fit in."""
+"""Probabilities of images, all from this model in one batch; QueueFullError if the queue lacks space."""
 
 
 @dataclass(eq=False)
@@ -34,35 +34,35 @@ class _Job:
 
 
 class Batcher:
-    """One thread that predicts what waits.
+    """One thread that predicts waiting requests.
 
-    A batch starts as soon as no further request is being decoded, it is full, or its first request has waited `max_wait_s`. Requests
-    for different models are never in one batch.
+    A batch starts when no further request is being decoded, it is full, or its first request has waited `max_wait_s`. All requests of a
+    batch use the same model.
 
     Args:
-        max_batch: images of one batch; a request with more has a batch of its own.
+        max_batch: images of one batch; a request with more gets its own batch.
         max_wait_s: longest time that the first request of a batch waits for others.
-        capacity: images that may be accepted and not answered yet.
-        observe: gets the number of images of every batch.
+        capacity: largest number of accepted, unanswered images.
+        observe: called with the number of images of every batch.
     """
 
     def __init__(self, *, max_batch: int, max_wait_s: float, capacity: int, observe: Callable[[int], None]) -> None:
         self._max_batch, self._max_wait_s, self._capacity = max_batch, max_wait_s, capacity
         self._observe = observe
         self._jobs: deque[_Job] = deque()
-        self._taken = 0  # images that have a place
-        self._coming = 0  # places whose images are still being decoded
+        self._taken = 0  # images with a place
+        self._coming = 0  # places with images still being decoded
         self._is_closing = False
         self._changed = asyncio.Event()
 
     @property
     def length(self) -> int:
-        """Images that were accepted and are not answered yet."""
+        """Images accepted but not answered yet."""
         return self._taken
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Predict while the context lasts; requests that wait at its end are still predicted."""
+        """Predict while the context lasts; requests waiting at its end are still predicted."""
         with ThreadPoolExecutor(1, "predict") as thread:
             batches = asyncio.create_task(self._run(thread))
             try:
@@ -74,10 +74,10 @@ class Batcher:
 
     @contextmanager
     def place(self) -> Iterator[Predict]:
-        """A place in the queue while the context lasts: for one image, until `predict` is called with more.
+        """Hold a place in the queue while the context lasts: for one image, until `predict` is called with more.
 
         Raises:
-            QueueFullError: there is none.
+            QueueFullError: the queue is full.
         """
         self._take(1)
         taken, is_coming = 1, True
@@ -102,7 +102,7 @@ class Batcher:
 
     def _take(self, images: int) -> None:
         if self._taken + images > self._capacity:
-            raise QueueFullError(f"{self._taken} images wait already, and the queue takes {self._capacity}")
+            raise QueueFullError(f"{self._taken} images are waiting; the limit is {self._capacity}")
         self._taken += images
 
     async def _run(self, thread: ThreadPoolExecutor) -> None:
@@ -143,7 +143,7 @@ class Batcher:
         found: Floats | Exception
         try:
             found = await asyncio.get_running_loop().run_in_executor(thread, jobs[0].model.predict, images)
-        except Exception as error:  # noqa: BLE001 - a model's error is raised in the requests of its batch, and the queue goes on
+        except Exception as error:  # noqa: BLE001 - a model's error is raised in the requests of its batch, and the queue continues
             found = error
         start = 0
         for job in jobs:

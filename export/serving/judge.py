@@ -1,34 +1,33 @@
-"""Judges a new version: beside the one in service on the same images, and in service beside the one before it. Pure; no clock, no I/O.
+"""Evaluates a new version: as a candidate against the version in service, and in service against the previous one. Pure; no clock, no I/O.
 
-A new version is judged twice, by the same measures.
+A new version is evaluated twice, with the same measures.
 
-**As a candidate** (`Comparison`) it was chosen and does not answer anybody yet. It is rejected for
+**As a candidate** (`Comparison`) it is chosen but does not answer requests yet. It is rejected for
 
-* errors: `FAILURES` requests or more failed in it alone, and these are more than `FAILURE_SHARE` of all; at the end of the stage one
-  is enough for the first condition;
+* errors: at least `FAILURES` requests failed only with the candidate, and these are more than `FAILURE_SHARE` of all. At the end of
+  the stage, one failed request is enough for the first condition;
 * latency: in three of four requests it takes more than `LATENCY_FACTOR` times as long per image, and more than `LATENCY_EXTRA_S`
-  longer. Both versions predict a request one directly after the other, so that other work of the box slows both; where it slows them
-  a lot, a median of few requests passed these bounds for equal versions, and a quartile does not;
-* drift, at the end of the stage: the shares of predicted classes differ by more than `CLASS_SHIFT` plus `CHANCE` times what is
-  expected by chance, the mean confidence (probability of the likeliest class) is lower by more than `CONFIDENCE_DROP`, or both name
+  longer. Both versions predict a request directly after each other, so that other load slows both. Under heavy load, the median of
+  a few requests exceeded these bounds for equal versions; the quartile does not;
+* drift, at the end of the stage: the shares of predicted classes differ by more than `CLASS_SHIFT` plus `CHANCE` times the difference
+  expected by chance, the mean confidence (probability of the likeliest class) is lower by more than `CONFIDENCE_DROP`, or both predict
   the same class for too few images.
 
-Both versions see the same images, so a change of the images is no drift here, and only images with two different answers move the
-shares. A better version does disagree with the one before it. How often it may follows from their accuracies a and b on held-out
-images: where both hold, at least a + b - 1 of the answers are the same, because both are right there. `AGREEMENT_SLACK` is allowed
-below that for harder images. A version without a stated accuracy has no such floor.
+Both versions see the same images, so a change of the images is not drift here. Only images with two different predictions change the
+shares. A better version does disagree with the previous one. Their accuracies a and b on held-out images bound how often: both are
+right on at least a + b - 1 of the images, so at least that share of predictions is the same. `AGREEMENT_SLACK` lowers this bound for
+harder images. A version without a stated accuracy has no such bound.
 
-**In service** (`Watch`) its predictions are compared with the last ones of the version before, up to `LONGEST` windows of them, from
-its first `window` on. It is taken back for errors (the share above that of the version before counts) and for drift, the difference of
-the shares being half the sum of absolute differences.
+**In service** (`Watch`) its predictions, from the first `window` on, are compared with the previous version's last ones, up to `LONGEST`
+windows. It is rolled back for errors (beyond the previous version's share) and for drift. Here the difference of the shares is half the
+sum of absolute differences.
 
-The difference that is expected by chance depends on the number of independent images. A camera on a line takes many similar images
-in a row, so the runs of one class are counted for the version before: their number, divided by the number that independent images
-would have, is the share of images that counts. A new version is trusted once half a window of images counts, or after `LONGEST` windows.
+The difference expected by chance depends on the number of independent images. A camera at a production line takes many similar images
+in a row. Therefore runs of one class are counted for the previous version. Their number, divided by the number expected of independent
+images, is the share of images that counts. A new version is trusted once half a window of images counts, or after `LONGEST` windows.
 
-Images may change at the same moment as the version; then a good version is taken back, which costs its improvement until
-somebody chooses it again. The opposite, a bad version that stays, costs wrong answers. How often either happens is measured in
-docs/research/serving.md.
+If the images change together with the version, a good version may be rolled back. Its improvement is lost until someone chooses it
+again. If a bad version stays instead, wrong predictions are the cost. docs/research/serving.md has measured rates of both.
 """
 
 import math
@@ -52,13 +51,13 @@ CONFIDENCE_DROP = 0.2
 LATENCY_FACTOR = 2.0
 LATENCY_EXTRA_S = 0.005
 AGREEMENT_SLACK = 0.25
-LEAST_TIMINGS = 20  # requests before latency is judged
-LEAST_IMAGES = 20  # images before drift is judged
+LEAST_TIMINGS = 20  # requests before latency is evaluated
+LEAST_IMAGES = 20  # images before drift is evaluated
 Kind = Literal["errors", "drift", "latency", "incomparable"]
 
 
 def apart(first: float, second: float) -> tuple[str, str]:
-    """Two shares in words, with as many digits as show which one is larger."""
+    """Format two shares with enough digits to show which one is larger."""
     return next(
         ((a, b) for n in range(4) if (a := f"{first:.{n}%}") != (b := f"{second:.{n}%}")), (f"{first:%}", f"{second:%}")
     )
@@ -83,12 +82,12 @@ class Sample:
         self.requests = 0
 
     def add(self, probabilities: Floats) -> None:
-        """Note a request that was answered: probabilities [N, C] of its images."""
+        """Record an answered request: probabilities [N, C] of its images."""
         self.requests += 1
         self.predictions.extend((int(row.argmax()), float(row.max())) for row in probabilities)
 
     def fail(self) -> None:
-        """Note a request that the version failed at."""
+        """Record a request that failed."""
         self.requests += 1
         self.failures += 1
 
@@ -113,7 +112,7 @@ class Sample:
 
     @property
     def independent(self) -> float:
-        """The share of images that counts, in (0, 1]: runs of one class, divided by those that are expected of independent images."""
+        """The share of images that counts, in (0, 1]: runs of one class, divided by the number expected of independent images."""
         labels = self.labels
         changes = int(np.count_nonzero(labels[1:] != labels[:-1]))
         by_chance = (len(labels) - 1) * (1 - float((self.shares(0) ** 2).sum()))
@@ -126,53 +125,53 @@ class Sample:
 
 
 def least_agreement(current: float | None, candidate: float | None) -> float:
-    """Share of images for which two versions of these accuracies should name the same class; 0 where one is unknown."""
+    """Share of images for which two versions of these accuracies should predict the same class; 0 if one is unknown."""
     if current is None or candidate is None:
         return 0.0
     return max(0.0, current + candidate - 1 - AGREEMENT_SLACK)
 
 
 def _drift(now: Sample, before: Sample, shift: float, by_chance: float, *, where: str = "") -> str:
-    """Why the predictions of two versions are too different; empty when they are not.
+    """Why the predictions of two versions differ too much; empty if they do not.
 
     Args:
         now: predictions of the new version.
-        before: those of the version that it is compared with.
-        shift: how far the shares of their classes are apart.
-        by_chance: how far they are expected to be apart by chance.
-        where: on which images, for the reason.
+        before: predictions of the version that it is compared with.
+        shift: difference of their class shares.
+        by_chance: difference expected by chance.
+        where: the compared images, for the message.
     """
     allowed = CLASS_SHIFT + CHANCE * by_chance
     if shift > allowed:
         told = apart(shift, allowed)
-        return f"its predicted classes are {told[0]} apart from those of version {before.version}{where} (allowed {told[1]})"
+        return f"its predicted classes differ by {told[0]} from those of version {before.version}{where} (allowed {told[1]})"
     if before.confidence - now.confidence > CONFIDENCE_DROP:
-        return f"its confidence is {now.confidence:.0%} on average where version {before.version} had {before.confidence:.0%}"
+        return f"its mean confidence is {now.confidence:.0%}; version {before.version} had {before.confidence:.0%}"
     return ""
 
 
 def _shift(now: Sample, before: Sample) -> tuple[float, float]:
-    """How far the shares of classes of different images are apart (half the sum of absolute differences), and how far by chance."""
+    """Difference of the class shares on different images (half the sum of absolute differences), and the one expected by chance."""
     classes = 1 + int(max(now.labels.max(), before.labels.max()))
     ours, theirs = now.shares(classes), before.shares(classes)
     shift = float(np.abs(ours - theirs).sum()) / 2
     counts = [len(one.predictions) for one in (now, before)]
     both = (ours * counts[0] + theirs * counts[1]) / sum(counts)
     spread = sum(1 / count for count in counts) / before.independent
-    # The difference of the shares that is expected by chance: each one is nearly normal, and half its mean absolute value is
-    # 1 / sqrt(2 pi) of its deviation.
+    # Difference expected by chance: each share's difference is nearly normal, and half its mean absolute value is 1 / sqrt(2 pi) of its
+    # deviation.
     by_chance = float(np.sqrt(both * (1 - both) * spread).sum()) / math.sqrt(2 * math.pi)
     return shift, by_chance
 
 
 @dataclass(frozen=True)
 class CandidateStage:
-    """How long and how much a candidate is compared.
+    """Length of a candidate's comparison.
 
     Attributes:
-        images: compared images after which it takes all requests; at least half of them must count as independent.
-        share: of the requests whose images it predicts too, in (0, 1].
-        limit_s: seconds after which it takes all requests with what was compared until then.
+        images: compared images after which the candidate takes all requests; at least half of them must count as independent.
+        share: share of requests that the candidate also predicts, in (0, 1].
+        limit_s: seconds after which the candidate takes all requests, even with fewer images compared.
     """
 
     images: int = 200
@@ -182,13 +181,13 @@ class CandidateStage:
 
 @dataclass(frozen=True)
 class Pair:
-    """The images of one request as both versions predicted them.
+    """Both versions' predictions for the images of one request.
 
     Attributes:
         current: probabilities [N, C] of the version in service.
-        current_s: seconds that it took for the N images.
-        candidate: probabilities [N, C] of the candidate; None when it failed.
-        candidate_s: seconds that it took.
+        current_s: its seconds for the N images.
+        candidate: probabilities [N, C] of the candidate; None if it failed.
+        candidate_s: its seconds for the N images.
     """
 
     current: Floats
@@ -199,12 +198,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Progress:
-    """What was compared until now.
+    """Progress of a comparison.
 
     Attributes:
-        images: that both versions predicted.
-        agreement: share of them for which both name the same class; None without any.
-        failures: requests that the candidate failed at.
+        images: images that both versions predicted.
+        agreement: share of them for which both predict the same class; None without any.
+        failures: requests that failed with the candidate.
     """
 
     images: int
@@ -217,13 +216,13 @@ class Progress:
 
 
 class Comparison:
-    """What is known of one candidate.
+    """The comparison of one candidate with the version in service.
 
     Args:
-        version: of the candidate.
-        before: the version in service.
-        stage: how much is compared.
-        floor: share of images for which both should name the same class.
+        version: name of the candidate.
+        before: name of the version in service.
+        stage: length of the comparison.
+        floor: least share of images for which both should predict the same class.
     """
 
     def __init__(self, version: str, before: str, stage: CandidateStage, floor: float = 0.0) -> None:
@@ -232,13 +231,13 @@ class Comparison:
         self._times: list[tuple[float, float]] = []  # seconds per image of the version in service and of the candidate
 
     def progress(self) -> Progress:
-        """What was compared until now."""
+        """Progress so far."""
         images = len(self._now.predictions)
         agreement = float(np.mean(self._now.labels == self._before.labels)) if images else None
         return Progress(images, agreement, self._now.failures)
 
     def add(self, pair: Pair) -> None:
-        """Note one compared request."""
+        """Add one compared request."""
         if pair.candidate is None:
             self._now.fail()
             return
@@ -248,7 +247,7 @@ class Comparison:
         self._times.append((pair.current_s / count, pair.candidate_s / count))
 
     def is_over(self, elapsed_s: float) -> bool:
-        """Whether enough was compared, or the time is up, after so many seconds."""
+        """Whether enough was compared, or the time limit is reached, after `elapsed_s` seconds."""
         if elapsed_s >= self._stage.limit_s or self._now.is_full:
             return True
         images = len(self._now.predictions)
@@ -256,7 +255,7 @@ class Comparison:
         return is_enough and images * self._before.independent >= self._stage.images / 2
 
     def verdict(self, elapsed_s: float) -> VersionFault | None:
-        """Why the candidate should not take the requests; None as long as nothing speaks against it."""
+        """Why the candidate should not serve; None while there is no reason."""
         is_over = self.is_over(elapsed_s)
         found: tuple[tuple[Kind, str], ...] = (
             ("errors", self._errors(1 if is_over else FAILURES)),
@@ -272,7 +271,7 @@ class Comparison:
         now = self._now
         if now.failures < least or now.failure_share <= FAILURE_SHARE:
             return ""
-        return f"it failed at {now.failures} of {now.requests} requests that version {self._before.version} answered"
+        return f"{now.failures} of {now.requests} requests failed that version {self._before.version} answered"
 
     def _slowness(self) -> str:
         if len(self._times) < self._least(LEAST_TIMINGS):
@@ -295,26 +294,26 @@ class Comparison:
             return reason
         if agreement < self._floor:
             told = apart(agreement, self._floor)
-            return f"it names the class of version {self._before.version} for {told[0]} of the images; with their accuracies {told[1]} are the least"
+            return f"it predicts the same class as version {self._before.version} for {told[0]} of the images, by accuracy at least {told[1]}"
         return ""
 
     def _shift(self) -> tuple[float, float]:
-        """How far the shares of classes are apart (half the sum of absolute differences), and how far by chance."""
+        """Difference of the class shares (half the sum of absolute differences), and the one expected by chance."""
         before, now = self._before.labels, self._now.labels
         moved, classes = before != now, 1 + int(max(before.max(), now.max()))
         gained, lost = (np.bincount(one[moved], minlength=classes) for one in (now, before))
         shift = float(np.abs(gained - lost).sum()) / 2 / len(now)
-        # By chance each image that moved could have moved the other way: then gained - lost of a class has the variance gained + lost,
-        # and half its mean absolute value is 1 / sqrt(2 pi) of its deviation. Images that repeat count once.
+        # By chance, each image that moved could have moved the other way. Then gained - lost of a class has the variance gained + lost,
+        # and half its mean absolute value is 1 / sqrt(2 pi) of its deviation. Repeated images count once.
         by_chance = float(np.sqrt(gained + lost).sum()) / len(now) / math.sqrt(2 * math.pi * self._before.independent)
         return shift, by_chance
 
 
 class Watch:
-    """Compares a version in service with the one before it; from any thread.
+    """Compares a version in service with the previous one; thread-safe.
 
     Args:
-        window: predictions that are compared; 0 for no comparison.
+        window: number of predictions to compare; 0 for no comparison.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -322,28 +321,28 @@ class Watch:
         self._trusted: Sample | None = None
         self._now: Sample | None = None
         self._judged: set[str] = set()
-        self._lock = threading.Lock()  # of the samples: one thread answers, another one asks for the verdict
+        self._lock = threading.Lock()  # guards the samples: one thread answers, another one reads the verdict
 
     def answered(self, version: str, probabilities: Floats) -> None:
-        """Note a request that was answered: probabilities [N, C] of its images, by class name."""
+        """Record an answered request: probabilities [N, C] of its images, by class name."""
         with self._lock:
             sample = self._sample(version)
             if sample is not None:
                 sample.add(probabilities)
 
     def failed(self, version: str) -> None:
-        """Note a request that the model failed at."""
+        """Record a request that failed in the model."""
         with self._lock:
             sample = self._sample(version)
             if sample is not None:
                 sample.fail()
 
     def accept(self, version: str) -> None:
-        """Judge a version no more: it was taken back before, so whoever chooses it again means it."""
+        """Stop evaluating a version: it was rolled back before, so choosing it again is deliberate."""
         self._judged.add(version)
 
     def verdict(self) -> VersionFault | None:
-        """What is wrong with the version in service; given once."""
+        """Why the version in service should be rolled back; returned once."""
         with self._lock:
             now, before = self._now, self._trusted
             if now is None or now.version in self._judged:
@@ -364,7 +363,7 @@ class Watch:
         return VersionFault(now.version, "drift", reason) if reason else None
 
     def _is_proven(self, now: Sample, before: Sample | None) -> bool:
-        """Whether enough was predicted to compare the next version with it."""
+        """Whether it has enough predictions to compare the next version with it."""
         count = len(now.predictions)
         if count < self.window:
             return False

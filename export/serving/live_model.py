@@ -1,7 +1,7 @@
-"""The model in service, the candidate that runs beside it, and the change to a new version while requests run. Independent of HTTP.
+"""The model in service, the candidate compared with it, and the switch to a new version while requests run. Independent of HTTP.
 
-With a stage, the version that was chosen as the successor of the one in service is first a candidate: it predicts images that were answered already (one thread, bounded, never in a caller's way), and takes the requests afterwards. The pointer names it all the time, so a rejection moves the pointer back. A rollback is no succession (the pointer then has forgotten the version in service) and takes effect at once.
-The file `SERVING` beside the pointer, during a stage: which version answers while the one in use is compared with it.
+With a stage, the successor of the version in service is first a candidate. It predicts images of answered requests, on one bounded thread that never delays requests, and takes the requests afterwards. The pointer already names the candidate, so a rejection moves the pointer back. A rollback takes effect at once, since the pointer's history no longer has the version in service.
+During a stage, the file `SERVING` next to the pointer names the version that answers requests.
 """
 
 import logging
@@ -27,17 +27,17 @@ from export.serving.judge import CandidateStage, Comparison, Pair, Progress, Ver
 from fedcg.files import READABLE, replace_durably
 
 PENDING = 2
-"""Requests whose images are kept for the comparison, the one in work included; further ones are left out."""
+"""Requests kept for the comparison, including the current one; others are skipped."""
 WARM_UP_BYTES = 128 << 20
-"""Of the inputs of a first run: 40 of the largest images, fewer of the largest tensors."""
-_FAILED = "version %s failed in the comparison (further failures are not logged): %s"
+"""Largest inputs of a warm-up run in bytes: 40 of the largest images, fewer of the largest tensors."""
+_FAILED = "version %s failed in the comparison (more failures are logged at debug level): %s"
 
 
 def is_comparable(model: Model, current: Model) -> bool:
-    """Whether two models take the same pixels or tensors and name the same classes.
+    """Whether two models have the same input and the same classes.
 
-    In another order they may give every class another's name and still predict the same shares of classes: that shows only where their
-    accuracies say how often both should agree.
+    With classes in another order, a model may swap class names and still predict the same class shares. Only a bound on the agreement,
+    from their accuracies, detects that.
     """
     forms = [
         (sorted(one.manifest.classes), one.manifest.input.kind, one.predictor.shape, one.predictor.dtype)
@@ -52,15 +52,15 @@ def _floor(model: Model, current: Model) -> float:
 
 
 class Candidate:
-    """A version that was chosen, while it is compared with the one in service.
+    """A chosen version while it is compared with the version in service.
 
-    `offer` and `as_json` may be called by any thread; `verdict` and `is_over` belong to the one that refreshes the served model.
+    `offer` and `as_json` are thread-safe; call `verdict` and `is_over` only from the thread that refreshes the served model.
 
     Args:
         model: the candidate, ready to run.
-        current: the model in service; comparable.
-        stage: how much is compared.
-        began_s: when the stage began, as `clock` has it.
+        current: the model in service; must be comparable.
+        stage: length of the comparison.
+        began_s: start of the stage, by `clock`.
         clock: seconds of a steady clock.
         chance: a number in [0, 1) for each request; below the stage's share the request is compared.
     """
@@ -79,39 +79,39 @@ class Candidate:
         self._began_s, self._clock, self._chance = began_s, clock, chance
         self.since = datetime.now(timezone.utc)
         self.progress = Progress(0, None, 0)
-        """What was compared until the last look; changes in one step."""
+        """Progress at the last check; replaced atomically."""
         self._comparison = Comparison(model.version, current.version, stage, _floor(model, current))
-        self._pairs: deque[Pair] = deque()  # from the thread to whoever asks for the verdict
+        self._pairs: deque[Pair] = deque()  # from the comparison's thread to the caller of `verdict`
         self._room = threading.BoundedSemaphore(PENDING)
         self._thread = ThreadPoolExecutor(1, "candidate")
         self._is_turned = self._has_failed = False
 
     def offer(self, served: Model, images: Sequence[Sample]) -> None:
-        """Compare images that `served` has answered, if they are in the share and the thread is free; returns at once."""
+        """Compare images that `served` has answered, if they are in the share and there is room; returns at once."""
         if served is not self._current or self._chance() >= self._stage.share or not self._room.acquire(blocking=False):
             return
         try:
             self._thread.submit(self._compare, images)
-        except RuntimeError:  # closed a moment ago
+        except RuntimeError:  # just closed
             self._room.release()
 
     def verdict(self) -> VersionFault | None:
-        """Why it should not take the requests, by what was compared until now."""
+        """Why it should not serve, from the comparison so far; None while there is no reason."""
         while self._pairs:
             self._comparison.add(self._pairs.popleft())
         self.progress = self._comparison.progress()
         return self._comparison.verdict(self._elapsed_s())
 
     def is_over(self) -> bool:
-        """Whether enough was compared, or the time is up."""
+        """Whether enough was compared, or the time limit is reached."""
         return self._comparison.is_over(self._elapsed_s())
 
     def close(self) -> None:
-        """Compare nothing further; does not wait for what is under way."""
+        """Stop comparing, without waiting for the current request."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def as_json(self) -> dict[str, object]:
-        """The stage as `/model` shows it."""
+        """The stage as shown by `/model`."""
         stage = {"since": self.since.isoformat(), "of_images": self._stage.images}
         return {**self.model.identity(), **stage, **asdict(self.progress)}
 
@@ -119,7 +119,7 @@ class Candidate:
         return self._clock() - self._began_s
 
     def _compare(self, images: Sequence[Sample]) -> None:
-        """On the thread: both versions one directly after the other, each first in turn, so that both meet the same other work."""
+        """On the thread: run both versions directly after each other, in alternating order, so that other load affects both equally."""
         try:
             self._is_turned = not self._is_turned
             if self._is_turned:
@@ -134,11 +134,11 @@ class Candidate:
             self._room.release()
 
     def _predicted(self, model: Model, images: Sequence[Sample]) -> tuple[Floats | None, float]:
-        """Probabilities by class name, and seconds; None when the model fails or gives values that are not numbers."""
+        """Probabilities by class name, and seconds; None if the model fails or returns values that are not finite."""
         began = self._clock()
         try:
             rows = model.predict(images)
-        except Exception as error:  # noqa: BLE001 - onnxruntime's own exception types are not public, and whatever it is counts
+        except Exception as error:  # noqa: BLE001 - onnxruntime's own exception types are not public, and every failure counts
             log.log(logging.DEBUG if self._has_failed else logging.WARNING, _FAILED, model.version, error)
             self._has_failed = True
             return None, self._clock() - began
@@ -159,41 +159,41 @@ class _Record(BaseModel):
 
 
 def read_serving(root: Path) -> str | None:
-    """The version that answered when a stage was cut off; None when none was, or the file is damaged."""
+    """The version that answered when a stage was interrupted; None if none was, or the file is damaged."""
     path = root / RECORD_NAME
     try:
         return _Record.model_validate_json(path.read_bytes()).version if path.exists() else None
     except (OSError, ValidationError) as error:
-        log.warning("%s is ignored, the version in use is served: %s", path, error)
+        log.warning("%s is ignored and the version in use is served: %s", path, error)
         return None
 
 
 def note_serving(root: Path, version: str | None) -> None:
-    """Note which version answers during a stage, None at its end; a disk that refuses costs a line in the log."""
+    """Record which version answers during a stage, None at its end. Disk errors are only logged."""
     path = root / RECORD_NAME
     try:
         if version is not None:
             replace_durably(path, _Record(version=version).model_dump_json() + "\n", READABLE)
-        elif path.exists():  # a read-only disk refuses to remove even what is not there
+        elif path.exists():  # on a read-only disk, removing a missing file also fails
             path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("%s: %s; a restart may serve, or compare, another version than now", path, error)
+        log.warning("%s: %s; a restart may serve or compare a different version", path, error)
 
 
 class ServedModel:
     """The newest usable version under a directory.
 
-    `look`, `refresh` and `take_back` belong to one thread at a time. Others read `current`, `candidate` and `refused`, each of which
-    changes in one step, and call `answered` and `failed`.
+    Call `look`, `refresh` and `take_back` from one thread at a time. Other threads may read `current`, `candidate` and `refused`, each
+    of which changes atomically, and call `answered` and `failed`.
 
     Args:
         directory: a model, or the root of its versions.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        warm_up: batch sizes to predict before a version comes into service.
-        observe: gets "loaded" or "refused" for every version that was tried.
-        accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
-        stage: how a new version is compared before it takes the requests; None: it takes them at once.
-        watch: predictions by which a new version in service is compared with the one before it; 0 for never.
+        warm_up: batch sizes to predict before a version enters service.
+        observe: called with "loaded" or "refused" for every version tried.
+        accept: check of a version's manifest, e.g. of its signature; None for none.
+        stage: comparison of a new version before it serves; None: it serves at once.
+        watch: predictions by which a new version in service is compared with the previous one; 0 for never.
         clock: seconds of a steady clock.
     """
 
@@ -212,21 +212,21 @@ class ServedModel:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
         self._accept, self._stage, self._watch, self._clock = accept, stage, Watch(watch), clock
         self._seen: Look | None = None
-        self._served: Look | None = None  # what `_look` saw of the version in service
+        self._served: Look | None = None  # result of `_look` for the version in service
         self._began_s: float | None = None
-        self._left: set[str] = set()  # versions that were taken back; one that is chosen again is meant
+        self._left: set[str] = set()  # versions that were rolled back; choosing one again is deliberate
         self.current: Model | None = None
         self.candidate: Candidate | None = None
-        """The version that was chosen, while it is compared with the one in service; None outside a stage."""
+        """The chosen version while it is compared with the one in service; None outside a stage."""
         self.since = datetime.now(timezone.utc)
-        """When the version in service came into it."""
-        self.refused = f"{directory}: no model was loaded yet"
-        """Why the version that was chosen last is not the one in service; "" when it is."""
+        """When the version in service started to serve."""
+        self.refused = f"{directory}: no model is loaded yet"
+        """Why the version chosen last is not in service; "" if it is."""
         self.taken_back = ""
-        """Which version was taken out of service last because of what it did there, and why; "" when none was."""
+        """The version that was rolled back last, and why; "" if none was."""
 
     def look(self) -> list[VersionFault]:
-        """Take the version in service back where it does badly, then `refresh`; why versions were taken back now."""
+        """Roll back the version in service if it performs badly, then `refresh`; return why versions were rolled back."""
         verdict = self._watch.verdict()
         taken = [verdict] if verdict is not None and self.take_back(verdict) else []
         rejected = self.refresh()
@@ -236,18 +236,18 @@ class ServedModel:
         return taken
 
     def refresh(self) -> VersionFault | None:
-        """Look whether another version was chosen or its files changed; if so load it, warm it up, and serve or compare it.
+        """If another version was chosen or its files changed, load it, warm it up, and serve or compare it.
 
-        A version that cannot be used is refused with a line in the log, and the one in service stays.
+        An unusable version is refused and logged; the version in service does not change.
 
         Returns:
-            Why a version was taken back now, before it answered; None when none was.
+            Why a version was rolled back before it served; None if none was.
         """
         seen = self._look()
         if seen == self._seen:
             return self._settled()
         self._seen = seen
-        self._drop()  # before another is loaded: there is memory for two
+        self._drop()  # before another is loaded: memory suffices for two
         if self.current is not None and seen == self._served:
             self.refused = ""
             self._end_stage()
@@ -258,7 +258,7 @@ class ServedModel:
             model = self._loaded(self._directory)
         except (ExportError, OSError, MemoryError) as error:
             self._began_s = None
-            self._refuse(str(error) or "not enough memory for it beside the one in service")
+            self._refuse(str(error) or "not enough memory for it next to the one in service")
         else:
             self._observe("loaded")
             self.refused = ""
@@ -266,13 +266,13 @@ class ServedModel:
         return None
 
     def failed(self, served: Model) -> None:
-        """Note a request that `served` failed at; from any thread."""
+        """Record a request that failed in `served`; thread-safe."""
         self._watch.failed(served.version)
 
     def answered(self, served: Model, images: Sequence[Sample], rows: Floats) -> None:
-        """Note what `served` answered, and let the candidate, if there is one, predict the same images.
+        """Record the predictions of `served`, and offer the same images to the candidate, if any.
 
-        From any thread; returns at once.
+        Thread-safe; returns at once.
         """
         self._watch.answered(served.version, served.by_name(rows))
         candidate = self.candidate
@@ -280,18 +280,18 @@ class ServedModel:
             candidate.offer(served, images)
 
     def close(self) -> None:
-        """End the comparison; a server that starts again begins it anew."""
+        """End the comparison; a restarted server begins a new one."""
         self._drop()
 
     def take_back(self, verdict: VersionFault) -> bool:
-        """Return from a version that does badly to the one before it; whether that was possible.
+        """Roll a version that performs badly back to the previous one; return whether that was possible.
 
-        Nothing is done when there are no versions to choose from, or another one was chosen meanwhile. If that one is the candidate,
-        it takes the requests at once: a version that does badly is nothing to compare it with.
+        Nothing changes if there is no other version, or another one was chosen in the meantime. If that one is the candidate, it takes
+        the requests at once: comparing it with a bad version is useless.
         """
         installed = ModelVersions(self._directory, accept=self._accept)
         if self.candidate is not None and self.current is not None and verdict.version == self.current.version:
-            log.error("version %s does badly, so the candidate takes all requests: %s", verdict.version, verdict.reason)
+            log.error("version %s performs badly, so the candidate serves: %s", verdict.version, verdict.reason)
             self._promote(self.candidate.model)
             return False
         try:
@@ -299,33 +299,33 @@ class ServedModel:
                 return False
             back = installed.rollback()
         except (ExportError, OSError) as error:
-            log.warning("version %s should be taken back (%s), but stays: %s", verdict.version, verdict.reason, error)
+            log.warning("version %s should be rolled back (%s), but stays: %s", verdict.version, verdict.reason, error)
             return False
         self._left.add(verdict.version)
         self.taken_back = f"version {verdict.version}: {verdict.reason}"
-        log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
+        log.error("version %s rolled back to %s: %s", verdict.version, back.name, verdict.reason)
         return True
 
     def _introduce(self, model: Model) -> VersionFault | None:
-        """Serve a version that was loaded, or compare it first where it succeeds the one in service; a verdict where it can't be compared."""
+        """Serve a loaded version, or compare it first if it succeeds the one in service; a verdict if it can't be compared."""
         before, is_insisted = self.current, model.version in self._left
         if self._stage is None or before is None or is_insisted or not self._succeeds(before.version):
             self._promote(model)
         elif not is_comparable(model, before):
-            reason = f"its classes or images are not those of version {before.version}, so it can't be compared; if it is right, "
-            reason += f"`fedcg model use {self._root} {model.version}` puts it in service"
+            reason = f"its classes or inputs differ from version {before.version}, so it can't be compared; if that is intended, "
+            reason += f"put it in service with `fedcg model use {self._root} {model.version}`"
             return self._reject(VersionFault(model.version, "incomparable", reason))
         else:
-            if self._began_s is None:  # one that replaces a candidate has the rest of its time
+            if self._began_s is None:  # a version that replaces a candidate gets the rest of its time
                 self._began_s = self._clock()
             note_serving(self._root, before.version)
             self.candidate = Candidate(model, before, self._stage, self._began_s, clock=self._clock)
-            told = "version %s is compared with version %s, which answers, on %d images or for %.0f s before it serves"
+            told = "comparing version %s with version %s, which serves, on %d images or for %.0f s"
             log.info(told, model.version, before.version, self._stage.images, self._stage.limit_s)
         return None
 
     def _settled(self) -> VersionFault | None:
-        """Look at the comparison: keep on, take the candidate back, or serve it. A verdict when it was taken back."""
+        """Check the comparison: continue it, reject the candidate, or serve it. A verdict if it was rejected."""
         candidate = self.candidate
         if candidate is None:
             return None
@@ -338,17 +338,17 @@ class ServedModel:
         return None
 
     def _reject(self, verdict: VersionFault) -> VersionFault | None:
-        """Take a version back that does not answer yet, or refuse it where the pointer can't be moved."""
+        """Roll back a version that does not serve yet, or refuse it if the pointer can't be moved."""
         self._drop()
         self._began_s = None
         if self.take_back(verdict):
-            self._seen = None  # it may be chosen again before the next look
+            self._seen = None  # it may be chosen again before the next check
             return verdict
         self._refuse(f"version {verdict.version}: {verdict.reason}")
         return None
 
     def _promote(self, model: Model) -> None:
-        """Put the version that is chosen in service, and end the stage if there was one: on disk first, for who was answered by it."""
+        """Put the chosen version in service and end the stage, if any: on disk first, so that a restart serves the same version."""
         self._drop()
         self._end_stage()
         self._serve(model, self._seen)
@@ -357,7 +357,7 @@ class ServedModel:
         self.current, self.since, self._served = model, datetime.now(timezone.utc), seen
         manifest = model.manifest
         log.info(
-            "serving %s, round %d, version %s (%s) by %s; %s",
+            "serving %s, round %d, version %s (%s) on %s; %s",
             manifest.federation,
             manifest.round,
             model.version,
@@ -380,14 +380,14 @@ class ServedModel:
         return ModelVersions(self._directory).root
 
     def _succeeds(self, version: str) -> bool:
-        """Whether the pointer can return to `version`; not after a rollback from it."""
+        """Whether a rollback can return to `version`; not after a rollback from it."""
         try:
             return version in ModelVersions(self._directory).previous()
         except (ExportError, OSError):
             return False
 
     def _resume(self) -> None:
-        """At the start: put the version in service that answered when a stage was cut off, if it is there and sound."""
+        """At the start: serve the version that answered when a stage was interrupted, if it is present and valid."""
         name = read_serving(self._root)
         if name is None or not self._succeeds(name):
             return
@@ -398,7 +398,7 @@ class ServedModel:
             log.warning("version %s, which answered before the restart, cannot be used: %s", name, error)
 
     def _look(self) -> Look:
-        """What would be loaded; changes when another version is chosen or a file of it is replaced."""
+        """Identity of the model to load; changes if another version is chosen or one of its files is replaced."""
         try:
             return _stamped(resolve(self._directory))
         except (ExportError, OSError) as error:
@@ -409,8 +409,8 @@ class ServedModel:
         before = self.current
         if before is not None and before.manifest.federation != model.manifest.federation:
             raise ModelError(
-                f"{model.directory}: a model of federation {model.manifest.federation}, and this server serves "
-                f"{before.manifest.federation}; start a server of its own for it"
+                f"{model.directory}: a model of federation {model.manifest.federation}, but this server serves "
+                f"{before.manifest.federation}; start a separate server for it"
             )
         for images in self._warm_up:
             _try(model, images)
@@ -420,7 +420,7 @@ class ServedModel:
         self.refused = reason
         self._observe("refused")
         kept = f"; version {self.current.version} stays in service" if self.current else ""
-        log.error("a model is refused: %s%s", reason, kept)
+        log.error("model refused: %s%s", reason, kept)
 
 
 def _stamped(chosen: Path) -> tuple[Path, Stamp]:
@@ -429,10 +429,10 @@ def _stamped(chosen: Path) -> tuple[Path, Stamp]:
 
 
 def _try(model: Model, images: int) -> None:
-    """Run a model once, on zeros; the first run of a batch size is slower than those after it.
+    """Run a model once, on zeros, since the first run of a batch size is slower than later ones.
 
     Raises:
-        ModelError: it does not run, or gives values that are not numbers.
+        ModelError: it does not run, or returns values that are not finite.
     """
     zeros = np.zeros((1, *model.predictor.shape), dtype=model.predictor.dtype)
     try:
@@ -440,4 +440,4 @@ def _try(model: Model, images: int) -> None:
     except Exception as error:  # onnxruntime's own exception types are not public
         raise ModelError(f"{model.directory}: onnxruntime cannot run it ({error}); use another version") from error
     if not np.isfinite(rows).all():
-        raise ModelError(f"{model.directory}: gives probabilities that are not numbers; use another version")
+        raise ModelError(f"{model.directory}: its probabilities are not finite numbers; use another version")

@@ -1,11 +1,11 @@
-"""`fedcg infer serve-mqtt`: predictions for applications that speak MQTT, by request and response. No torch.
+"""`fedcg infer serve-mqtt`: serves predictions to MQTT applications, by request and response. No torch.
 
-A request is published on `PREFIX/NAME/request/CLIENT/ID`, its payload the bytes of an image or an npy file, or JSON arrays; the answer comes on
-`PREFIX/NAME/response/CLIENT/ID`, the document of `POST /predict` or `{"error": …}`. The topic carries all that a reply needs, so
-MQTT 3.1.1 is enough, and an access list can separate applications. `PREFIX/NAME/status` is retained and the will.
+Clients publish requests on `PREFIX/NAME/request/CLIENT/ID`, with the bytes of an image or npy file, or JSON arrays, as payload. The response
+on `PREFIX/NAME/response/CLIENT/ID` is the document of `POST /predict` or `{"error": …}`. The request topic determines the response topic, so
+MQTT 3.1.1 is enough, and an access list can separate applications. `PREFIX/NAME/status` is retained and is the topic of the will.
 
-A request is refused with an answer when the queue is full. One that is delivered twice is answered twice. Retained requests are
-ignored: the broker delivers them again after every reconnect.
+If the queue is full, the response is an error. A request delivered twice is answered twice. Retained requests are ignored: the broker
+delivers them again after every reconnect.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
 POLL_S = 0.5
-INBOUND_FACTOR = 4  # a request up to so many times too large is answered, a larger one ends the link
+INBOUND_FACTOR = 4  # a request of up to 4 times the limit gets an error; a larger one closes the connection
 MAX_IMAGES = 32  # of one request, in JSON
 LEVEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What NAME, CLIENT and ID may be; a prefix is one or more of these."""
+"""Allowed NAME, CLIENT and ID; a prefix is one or more of these."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where on the broker a model answers.
+    """The topics of a model on the broker.
 
     Attributes:
         prefix: one or more topic levels.
-        name: of this server.
+        name: name of this server.
     """
 
     prefix: str
@@ -49,21 +49,21 @@ class Place:
         for level in (*self.prefix.split("/"), self.name):
             if not LEVEL.fullmatch(level):
                 raise ExportError(
-                    f"{level!r} can't be part of a topic here: use letters, digits, dots, dashes and underscores"
+                    f"{level!r} is not a valid topic level: use 1 to 64 letters, digits, dots, dashes and underscores"
                 )
 
     @property
     def requests(self) -> str:
-        """Filter: everybody's requests."""
+        """Topic filter for the requests of all clients."""
         return f"{self.prefix}/{self.name}/request/+/+"
 
     @property
     def status(self) -> str:
-        """Retained: whether predictions are answered, and by which model."""
+        """Retained topic: whether predictions are served, and by which model."""
         return f"{self.prefix}/{self.name}/status"
 
     def response_to(self, topic: str) -> str | None:
-        """Where the answer to a request goes; None when that is no topic of a request."""
+        """The response topic of a request topic; None for any other topic."""
         begin = f"{self.prefix}/{self.name}/request/"
         levels = topic.removeprefix(begin).split("/")
         if not topic.startswith(begin) or len(levels) != 2 or not all(LEVEL.fullmatch(level) for level in levels):
@@ -71,7 +71,7 @@ class Place:
         return f"{self.prefix}/{self.name}/response/{levels[0]}/{levels[1]}"
 
     def will(self) -> Will:
-        """The message that the broker publishes when the server vanishes."""
+        """The message that the broker publishes if the server disconnects."""
         return Will(self.status, json.dumps({"online": False}).encode())
 
 
@@ -80,11 +80,11 @@ class MqttServer:
 
     Args:
         models: the model in service.
-        place: its topics.
-        connect: makes the transport for a will.
-        limits: of one request.
-        capacity: requests that may wait; further ones are refused.
-        top: classes named per image.
+        place: the server's topics.
+        connect: creates the transport for a will.
+        limits: limits of one request.
+        capacity: most waiting requests; more are refused.
+        top: number of classes per image.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class MqttServer:
         self._published: dict[str, object] = {}
 
     def stop(self) -> None:
-        """End `run` once the waiting requests are answered; from any thread or a signal handler."""
+        """End `run` after the waiting requests are answered; safe in any thread or signal handler."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Answer until stopped."""
+        """Answer requests until stopped."""
         self._models.refresh()
         self._transport.subscribe(self._place.requests)
         self._transport.start(self._received, self._link)
@@ -134,16 +134,16 @@ class MqttServer:
             try:
                 self._waiting.put_nowait((reply_to, delivery.payload))
             except queue.Full:
-                refusal = QueueFullError(f"{self._waiting.maxsize} requests wait already")
+                refusal = QueueFullError(f"{self._waiting.maxsize} requests are waiting")
         if refusal is not None:
             self._publish(reply_to, refusal.as_json())
 
     def _objection(self, delivery: Delivery) -> RefusedError | None:
-        """Why a request is not queued."""
+        """Why a request is refused; None if it is queued."""
         if self._stopping.is_set():
-            return RefusedError(503, "draining", "the server is ending; ask again when it is back")
+            return RefusedError(503, "draining", "the server is shutting down; retry after its restart")
         if len(delivery.payload) > self._limits.max_bytes:
-            message = f"a request may have {self._limits.max_bytes} bytes; send a smaller input, or start the server with --max-bytes"
+            message = f"the request is larger than {self._limits.max_bytes} bytes; send a smaller input, or raise --max-bytes of the server"
             return RefusedError(413, "body_too_large", message)
         return None
 
@@ -166,14 +166,14 @@ class MqttServer:
             document = error.as_json()
         except Exception:
             log.exception("a prediction failed")
-            message = "the prediction failed; the server's log says why"
+            message = "the prediction failed; see the server's log"
             document = RefusedError(500, "internal", message).as_json()
         self._publish(reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
         served = self._models.current
         if served is None:
-            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when there is one")
+            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when a model is ready")
         if not payload:
             raise RefusedError(
                 400, "empty_body", "the payload is empty; send the bytes of an image or of an npy file, or JSON"
@@ -194,6 +194,6 @@ class MqttServer:
         try:
             self._transport.publish(topic, json.dumps(document).encode(), retain=retain)
         except TransportError as error:
-            log.warning("no answer on %s: %s", topic, error)  # the application repeats its request
+            log.warning("response on %s not published: %s", topic, error)  # the application repeats its request
             return False
         return True

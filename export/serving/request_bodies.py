@@ -1,4 +1,4 @@
-"""A request's body to inputs in a model's form: image bytes, multipart, npy bytes, or JSON arrays. Everything is bounded before it is kept."""
+"""Decodes a request's body to a model's inputs: image bytes, multipart, npy bytes, or JSON arrays. All sizes are checked before data is kept."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ BYTES_TYPE = "application/octet-stream"
 IMAGE_TYPES = ("image/*", BYTES_TYPE, MULTIPART_TYPE, JSON_TYPE)
 TENSOR_TYPES = (BYTES_TYPE, "application/x-npy", JSON_TYPE)
 BODIES_AT_ONCE = 8
-"""All bodies that are being read or decoded may together take this many times the limit of one body."""
+"""Memory for all bodies being read or decoded, as a multiple of the limit of one body."""
 _JSON_BYTES_PER_VALUE = {"uint8": 16, "float32": 50}  # "255," or "-2.2250738585072014e-308,", and indentation
 _JSON_BYTES_BESIDE = 4096
 _MAX_NAME = 200
@@ -42,10 +42,10 @@ class Limits:
     """The limits of one request.
 
     Attributes:
-        max_bytes: bytes of a body.
-        max_pixels: pixels of an encoded image; larger ones are refused from their header, undecoded.
-        max_images: images of one request.
-        body_s: seconds that a body may take to arrive.
+        max_bytes: largest body in bytes.
+        max_pixels: most pixels of an encoded image; larger ones are rejected by their header, before decoding.
+        max_images: most images of one request.
+        body_s: seconds in which a body must arrive.
     """
 
     max_bytes: int
@@ -55,10 +55,10 @@ class Limits:
 
 
 class Bodies:
-    """Reads bodies, and counts the bytes of all that are in memory.
+    """Reads bodies, and counts the bytes of all bodies in memory.
 
     Args:
-        limits: of one request.
+        limits: limits of one request.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -67,14 +67,14 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, pieces: AsyncIterator[bytes], declared: int) -> AsyncIterator[bytes]:
-        """The body, which counts until the context ends.
+        """Read a body; its bytes count until the context ends.
 
         Args:
             pieces: the body as it arrives.
-            declared: the length that the request claims; 0 when it claims none.
+            declared: the request's Content-Length; 0 without one.
 
         Raises:
-            RefusedError: it is empty, too large or too slow, or too much is in memory already. Nothing beyond the limit is kept.
+            RefusedError: the body is empty, too large or too slow, or memory for bodies is full. Nothing beyond the limit is kept.
         """
         if declared > self._max_bytes:
             raise self._too_large()
@@ -83,11 +83,11 @@ class Bodies:
             try:
                 await asyncio.wait_for(self._collect(pieces, kept), self._seconds)
             except asyncio.TimeoutError:
-                message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
+                message = f"the body did not arrive within {self._seconds:g} s; send it again over a faster connection"
                 raise RefusedError(408, "slow_body", message, field="body") from None
             if not kept:
-                raise RefusedError(400, "empty_body", "the body is empty; send what the model takes, see /model")
-            kept[:] = [b"".join(kept)]  # the pieces go
+                raise RefusedError(400, "empty_body", "the body is empty; see /model for the expected input")
+            kept[:] = [b"".join(kept)]  # free the pieces
             yield kept[0]
         finally:
             self._held -= sum(map(len, kept))
@@ -99,32 +99,32 @@ class Bodies:
             if size > self._max_bytes:
                 raise self._too_large()
             if self._held + len(piece) > BODIES_AT_ONCE * self._max_bytes:
-                raise QueueFullError("the bodies of other requests fill the memory set aside for them")
+                raise QueueFullError("the bodies of other requests use all memory for bodies")
             if piece:
                 kept.append(piece)
                 self._held += len(piece)
 
     def _too_large(self) -> RefusedError:
-        message = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
+        message = f"the body is larger than {self._max_bytes} bytes; send fewer or smaller images, or raise --max-bytes of the server"
         return RefusedError(413, "body_too_large", message)
 
 
 def media_type_of(content_type: str) -> str:
-    """The type that a Content-Type header names, without its parameters, in lower case."""
+    """The type in a Content-Type header, without parameters, in lower case."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def check_type(content_type: str, form: InputForm) -> None:
-    """Refuse a body of a kind that the model does not take, before it is read.
+    """Refuse a body of an unsupported type, before reading it.
 
     Raises:
-        RefusedError: names the kinds that are taken.
+        RefusedError: lists the supported types.
     """
     media_type = media_type_of(content_type)
     known = IMAGE_TYPES if isinstance(form, ImageForm) else TENSOR_TYPES
     if media_type in known or (isinstance(form, ImageForm) and media_type.startswith("image/")):
         return
-    message = f"Content-Type {media_type[:80]!r} is not read; {_taken(form)} as one of {', '.join(known)}"
+    message = f"Content-Type {media_type[:80]!r} is not supported; {_taken(form)} as one of {', '.join(known)}"
     raise RefusedError(415, "unknown_type", message, field="Content-Type")
 
 
@@ -133,10 +133,10 @@ def _taken(form: InputForm) -> str:
 
 
 def read_inputs(content: bytes, content_type: str, form: InputForm, limits: Limits) -> list[NamedInput]:
-    """Decode a request's images or tensors. Blocks for as long as that takes.
+    """Decode a request's images or tensors; blocks while decoding.
 
     Raises:
-        RefusedError: names the input and what is wrong with it; a bad one refuses the whole request.
+        RefusedError: names the input and its error; one bad input refuses the whole request.
     """
     media_type = media_type_of(content_type)
     if media_type == JSON_TYPE:
@@ -155,35 +155,35 @@ def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> Named
     try:
         return name, decode_image(content, form, limits.max_pixels)
     except TooManyPixelsError as error:
-        message = f"{error}; make it smaller, or start the server with --max-pixels"
+        message = f"{error}; make it smaller, or raise --max-pixels of the server"
         raise RefusedError(413, "image_too_large", message, field=name) from error
     except ImageError as error:
         raise RefusedError(422, "bad_image", f"{error}; {_taken(form)} as whole image files", field=name) from error
 
 
 def parse_multipart(content: bytes, content_type: str, most: int) -> list[tuple[str, bytes]]:
-    """Name and content of every part of a multipart body; the name is the file's, else the field's.
+    """Name and content of every part of a multipart body; the name is the file's, or else the field's.
 
     Args:
         content: the whole body.
-        content_type: its header, which names the boundary.
-        most: parts that it may have.
+        content_type: its Content-Type header with the boundary.
+        most: largest number of parts.
 
     Raises:
-        RefusedError: no boundary, more parts, a part that breaks off, or none.
+        RefusedError: no boundary, too many parts, an incomplete part, or no part.
     """
     header = Message()
     header["Content-Type"] = content_type
     boundary = (header.get_boundary() or "").encode("latin-1", "replace")
     if not re.fullmatch(rb"[ -~]{1,70}", boundary):
-        raise _bad_multipart("the Content-Type names no boundary of 1 to 70 characters", "Content-Type")
+        raise _bad_multipart("the Content-Type has no boundary of 1 to 70 characters", "Content-Type")
     delimiter = b"\r\n--" + boundary
     content = b"\r\n" + content
     if content.count(delimiter) > most + 1:
         raise _too_many(most)
     _, *sections = content.split(delimiter)
     if len(sections) < 2 or not sections[-1].startswith(b"--"):
-        raise _bad_multipart("the body has no file, or breaks off before its last boundary")
+        raise _bad_multipart("the body has no file, or ends before its last boundary")
     return [_part(section, number) for number, section in enumerate(sections[:-1])]
 
 
@@ -191,18 +191,18 @@ def _part(section: bytes, number: int) -> tuple[str, bytes]:
     line, _, rest = section.partition(b"\r\n")
     head, separator, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
     if line.strip(b" \t") or not separator or len(head) > _MAX_PART_HEADERS:
-        raise _bad_multipart(f"part {number} has no headers that end with an empty line")
+        raise _bad_multipart(f"part {number} has no empty line after its headers")
     headers = BytesHeaderParser().parsebytes(head[2:])
     named = headers.get_filename() or headers.get_param("name", header="content-disposition")
     return (named if isinstance(named, str) and named else f"part {number}")[:_MAX_NAME], content
 
 
 def _bad_multipart(why: str, field: str = "body") -> RefusedError:
-    return RefusedError(400, "bad_multipart", f"{why}; send files as curl -F does", field=field)
+    return RefusedError(400, "bad_multipart", f"{why}; send files in the format of curl -F", field=field)
 
 
 def _too_many(most: int, what: str = "images") -> RefusedError:
-    return RefusedError(413, "too_many_images", f"a request may have {most} {what}; send several requests", field=what)
+    return RefusedError(413, "too_many_images", f"the limit is {most} {what} per request; send several", field=what)
 
 
 def _from_npy(content: bytes, form: TensorForm, limits: Limits) -> list[NamedInput]:
@@ -223,7 +223,7 @@ def _from_json(content: bytes, form: InputForm, limits: Limits) -> list[NamedInp
     what = "images" if isinstance(form, ImageForm) else "inputs"
     most_bytes = limits.max_images * math.prod(form.shape) * _JSON_BYTES_PER_VALUE[form.dtype] + _JSON_BYTES_BESIDE
     if len(content) > most_bytes:
-        message = f"JSON for {limits.max_images} {what} {form.shape} has at most {most_bytes} bytes; send fewer"
+        message = f"JSON for {limits.max_images} {what} {form.shape} may have at most {most_bytes} bytes; send fewer"
         raise RefusedError(413, "body_too_large", message, field="body")
     wanted = f'{_taken(form)} as {{"{what}": ARRAY}}'
     try:
@@ -232,14 +232,14 @@ def _from_json(content: bytes, form: InputForm, limits: Limits) -> list[NamedInp
         wrong = wrong_value({"type": "json_invalid", "msg": str(error)})
         raise RefusedError(422, "bad_json", f"{wrong}; {wanted}", field="body") from error
     if not isinstance(document, dict) or set(document) != {what}:
-        raise RefusedError(422, "bad_json", f"{wanted} and nothing beside it", field="body")
+        raise RefusedError(422, "bad_json", f"{wanted} without other fields", field="body")
     return _named(what, _array(document[what], form, what, limits.max_images))
 
 
 def _array(values: object, form: InputForm, what: str, most: int) -> Sample:
     """[N, *shape] of nested lists, one input or a batch of them.
 
-    The lists are checked before numpy takes memory: one long text among numbers would make every number as long.
+    The lists are checked before numpy allocates memory: one long string would make every element as long.
     """
     is_whole = form.dtype == "uint8"
     numbers = "whole numbers 0 to 255" if is_whole else "finite numbers"
@@ -267,14 +267,14 @@ def _array(values: object, form: InputForm, what: str, most: int) -> Sample:
     if list in kinds:
         raise refusal("rows of unequal length")
     if not kinds <= ({int} if is_whole else {int, float}):
-        raise refusal(f"not only {'whole ' if is_whole else ''}numbers")
+        raise refusal(f"some values are not {'whole ' if is_whole else ''}numbers")
     try:
         flat = np.array(level, dtype=np.float64)
     except OverflowError:
-        raise refusal("a number beyond all bounds") from None
+        raise refusal("a number is out of range") from None
     is_good = (flat >= 0) & (flat <= 255) if is_whole else np.abs(flat) <= np.finfo(np.float32).max
     if not is_good.all():
         at = int(is_good.argmin())
         place = "".join(f"[{index}]" for index in np.unravel_index(at, sizes))
-        raise refusal(f"{flat[at]:g} is {'no pixel' if isinstance(form, ImageForm) else 'not such a number'}", place)
+        raise refusal(f"{flat[at]:g} is not a valid {'pixel' if isinstance(form, ImageForm) else 'number'}", place)
     return flat.astype(form.dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""`fedcg infer serve`: answers predictions over HTTP until a signal ends it. Imports no torch."""
+"""`fedcg infer serve`: serves predictions over HTTP until a signal stops it. Doesn't import torch."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 DRAIN_S = 30.0
-"""Longest time that accepted requests may take after the signal to end; a body has 20 s to arrive."""
+"""Longest time to answer accepted requests after the signal; a body has 20 s to arrive."""
 _FLUSH_S = 5
 log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but a signal first lets what was accepted be answered, and ends the process normally."""
+    """uvicorn that answers all accepted requests after a signal, and exits normally."""
 
     def __init__(self, config: uvicorn.Config, service: Service, listens: Callable[[], None]) -> None:
         super().__init__(config)
@@ -31,17 +31,17 @@ class _Server(uvicorn.Server):
         self.left_unanswered = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM and SIGINT: refuse what is new, answer what was accepted, then end."""
+        """SIGTERM and SIGINT: refuse new requests, answer accepted ones, then stop."""
         self._service.is_draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         await super().startup(sockets)
         if self.started:
             self._listens()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second by uvicorn; true ends the server."""
+        """Called ten times a second by uvicorn; true stops the server."""
         if self._service.is_draining:
             self._end_when_answered()
         return await super().on_tick(counter)
@@ -49,7 +49,7 @@ class _Server(uvicorn.Server):
     def _end_when_answered(self) -> None:
         now = time.monotonic()
         if self._ends_at is None:
-            log.info("ending; %d requests are still to be answered", self._service.in_flight)
+            log.info("shutting down; %d requests are unanswered", self._service.in_flight)
             self._ends_at = now + DRAIN_S
         self.left_unanswered = self._service.in_flight
         self.should_exit = self.left_unanswered == 0 or now > self._ends_at
@@ -61,24 +61,24 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        service: answers.
+        service: answers the requests.
         host: address to listen on.
-        port: 0 takes a free one.
-        names: further host names that requests may name in their Host header.
-        queue: images that the service's batcher accepts.
-        announce: gets one line once requests are answered, or are refused for lack of a model.
+        port: 0 for any free port.
+        names: other host names accepted in the Host header.
+        queue: capacity of the service's batcher, in images.
+        announce: called with one line once the server listens, with or without a usable model.
 
     Returns:
-        The exit code: 0 when everything accepted was answered, 1 when not.
+        The exit code: 0 if all accepted requests were answered, 1 if not.
 
     Raises:
-        ServingError: the address cannot be listened on.
+        ServingError: the server cannot listen on the address.
     """
-    concurrency = 2 * queue + 64  # beyond the queue, so that those get an answer with the reason
-    # Those in between get an answer with the reason; of the address with most ends the oldest.
+    concurrency = 2 * queue + 64  # more than the queue, so that excess requests get an error with the reason
+    # Connections in between get an error with the reason; beyond, the oldest of the address with most connections is closed.
     with _bound(host, port, Connections(Caps(2 * concurrency, 2 * concurrency))) as listener:
         if host not in LOOPBACK_HOSTS:
-            log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", host)
+            log.warning("%s is not a loopback address: anyone who reaches it can send requests", host)
         address, number = listener.getsockname()[:2]
         url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
         config = http_config(
@@ -101,7 +101,7 @@ def _bound(host: str, port: int, connections: Connections) -> Listener:
     except OSError as error:
         raise ServingError(
             f"cannot listen on {host} port {port}: {error.strerror}; "
-            "end what listens there, or choose with --host and --port"
+            "stop the program that uses it, or choose another with --host and --port"
         ) from error
 
 

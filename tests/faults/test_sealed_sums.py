@@ -347,7 +347,7 @@ def test_a_device_without_the_roster_declines_and_one_with_another_cohort_secret
         declined = [event for event in stack.events("site-1") if event["event"] == "declined"]
         assert "fedcg cohort card" in declined[0]["detail"]
         barred = [event["clients"] for event in stack.events("coordinator") if event["event"] == "barred"]
-        assert ["site-5: its cohort secret is not that of most devices"] in barred, "once most have come"
+        assert ["site-5: its cohort secret differs from that of most devices"] in barred, "once most have come"
         assert ended(stack) == [("sum_opened", 1)]
         seen = of_round(stack, 1)
         assert sorted(seen.told) == list(rest)

@@ -1,4 +1,4 @@
-"""Brings a database of an earlier version, or an empty one, to this version: one Alembic revision per version, in `versions`."""
+"""Upgrades an older or empty database to this version: one Alembic revision per version, in `versions`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).parent
 
 
 def upgrade(connection: Connection, target: int) -> None:
-    """Run the revisions that the database lacks up to `target`; the caller's transaction makes it all or nothing."""
+    """Run the missing revisions up to `target`; the caller's transaction makes this atomic."""
     from alembic import command
     from alembic.config import Config
 

@@ -417,7 +417,7 @@ def test_more_requests_than_the_queue_takes_are_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--name", "no/slash"], "can't be part of a topic"),
+        (["--name", "no/slash"], "is not a valid topic level"),
         (["--name", "line-1", "--ca", "ca.pem"], "all of --ca, --cert and --key"),
         (["--name", "line-1"], "no TLS files for the broker"),
         (["--name", "line-1", "--insecure", "--host", "broker.example"], "loopback"),

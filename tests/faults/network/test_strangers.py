@@ -248,7 +248,7 @@ def test_a_flooding_device_delays_others_little_and_is_silenced_above_its_share(
     assert seen.log_bytes <= MAX_LOG_BYTES
     silenced = [event for event in seen.events if event["event"] == "silenced"]
     assert [event["client"] for event in silenced] == [FLOODER]
-    assert "messages a second" in silenced[0]["reason"]
+    assert "messages per second" in silenced[0]["reason"]
     stored = {(event["client"], event["round"]) for event in seen.events if event["event"] == "update_stored"}
     assert stored == {(device, number) for device in HONEST for number in range(2, ROUNDS + 1)} | {
         (client, number) for client, number in stored if number == 1

@@ -1,1 +1,1 @@
-"""One Alembic revision per version of the database, named by its number; statements of a released version never change."""
+"""One Alembic revision per database version, named by its number; statements of a released version never change."""

@@ -1,4 +1,4 @@
-"""Version 1: the tables of `schema`, which may change until the first release; then this file gets them as they are, and a change another version."""
+"""Version 1: the tables of `schema`. At the first release, this file gets a fixed copy, and later changes get new versions."""
 
 from alembic import op
 
@@ -11,5 +11,5 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make all tables."""
+    """Create all tables."""
     metadata.create_all(op.get_bind(), checkfirst=False)

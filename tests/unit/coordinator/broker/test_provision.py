@@ -293,7 +293,7 @@ def test_the_folder_of_a_broker_elsewhere_lacks_the_authoritys_key(home: Home, d
         ("missing", None, NOT_FOUND, "deploy mosquitto` writes one"),
         ("", None, NOT_FOUND, "deploy mosquitto` writes one"),
         ("", "{", BAD_INPUT, "deploy mosquitto` again"),
-        ("", '{"version":2,"host":"h","port":1}', BAD_INPUT, "update it"),
+        ("", '{"version":2,"host":"h","port":1}', BAD_INPUT, "upgrade it"),
     ],
 )
 def test_a_broker_is_run_in_a_folder_that_is_one(

@@ -216,7 +216,7 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
         ("token create --replaces nobody", NOT_FOUND, "no device 'nobody'"),
         ("token create --device c --replaces a", BAD_INPUT, "contradicts"),
         ("token create --enrolment-url http://127.0.0.1:1", BAD_INPUT, "https://HOST:PORT"),
-        ("token create --enrolment-url https://127.0.0.1:99999", BAD_INPUT, "a port of 1 to 65535"),
+        ("token create --enrolment-url https://127.0.0.1:99999", BAD_INPUT, "a port from 1 to 65535"),
         ("token create --for 0m", BAD_INPUT, "more than 0"),
         ("token create --for 999999999d", BAD_INPUT, "--for 999999999d: choose at most 90d"),
         ("token create --for 24", BAD_INPUT, "give a time span such as 90s"),

@@ -150,7 +150,7 @@ def test_a_broker_that_can_not_run_here_is_refused_with_the_way_to_one(
     elsewhere = create_home(tmp_path / "other", CoordinatorConfig(broker=BrokerSettings(host="broker.example")))
     for words, why in (
         (("--dir", home.root), "make setup-broker"),
-        (("--dir", home.root), "For a demo on this machine --broker amqtt"),
+        (("--dir", home.root), "For a demo on this machine, use --broker amqtt"),
         (("--dir", elsewhere.root, "--broker", "amqtt"), "for demos on this machine"),
     ):
         assert why in fails(2, "broker", "run", *words)

@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
     ("status", "is_open", "stands"),
     [
         (FederationStatus.PAUSED, False, ("paused", "cleaning", "")),
-        (FederationStatus.PAUSED, True, ("collecting", "it pauses when this round is over: cleaning", "")),
+        (FederationStatus.PAUSED, True, ("collecting", "it pauses after this round: cleaning", "")),
         (FederationStatus.CREATED, False, ("waiting", "", "its start: `fedcg federation start tiny`")),
     ],
 )

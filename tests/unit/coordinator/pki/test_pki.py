@@ -94,7 +94,7 @@ def test_a_directory_without_the_key_that_devices_know_says_what_to_do(opened: t
     with pytest.raises(HomeError, match=r"restore .*signing-1\.key from a backup"):
         load_signing_identity(home, store)
     SigningKey.generate().save(path)
-    with pytest.raises(HomeError, match="not the key that devices know"):
+    with pytest.raises(HomeError, match="not the key that devices have pinned"):
         load_signing_identity(home, store)
 
 
@@ -251,9 +251,9 @@ def test_after_the_authoritys_end_nothing_starts_and_the_message_names_end_clock
             return cls.fromtimestamp(later.timestamp(), timezone.utc)
 
     monkeypatch.setattr(pki, "datetime", Clock)
-    with pytest.raises(HomeError, match="ended at"):
+    with pytest.raises(HomeError, match="expired at"):
         pki.check_pki(home.pki)
     code, output = call(*command, "--dir", home.root)
     assert code == 2, output
-    for words in (f"ended at {end:%F %H:%M} UTC", f"shows {later:%F %H:%M}", "timedatectl set-ntp true", "init"):
+    for words in (f"expired at {end:%F %H:%M} UTC", f"shows {later:%F %H:%M}", "timedatectl set-ntp true", "init"):
         assert words in output.replace("\n", " "), output

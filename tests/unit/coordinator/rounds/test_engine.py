@@ -74,7 +74,7 @@ def test_an_update_that_came_before_its_device_departed_still_counts() -> None:
 def test_too_few_members_left_end_the_attempt() -> None:
     state, commands = play(opened("a", "b"), Departed("b"))
     assert isinstance(commands[0], FailAttempt)
-    assert "are gone" in commands[0].reason
+    assert "or left" in commands[0].reason
     assert state.phase is Phase.WAITING
 
 
@@ -94,8 +94,8 @@ def test_the_deadline_closes_the_attempt_with_the_quorum_and_fails_it_without() 
     working, _ = play(state, Accepted(1, 1, "b"))
     _, commands = play(working, Tick(), now=100.0)
     assert isinstance(commands[0], FailAttempt)
-    assert "only 1 of 2 needed updates" in commands[0].reason
-    assert "b (still at work), c (offline)" in commands[0].reason
+    assert "only 1 of 2 required updates" in commands[0].reason
+    assert "b (still working), c (offline)" in commands[0].reason
 
 
 def test_a_failed_attempt_is_followed_by_the_next_one_and_the_last_one_by_a_pause() -> None:
@@ -289,7 +289,7 @@ def test_the_next_attempt_opens_after_a_pause_with_whoever_is_online_then() -> N
 
 def test_an_attempt_that_the_quorum_has_not_accepted_waits_on_and_names_who_is_missing() -> None:
     state, commands = play(opened_late(), Accepted(1, 1, "b"), Tick(), now=1100.0)
-    told = "only 1 of 2 needed clients have answered; missing: a (no answer), b (still at work)"
+    told = "only 1 of 2 required clients have answered; missing: a (no answer), b (still working)"
     assert commands == [MoveDeadline(1, 1, 1200.0, told)]
     state, _ = play(state, Tick(), now=1200.0)
     assert (state.phase, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1300.0)
@@ -310,7 +310,7 @@ def test_clients_that_are_too_slow_cost_attempts_that_count() -> None:
         state, _ = play(state, Accepted(1, attempt, "a"), Accepted(1, attempt, "b"), now=1000.0)
         state, commands = play(state, Tick(), now=2000.0)
     assert isinstance(commands[-1], Stall)
-    assert "a (still at work)" in commands[-1].reason
+    assert "a (still working)" in commands[-1].reason
 
 
 @pytest.mark.parametrize("accepts", [True, False])
@@ -445,7 +445,7 @@ def test_a_lower_quorum_can_close_the_open_attempt() -> None:
 
 def test_a_quorum_above_the_invited_clients_ends_the_attempt_with_the_reason_and_without_counting() -> None:
     state, commands = play(started("abc"), PolicyChanged(ONE_TRY.model_copy(update={"min_clients": 4})), now=50.0)
-    reason = "it invited only 3 of the 4 clients that are needed since min_clients or min_cohort was raised"
+    reason = "it invited only 3 of the 4 clients required since min_clients or min_cohort was raised"
     assert commands[-1] == FailAttempt(1, 1, reason, 2)
     assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, 2, 2)
     _, commands = play(state, CameOnline("d"), now=50.0)
@@ -486,5 +486,5 @@ def test_nothing_is_merged_from_fewer_than_the_cohort() -> None:
     assert commands == []
     state, _ = play(state, CameOnline("c"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
     _, commands = play(state, UpdateRefused(1, 1, "c"))
-    reason = "1 of 3 clients declined, were rejected or are gone (c); 3 updates are needed"
+    reason = "1 of 3 clients declined, were rejected or left (c); 3 updates are required"
     assert commands[0] == FailAttempt(1, 1, reason)

@@ -106,7 +106,7 @@ def test_while_the_coordinator_is_away_no_device_is_observed(make_world: MakeWor
         pass
     changes = [(change.online, change.reason) for change in world.store.presence.changes("a", 0.0)]
     stopped = [(True, ""), (False, "the coordinator was stopped")]
-    assert changes == [*stopped, *stopped, (True, ""), (False, "the coordinator was started again")]
+    assert changes == [*stopped, *stopped, (True, ""), (False, "the coordinator was restarted")]
 
 
 ABOUT: dict[str, Any] = {"federation": "tiny", "sender": "a", "recipient": "coordinator", "round": 1, "attempt": 1}
@@ -175,7 +175,7 @@ def test_a_round_that_needs_a_device_waits_until_it_can_take_part_and_says_why(m
         world.start_devices()
         wait_until(lambda: bool(a.of(schemas.Invite)), "a is invited")
         a.tell(schemas.Decline(**ABOUT, reason=schemas.DeclineReason.HOT))
-        assert "waits until it can take part" in world.wait_event("declined")["detail"]
+        assert "waits until it can participate" in world.wait_event("declined")["detail"]
         assert running.service.invitations.waits == {"a": "hot"}
         known = world.known(running.service)
         assert {one.client: one.reason for one in current_round(known, "tiny").clients}["a"] == "hot"

@@ -47,7 +47,7 @@ from tests.support.wire.artifact_chunks import make_ref
 
 SPOILT: dict[str, tuple[str, dict[str, Any]]] = {  # the reason given, and what the header says instead of the truth
     "nan": ("NaN", {}),
-    "huge": ("away from the round's base", {}),
+    "huge": ("from the round's base is", {}),
     "extractor": ("layouts", {}),
     "shape": ("layouts", {}),
     "garbage": ("header", {}),
@@ -56,7 +56,7 @@ SPOILT: dict[str, tuple[str, dict[str, Any]]] = {  # the reason given, and what 
     "round": ("round", {"round": 2}),
     "report": ("loss", {"report": Report(examples=3, loss=1.0)}),
     "per class": (
-        "its accuracies by class are not of 3 classes",
+        "its accuracies by class are not for 3 classes",
         {"report": Report(examples=3, per_class=ClassAccuracies(accuracy=(0.25, 1.0)))},
     ),
     "examples": ("examples", {"report": Report(accuracy=0.5)}),
@@ -263,7 +263,7 @@ def test_a_round_that_needs_the_odd_update_weighs_it_down_and_goes_on(make_world
     assert merged(world) == [["a", "b", "c"]]
     assert [shown[client]["weight"] for client in "abc"] == [11, 11, 1]
     assert shown["c"]["figures"]["action"] == "down-weight"
-    assert shown["c"]["reason"] == f"weighed down: {TOO_LONG}; {REASON}; left in because the round needs it"
+    assert shown["c"]["reason"] == f"down-weighted: {TOO_LONG}; {REASON}; kept because the round needs it"
     assert not world.events("attempt_failed")
 
 
@@ -272,7 +272,7 @@ def test_an_operator_may_have_such_a_round_fail_by_the_devices_name(make_world: 
     world = make_world(1, clients=("a", "b", "c"), make_worker=OddC, min_clients=3, max_attempts=1, robustness=strict)
     stalled = world.run("stalled")
     assert f"c (not merged (quarantine): {TOO_LONG}" in str(stalled["reason"])
-    assert "2 updates are left, and 3 are needed" in str(stalled["reason"])
+    assert "2 updates are left, but 3 are required" in str(stalled["reason"])
     assert merged(world) == []
 
 

@@ -67,7 +67,7 @@ def test_a_service_that_ends_on_a_full_disk_says_so_in_one_line(
 
     with RunningService(make_world()):
         monkeypatch.setattr(Presence, "note", full)
-    assert "not stored while the coordinator ends: " in caplog.text
+    assert "could not store everything at the coordinator's shutdown: " in caplog.text
     assert "Traceback" not in caplog.text
 
 

@@ -80,7 +80,7 @@ def test_a_store_that_is_away_is_waited_for(moto: Moto, tmp_path: Path, caplog: 
         putting.join(30)
     assert (putting.is_alive(), store.problem) == (False, "")
     assert moto.objects() == {hashlib.sha256(b"waits").hexdigest()}
-    assert "can be used again" in caplog.text
+    assert "is available again" in caplog.text
     moto.kill()
     remote.stop_waiting()
     with pytest.raises(StoreError, match="can't be stored"):
@@ -90,7 +90,7 @@ def test_a_store_that_is_away_is_waited_for(moto: Moto, tmp_path: Path, caplog: 
 def test_a_bucket_that_does_not_exist_is_named(moto: Moto, tmp_path: Path) -> None:
     remote = ObjectStore("s3://another-bucket/prefix")
     remote.stop_waiting()
-    with pytest.raises(StoreError, match="there is no bucket for the artifact store s3://another-bucket"):
+    with pytest.raises(StoreError, match="the bucket of the artifact store s3://another-bucket"):
         ArtifactStore(tmp_path, remote).put(b"x")
 
 

@@ -305,7 +305,7 @@ def test_a_failed_migration_leaves_the_database_as_it_was(filled: Path | URL, mo
     with closing_engine(filled) as engine, engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE devices ADD COLUMN owner VARCHAR")  # the step meets a column
     before = filled.read_bytes() if isinstance(filled, Path) else b""
-    with pytest.raises(StoreError, match=r"(database\.sqlite|test_\w+) could not be brought from version 1 to"):
+    with pytest.raises(StoreError, match=r"(database\.sqlite|test_\w+) could not be upgraded from version 1 to"):
         Store(filled)
     assert before == (filled.read_bytes() if isinstance(filled, Path) else b"")
     monkeypatch.undo()
@@ -431,7 +431,7 @@ def test_a_coordinator_without_a_lock_ends(postgres: Cluster, tmp_path: Path, mo
         postgres.end_sessions(database)
         assert process.wait(20) == 1
         _, errors = process.communicate()
-        assert "is lost, and the coordinator ends" in errors
+        assert "is lost, so the coordinator stops" in errors
 
 
 def test_another_database_is_not_locked(postgres: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_a_second_update_that_a_restored_coordinator_explains_is_late_and_no_con
     (refused,) = world.events("update_refused")
     told = sentence_of(refused)
     assert told is not None
-    assert told.text.endswith("is late: another one of this device, from before this coordinator was restored, counts")
+    assert told.text.endswith("is late: another one counts, from before this coordinator was restored")
 
 
 def test_an_update_whose_attempt_closed_while_it_came_is_late_before_the_round_loop_knows(receiving: Receiving) -> None:

@@ -183,7 +183,7 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: 
     assert not (tmp_path / "box").exists()
     assert run_enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
     used = refusal(4, tmp_path / "other", token.text)
-    assert "used already" in used
+    assert "already used" in used
     assert token.secret.hex() not in used
     assert "--device ID" in refusal(2, tmp_path / "third", desk.token().text)
     bound = desk.token("line-5").text

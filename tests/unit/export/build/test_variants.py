@@ -1,4 +1,4 @@
-"""float16 and int8 forms of a model: tried on this machine, judged by held-out images, kept where they pay; `fedcg model optimise`."""
+"""float16 and int8 variants of a model: tried on this machine, evaluated on held-out images, kept if faster; `fedcg model optimise`."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_each_variant_is_measured_and_the_decision_recorded(
     assert manifest == read_manifest(directory)
     tried = _by_name(manifest)
     assert list(tried) == ["fp32", "fp16", "int8", "trt_fp16"]
-    assert (tried["fp32"].file, tried["trt_fp16"].reason) == (manifest.model, "not tried: no TensorRT here, only CPU")
+    assert (tried["fp32"].file, tried["trt_fp16"].reason) == (manifest.model, "not tried: no TensorRT, only CPU")
     for name in ("fp32", "fp16", "int8"):
         one = tried[name]
         assert (one.latency_ms or 0) > 0
@@ -98,19 +98,19 @@ def test_a_variant_that_loses_too_much_is_not_kept(
     assert manifest.serves == "fp16"
     refused = _by_name(manifest)["int8"]
     assert refused.file is None
-    assert "of accuracy, more than the 0.5%" in refused.reason
+    assert "of accuracy; at most 0.5% is allowed" in refused.reason
     assert not (directory / "model-int8.onnx").exists()
 
 
 def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     directory: Path, held_out: HeldOut, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(variants._CONVERSIONS, "fp16", raising(ConversionError("can't be made: no such operator")))
+    monkeypatch.setitem(variants._CONVERSIONS, "fp16", raising(ConversionError("can't be created: no such operator")))
     monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda *_: b"no model")
     clock()
     manifest = add_variants(directory, held_out, threads=1)
     assert manifest.serves == "fp32"
-    assert _by_name(manifest)["fp16"].reason == "can't be made: no such operator"
+    assert _by_name(manifest)["fp16"].reason == "can't be created: no such operator"
     assert "onnxruntime cannot load it" in _by_name(manifest)["int8"].reason
     assert Model.load(directory, threads=1).predict(held_out.images).shape == (len(held_out.images), len(CLASSES))
 
@@ -156,7 +156,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_images_there_is_nothing_to_judge_by() -> None:
-    with pytest.raises(ExportError, match="there are none"):
+    with pytest.raises(ExportError, match="some are missing"):
         HeldOut([], [], [])
 
 
@@ -227,7 +227,7 @@ def test_a_form_that_only_did_well_where_it_was_chosen_is_not_served(
     manifest = read_manifest(directory)
     spoilt = next(one for one in manifest.variants if one.name == "int8")
     assert spoilt.file is None
-    assert "held-out files that had no part in choosing it" in spoilt.reason
+    assert "held-out files that were not used to choose it" in spoilt.reason
     assert not (directory / "model-int8.onnx").exists()
     assert manifest.serves == "fp16"
     assert ModelVersions(tmp_path / "models").verify(directory.name)[0] == manifest
@@ -253,8 +253,8 @@ def test_nothing_is_installed_or_pruned_when_no_form_is_faster(tmp_path: Path, f
     told = _optimise(root, folder)
     assert told.exit_code == 0, told.output
     assert ModelVersions(root).versions() == before
-    assert f"nothing is faster here: {root / '0003'} stays in use" in told.stdout
-    assert "at least 1.05 is asked for" in told.stdout
+    assert f"no variant is faster on this device: {root / '0003'} stays in use" in told.stdout
+    assert "at least 1.05 is required" in told.stdout
 
 
 def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: Path, clock: Clock) -> None:

@@ -51,7 +51,7 @@ def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestIma
 
 
 def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
-    assert "one of --json and --csv" in fails(2, "infer", images.files[0], "--model", slots_root, "--csv", "--json")
+    assert "either --json or --csv" in fails(2, "infer", images.files[0], "--model", slots_root, "--csv", "--json")
 
 
 def test_bad_files_are_named_on_stderr_and_the_others_still_done(
@@ -180,7 +180,7 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     assert (manifest.round, manifest.verification.images) == (3, 24)
     assert "0002: verified on 64 inputs (noise)" in succeeds("export", *common, "--slot", "personal")
     succeeds("export", *common, "--slot", "best", "--raw")
-    assert succeeds("model", "verify", out).count("  as its manifest says") == 3
+    assert succeeds("model", "verify", out).count("  matches its manifest") == 3
     assert [read_manifest(out / version).takes for version in ("0001", "0003")] == ["pixels", "normalised"]
     whole, raw = (
         data_of(succeeds("infer", "--model", out / version, "--json", folder)) for version in ("0001", "0003")

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_model(
     (root / "0002.engines").write_bytes(b"in the way")
     assert Model.load(root, threads=1).predictor.providers == available_providers()
     assert "trt_engine_cache_enable" not in card.tensorrt
-    assert "each start builds them again" in caplog.text
+    assert "each start rebuilds them" in caplog.text
 
 
 def test_without_a_card_no_engines_are_kept(root: Path) -> None:
@@ -159,4 +159,4 @@ def test_what_was_chosen_for_one_machine_is_not_used_on_another(
     there = Model.load(directory, threads=1)
     assert (there.served.name, there.served.file) == ("fp32", read_manifest(directory).model)
     assert card.tensorrt["trt_fp16_enable"] == "False"
-    assert "`fedcg model optimise` tries the forms here" in caplog.text
+    assert "`fedcg model optimise` to try the variants on this machine" in caplog.text

@@ -38,7 +38,7 @@ def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what
 ) -> None:
     root, fingerprint = directory.parent, key.public.hex[:16]
     words = ("--signed-by", key.public.hex)
-    by_whom = f"signature checked with the key beside it, which nobody named (fingerprint {fingerprint})"
+    by_whom = f"signature checked with its own key, signer not verified (fingerprint {fingerprint})"
     assert by_whom in run_fedcg("model", "verify", root).stdout
     by_key = f"signature checked with {key.public.hex} (fingerprint {fingerprint})"
     assert by_key in run_fedcg("model", "verify", root, *words).stdout
@@ -50,7 +50,7 @@ def test_verify_and_list_say_which_signature_was_checked_with_which_key_and_what
     flip_bit(directory / "model.onnx", 1000)
     [row] = run_fedcg("model", "list", root).stdout.splitlines()[1:-1]
     assert "refused: " in row
-    assert "the bytes are not the ones" in row
+    assert "the file does not match" in row
     (directory / "manifest.sig").unlink()
     assert "the model is not signed" in run_fedcg("model", "list", root).stdout
     assert "the model is not signed" in run_fedcg("model", "use", root, "0001", *words).stderr
@@ -77,9 +77,9 @@ def _sign_by_another(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("alter", "told", "is_intact"),
     [
-        (_alter_manifest, "is not over this manifest", False),
-        (_alter_signature, "is not over this manifest", False),
-        (_sign_by_another, "the model of another box", True),
+        (_alter_manifest, "does not match this manifest", False),
+        (_alter_signature, "does not match this manifest", False),
+        (_sign_by_another, "another device's model", True),
         (lambda directory: (directory / "manifest.sig").unlink(), "not signed", True),
     ],
 )
@@ -138,13 +138,13 @@ def test_where_the_folder_of_versions_may_be_written_the_key_above_it_decides(di
     note_signer(directory.parent.parent, key.public.hex)
     _sign_by_another(directory)
     note_signer(directory.parent, signer_of(directory) or "")
-    with pytest.raises(TamperedError, match="the model of another box"):
+    with pytest.raises(TamperedError, match="another device's model"):
         load(directory)
 
 
 def test_a_file_that_is_no_signature_is_named(directory: Path, key: SigningKey) -> None:
     (directory / "manifest.sig").write_text("{}")
-    with pytest.raises(ManifestError, match=r"manifest\.sig: not a signature"):
+    with pytest.raises(ManifestError, match=r"manifest\.sig: not a manifest signature"):
         read_manifest(directory, required(key.public.hex))
 
 
@@ -204,11 +204,11 @@ def _of_another_box(directory: Path, home: Path) -> None:
 
 
 ALTERED: tuple[tuple[Alter, str], ...] = (
-    (lambda directory, _: flip_bit(directory / "model.onnx", 1000), "the bytes are not the ones"),
+    (lambda directory, _: flip_bit(directory / "model.onnx", 1000), "the file does not match"),
     (lambda directory, _: flip_bit(directory / "manifest.json", -8), "one of them was altered"),
     (lambda directory, _: (directory / "manifest.sig").unlink(), "the model is not signed"),
-    (_of_another_box, "the model of another box"),
-    (_of_another_federation, "a model of federation meadow, and this server serves garden"),
+    (_of_another_box, "another device's model"),
+    (_of_another_federation, "a model of federation meadow, but this server serves garden"),
 )
 
 
@@ -242,7 +242,7 @@ def test_a_server_says_which_key_it_checks_with_and_refuses_what_another_box_sig
     with serving(root, *options, "--shadow", 0) as server:
         ModelVersions(root)._point_to("0002")
         server.wait_for_metric('fedcg_serve_model_loads_total{outcome="refused"}', 1)
-        assert "the model of another box" in server.ask("/model").document["refused"]
+        assert "another device's model" in server.ask("/model").document["refused"]
         assert server.ask("/predict", encoded(picture(1), "PNG"), PNG).document["version"] == "0001"
         first = server.stop()[1].splitlines()[0]
     fingerprint = SigningKey.load(home / "own.key").public.hex[:16]
@@ -265,4 +265,4 @@ def test_the_command_classifies_with_a_signed_model_only(home: Path, root: Path,
     assert run_fedcg("infer", *command, str(home / "own.key")).exit_code == 0
     refused = run_fedcg("infer", *command, str(home / "other.key"))
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "the model of another box" in refused.stderr
+    assert "another device's model" in refused.stderr

@@ -171,7 +171,7 @@ def test_a_damaged_pointer_is_explained_and_can_be_replaced(installed: ModelVers
 def test_a_pointer_to_a_version_that_is_gone_is_explained(installed: ModelVersions) -> None:
     installed.install(_filler(b"one"))
     (installed.root / "0001").rename(installed.root / "0007")
-    with pytest.raises(SlotError, match="0001 is gone"):
+    with pytest.raises(SlotError, match="0001 is missing"):
         installed.current()
 
 
@@ -250,7 +250,7 @@ def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, image
 def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
     tmp_path: Path, first: Path, right: TestImages
 ) -> None:
-    with pytest.raises(GateError, match=r"version 0001 in service 100\.0%"):
+    with pytest.raises(GateError, match=r"version 0001 in service has 100\.0%"):
         install_model(tmp_path, seed=2, images=right, gate=0.01)
     assert ModelVersions(tmp_path).current() == first
     assert [version.name for version in ModelVersions(tmp_path).versions()] == ["0001"]

@@ -67,7 +67,7 @@ def test_five_failures_over_5_percent_reject_it_at_once_and_fewer_when_the_time_
     comparison = judge.Comparison("0002", "0001", judge.CandidateStage(images=images, limit_s=600.0))
     for number in range(answered + failed):
         comparison.add(_pair([number % 4], [number % 4] if number < answered else None))
-    reason = f"it failed at {failed} of {answered + failed} requests that version 0001 answered"
+    reason = f"{failed} of {answered + failed} requests failed that version 0001 answered"
     assert comparison.verdict(elapsed_s) == (judge.VersionFault("0002", "errors", reason) if is_rejected else None)
 
 
@@ -108,7 +108,7 @@ def test_it_drifts_when_it_names_one_class_for_everything_but_is_not_judged_befo
     comparison.add(_pair([3], [0]))
     # Class 0 gains 30 images, the others lose 10 each: (30 + 30) / 2 / 40 = 75 %. By chance: (√30 + 3 √10) / 40 / √2π = 0.149, and
     # 0.25 + 1.5 · 0.149 = 47 %.
-    reason = "its predicted classes are 75% apart from those of version 0001 on the same images (allowed 47%)"
+    reason = "its predicted classes differ by 75% from those of version 0001 on the same images (allowed 47%)"
     assert _verdict(comparison) == ("drift", reason)
 
 
@@ -132,7 +132,7 @@ def test_classes_that_are_mixed_up_evenly_are_noticed_by_the_accuracies_alone() 
     assert judge.least_agreement(0.9, 0.9) == pytest.approx(0.55)  # 0.9 + 0.9 - 1 - 0.25
     kind, reason = _verdict(_compared(EVEN, swapped, floor=0.55))
     assert kind == "drift"
-    assert reason == "it names the class of version 0001 for 50% of the images; with their accuracies 55% are the least"
+    assert reason == "it predicts the same class as version 0001 for 50% of the images, by accuracy at least 55%"
 
 
 def test_accuracies_that_are_low_or_unknown_ask_for_no_agreement() -> None:
@@ -142,7 +142,7 @@ def test_accuracies_that_are_low_or_unknown_ask_for_no_agreement() -> None:
 
 def test_it_drifts_when_it_is_much_less_sure() -> None:
     assert _compared(EVEN, EVEN, confidence=0.71).verdict(1.0) is None
-    reason = "its confidence is 69% on average where version 0001 had 90%"
+    reason = "its mean confidence is 69%; version 0001 had 90%"
     assert _verdict(_compared(EVEN, EVEN, confidence=0.69)) == ("drift", reason)
 
 
@@ -195,7 +195,7 @@ def test_a_version_that_is_much_less_sure_goes_and_one_that_is_a_little_less_sur
     assert watch.verdict() is None
     watch = _watch()
     _even(watch, "0002", confidence=0.6)
-    assert present(watch.verdict()).reason == "its confidence is 60% on average where version 0001 had 90%"
+    assert present(watch.verdict()).reason == "its mean confidence is 60%; version 0001 had 90%"
 
 
 def test_a_version_that_fails_goes_before_it_has_predicted_much() -> None:

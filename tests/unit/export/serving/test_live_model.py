@@ -47,7 +47,7 @@ def test_a_version_without_numbers_or_that_does_not_run_is_refused(root: Path, m
         raise RuntimeError(f"no memory for {len(images)}")
 
     for predict, told in (
-        (lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32), "not numbers"),
+        (lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32), "not finite numbers"),
         (fail, "cannot run it .no memory for 1."),
     ):
         watched = Watched(root)
@@ -265,7 +265,7 @@ def test_a_version_that_cannot_be_compared_waits_until_a_person_chooses_it(
     assert (rejected.version, rejected.kind) == ("0004", "incomparable")
     assert _states(models) == ("0001", None)
     assert ModelVersions(three_root).current().name == "0001"
-    assert f"`fedcg model use {three_root} 0004` puts it in service" in models.taken_back
+    assert f"put it in service with `fedcg model use {three_root} 0004`" in models.taken_back
     assert models.refresh() is None
     assert _choose(models, three_root, "0004") == ("0004", None)
 
@@ -303,7 +303,7 @@ def test_memory_that_is_too_small_for_two_models_refuses_the_candidate(
 
     monkeypatch.setattr(Model, "load", raising(MemoryError))
     assert _choose(models, three_root, "0002") == ("0001", None)
-    assert "not enough memory for it beside the one in service" in models.refused
+    assert "not enough memory for it next to the one in service" in models.refused
 
 
 def test_when_the_version_in_service_does_badly_itself_the_candidate_takes_the_requests(

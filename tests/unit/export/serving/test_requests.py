@@ -94,9 +94,9 @@ def _with(value: object) -> object:
 @pytest.mark.parametrize(
     ("images", "field", "told"),
     [
-        (_with(256), "images[3][0][2]", "256 is no pixel"),
-        (_with(-1), "images[3][0][2]", "-1 is no pixel"),
-        (_with(10**30), "images[3][0][2]", r"1e\+30 is no pixel; send whole numbers"),
+        (_with(256), "images[3][0][2]", "256 is not a valid pixel"),
+        (_with(-1), "images[3][0][2]", "-1 is not a valid pixel"),
+        (_with(10**30), "images[3][0][2]", r"1e\+30 is not a valid pixel; send whole numbers"),
         (_with(0.5), "images", "whole numbers"),
         (_with("7"), "images", "whole numbers"),
         (_with(None), "images", "whole numbers"),
@@ -192,11 +192,11 @@ def test_a_body_over_the_limit_is_refused_at_the_piece_that_passes_it() -> None:
     bodies, taken = request_bodies.Bodies(request_bodies.Limits(100, 1, 1, body_s=5)), list[int]()
     assert _read(bodies, _pieces(10, 10, taken)) == 100
     taken.clear()
-    with pytest.raises(RefusedError, match="may have 100 bytes") as caught:
+    with pytest.raises(RefusedError, match="larger than 100 bytes") as caught:
         _read(bodies, _pieces(1000, 10, taken))
     assert (caught.value.status, len(taken)) == (413, 11)
     taken.clear()
-    with pytest.raises(RefusedError, match="may have 100 bytes"):
+    with pytest.raises(RefusedError, match="larger than 100 bytes"):
         _read(bodies, _pieces(1000, 10, taken), declared=101)
     assert taken == []
     assert _read(bodies, _pieces(10, 10, taken)) == 100  # nothing of what was refused counts any more
@@ -349,7 +349,7 @@ async def test_beyond_the_queue_a_request_is_refused_and_what_it_took_is_free_ag
         first = asyncio.create_task(_ask(batcher, model, 1, 2))
         await asyncio.to_thread(model.begun.wait, LONG_S)
         with batcher.place() as predict:
-            with pytest.raises(QueueFullError, match="3 images wait already, and the queue takes 3"), batcher.place():
+            with pytest.raises(QueueFullError, match="3 images are waiting; the limit is 3"), batcher.place():
                 pass
             with pytest.raises(QueueFullError):
                 await predict(model, _images(3, 4))

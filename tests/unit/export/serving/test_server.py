@@ -337,4 +337,4 @@ def test_the_server_returns_to_the_version_before_one_that_drifts(tmp_path: Path
         ask("0001")
         code, errors = server.stop()
     assert code == 0
-    assert "version 0002 is taken back to 0001: " in errors
+    assert "version 0002 rolled back to 0001: " in errors
