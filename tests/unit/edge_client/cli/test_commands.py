@@ -254,7 +254,7 @@ def test_since_takes_a_span_or_a_time_and_json_gives_the_events(config: Path) ->
 
 def test_a_log_that_is_not_there_yet_and_a_time_that_is_none_are_bad_input(config: Path) -> None:
     words = ("agent", "logs", "--config", config)
-    assert "is not there yet" in fails(NOT_FOUND, *words)
+    assert "events.jsonl not found" in fails(NOT_FOUND, *words)
     log(config, 1.0).write("welcomed", epoch=1)
     assert "give 10m, 2h, 3d" in fails(BAD_INPUT, *words, "--since", "soon")
 

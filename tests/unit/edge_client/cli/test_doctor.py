@@ -89,7 +89,7 @@ CRACKS, GOOD = (tuple(f"{name}/{number}.png" for number in range(3)) for name in
     ("damaged", "gone", "state", "detail", "advice"),
     [
         ((), (), "ok", "6 images in {root} (crack 3, good 3), 6 of them opened", ""),
-        (GOOD[1:2], (), "warning", "1 can't be used: {root}/good/1.png", "repair or remove them; training leaves them"),
+        (GOOD[1:2], (), "warning", "1 can't be used: {root}/good/1.png", "repair or remove them; training skips them"),
         (CRACKS + GOOD, (), "failed", ", 0 of them opened; 6 can't be used: ", "`root` under [data]"),
         ((), CRACKS[1:], "warning", "crack with one image: training, validation or test has none", ""),
         ((), CRACKS, "warning", "all of them are of one class, 'good'", "add images of the other classes"),

@@ -69,7 +69,7 @@ def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[Owne
     paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
     assert paused.stdout.startswith(f"{DEVICE} is paused until 2001-09-09 01:46:40 UTC.\nNext: ")
     assert asked[0].model_dump() == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
-    assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
+    assert run(device, "resume").stdout == f"{DEVICE} is no longer paused.\n"
     assert data_of(run(device, "pause", "--json").stdout)["paused"] is True
     assert data_of(run(device, "resume", "--json").stdout)["paused"] is False
 
@@ -101,7 +101,7 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     assert lines[0] == f"Federation {FEDERATION}, method {STATISTICS.method}, spec {STATISTICS.digest[:12]}."
     assert "policy.allow_upload of this device does not list: statistics" in lines[1]
     assert lines[1].endswith("; the spec asks for epochs = 500; policy.max_epochs of this device is 200")
-    assert lines[2] == f"After each round this would leave {DEVICE}, up to 1.3 MB:"
+    assert lines[2] == f"Leaves {DEVICE} after each round, up to 1.3 MB:"
     assert "classifier 4.8 kB the network from features to classes; it never sees an image" in lines
     assert any(
         line.startswith("statistics 1.2 MB numbers computed of the images") and "(not in [policy])" in line
@@ -109,7 +109,7 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     )
     assert "label_counts the number of training images of each class (not in [policy])" in lines
     assert "examples the number of training images" in lines
-    assert "What a round asks of it: epochs 500 (not in [policy]), batch size 16." in lines
+    assert "Work per round: epochs 500 (not in [policy]), batch size 16." in lines
     assert not Consent(device.parent / "store").read().approved
     assert run(device, "approve", typed="y\n").exit_code == 0
     assert list(Consent(device.parent / "store").read().approved) == [STATISTICS.digest]
@@ -139,7 +139,7 @@ def test_a_question_without_a_terminal_ends_with_an_envelope_that_names_the_opti
     assert "Traceback" not in asked.stderr
     assert not Consent(device.parent / "store").read().approved
     if words == ("agent", "approve"):
-        assert "After each round this would leave" in asked.stderr, "nobody approves what was not shown"
+        assert "Leaves site-1 after each round" in asked.stderr, "nobody approves what was not shown"
 
 
 def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Path) -> None:
@@ -152,11 +152,11 @@ def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Pa
         assert run(device, "approve", name, "--yes").exit_code == NOT_FOUND
     assert run(device, "approve", short, "--yes").exit_code == 0
     assert f"{short}  approved" in run(device, "approve", "--list").stdout
-    assert "no spec waits for approval" in fails(NOT_FOUND, "agent", "approve", "--yes", "--config", device)
+    assert "no spec is waiting for approval" in fails(NOT_FOUND, "agent", "approve", "--yes", "--config", device)
     revoked = data_of(run(device, "approve", "--revoke", short, "--json").stdout)
     assert revoked == {"device": DEVICE, "spec": STATISTICS.digest, "approved": False}
     assert data_of(run(device, "approve", "--list", "--json").stdout) == {"waiting": {}, "approved": {}}
-    assert "No spec waits" in run(device, "approve", "--list").stdout
+    assert "No spec is waiting" in run(device, "approve", "--list").stdout
 
 
 def test_code_is_approved_as_it_was_shown_and_its_permission_is_taken_back(device: Path) -> None:
@@ -216,7 +216,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert f"2001-09-09 01:46:40 UTC  round 1, attempt 1: {len(update)} bytes (classifier 60 bytes" in shown
     assert "reported: accuracy 0.5, examples 3; facts: " in shown
     assert artifact_id(update) in shown
-    assert "control messages until then: hello 532 bytes" in shown
+    assert "earlier control messages: hello 532 bytes" in shown
     assert "no receipt" in shown
     late = data_of(run(device, "sent", "--since", "2030-01-01", "--json").stdout)["items"]
     assert [item["round"] for item in late] == [2]
@@ -268,7 +268,7 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
     out = root / "support.zip"
     done = data_of(run(device, "diagnose", "--out", out, "--json").stdout)
     again = fails(EXISTS, "agent", "diagnose", "--out", out, "--config", device)
-    assert f"{out} exists already; name another file" in again
+    assert f"{out} exists already; choose another file" in again
     texts = members(out)
     assert done["holds"] == list(texts)
     names = ("about", "configuration", "status", "doctor", "files")

@@ -210,12 +210,12 @@ def test_an_owner_consents_in_the_card_that_members_see_this_device_alone(tmp_pa
     assert run_fedcg("cohort", "create", "--config", config).exit_code == 0
     roster = tmp_path / "roster.txt"
     marks = []
-    for words, line in (((), ""), (("--alone",), "Members may see alone the numbers of: first")):
+    for words, line in (((), ""), (("--alone",), "Members may see individual numbers of: first")):
         roster.write_text(run_fedcg("cohort", "card", "--config", config, *words).stdout)
         marks.append(data_of(run_fedcg("cohort", "roster", roster, "--config", config, "--json").stdout)["mark"])
         for command in (("roster", roster), ("status",)):
             shown = run_fedcg("cohort", *command, "--config", config).stdout
-            assert ("Members may see alone" in shown) == bool(line)
+            assert ("Members may see individual" in shown) == bool(line)
             assert line in shown
     assert marks[0] != marks[1]
     assert PrivateStore(config.parent / "store").roster().alone == {"first"}
@@ -263,7 +263,7 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
         assert "stop it first" in fails(ALREADY_RUNNING, *join, "--replace", "--yes")
     joined = run_fedcg(*join, "--replace", "--yes")
     assert joined.stdout.startswith(f"Joined; mark {mark}\n"), joined.output
-    assert run_fedcg(*join, "--replace").stdout.startswith("This device had joined before"), "nothing is asked"
+    assert run_fedcg(*join, "--replace").stdout.startswith("This device had already joined"), "nothing is asked"
     for config in cohort:
         store = store_of(config)
         assert store.cohort_secret() == secret_of(code)
@@ -279,7 +279,7 @@ def test_a_secret_that_is_not_there_or_encrypts_images_is_not_renewed(cohort: tu
     assert "has no cohort secret to renew" in fails(NOT_FOUND, "cohort", "renew", "--config", second, "--yes")
     text = first.read_text().replace("[data]\n", '[data]\ndefence = "etc"\ndefence_params = {key = "cohort"}\n')
     first.write_text(text)
-    assert "(key = cohort), and trained networks know no other" in fails(
+    assert "(key = cohort). Trained networks only work with that key" in fails(
         BAD_INPUT, "cohort", "renew", "--config", first, "--yes"
     )
     assert store_of(first).cohort_secret() == b"c" * 32
@@ -298,7 +298,7 @@ def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one
     store.save_sum_record("parts", {"round": 4})
     assert "`fedcg cohort resume-sums ROUND`" in gate.obstacle(99)
     assert gate.resume(2) == 5, "never below what it knows itself"
-    assert (gate.obstacle(4), gate.obstacle(5)) == ("this device takes part in sums from round 5 on", "")
+    assert (gate.obstacle(4), gate.obstacle(5)) == ("this device joins sums from round 5 on", "")
 
 
 @pytest.mark.parametrize("name", ["sums.json", "weights.json", "sum_gate.json"])
@@ -324,7 +324,7 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     roster.write_text(run_fedcg("cohort", "card", "--config", first).stdout)
     assert run_fedcg("cohort", "roster", roster, "--config", first).exit_code == 0
     sums = ("cohort", "resume-sums", "17", "--config", first)
-    assert "Sums are not blocked here" in run_fedcg(*sums).stdout
+    assert "Sums were not blocked" in run_fedcg(*sums).stdout
     (store_of(first).root / "sum_gate.json").unlink()
     shown = (("cohort", "status"), ("agent", "status"), ("doctor",))
     for words in shown:
