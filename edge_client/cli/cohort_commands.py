@@ -171,9 +171,7 @@ def card_command(
 @app.command("roster")
 @prints
 def roster_command(
-    file: Annotated[
-        str, typer.Argument(help="File with the output of `fedcg cohort card` of every device, or - for stdin.")
-    ],
+    file: Annotated[str, typer.Argument(help="File with the `fedcg cohort card` lines of all devices; - for stdin.")],
     config: ConfigOption = Path("agent.toml"),
 ) -> Result:
     """Set the roster: the cards of all devices of the cohort. Replaces the previous roster and prints its mark.

@@ -164,7 +164,8 @@ def leave_command(
     gone = "".join(f"\n  erased {path}" for path in left.erased)
     gone += "".join(f"\n  kept {path}: not created by this program" for path in left.kept)
     gone += "".join(
-        f"\n  kept {one}, an older store with secrets. To erase it: rm -r {shlex.quote(str(one))}" for one in left.aside
+        f"\n  kept {one}, a store that was moved aside, with secrets. To erase it: rm -r {shlex.quote(str(one))}"
+        for one in left.aside
     )
     following = "Next: to enrol it again, create a token on the coordinator: fedcg token create"
     return values, f"{settings.device} has left {settings.federation}; {outcome}.{gone}\n{following}"

@@ -281,7 +281,7 @@ def diagnose_command(
     if out.suffix != ".zip" or not out.absolute().parent.is_dir():
         raise BadInputError(f"--out {out}: give a file name ending in .zip, in an existing folder")
     if out.exists():
-        raise BadInputError(f"{out} exists; choose another file", exit_code=EXISTS)
+        raise BadInputError(f"{out} exists already; choose another file", exit_code=EXISTS)
     content, names = support_file(settings, events, with_class_names=with_class_names)
     write_durably(out, content, is_new=True)
     values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}

@@ -334,7 +334,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.start_agent()
     for _ in range(reports.UNANSWERED_HELLOS + 2):
         world.coordinator.wait(schemas.Hello)
-    assert log.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
+    assert log.text.count("the coordinator does not answer: it is not running, this federation is not started") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])
     world.coordinator.answers_hello = True
     world.coordinator.work_until(lambda: status(world)["link_problem"] is None, "the answer ends the problem")

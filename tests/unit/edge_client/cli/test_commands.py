@@ -116,13 +116,13 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordi
 def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Path, tmp_path: Path) -> None:
     number = tmp_path.stat().st_dev
     disk = tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"  # where Linux describes it
-    unknown = f"unknown: Linux names no disk for {tmp_path} (btrfs, a container, a network?)"
+    unknown = f"unknown: Linux reports no disk for {tmp_path} (btrfs, a container, a network?)"
     assert checks.check_encryption(tmp_path, tmp_path)[:2] == ("ok", unknown)
     disk.mkdir(parents=True)
     state, detail, advice = checks.check_encryption(tmp_path, tmp_path)
-    assert (state, f"no: {tmp_path} lies on a disk that is not encrypted" in detail) == ("warning", True)
+    assert (state, f"no: {tmp_path} is on an unencrypted disk" in detail) == ("warning", True)
     assert "LUKS with the TPM" in advice
-    assert "Encrypt the disk of a box" in advice
+    assert "docs/how-to/encrypt-disk.md" in advice
     (disk / "dm").mkdir()
     (disk / "dm" / "uuid").write_text("CRYPT-LUKS2-0f2e6f1c-fedcg\n")
     assert checks.check_encryption(tmp_path, tmp_path)[0] == "ok"

@@ -140,7 +140,7 @@ def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(des
     assert "imgaes: no such file or folder. The token was not used" in refused
     for words in (("enrol",), ("agent", "join")):
         told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run_fedcg(*words, "--help").stdout).split())
-        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?is not there", told), told
+        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?not found", told), told
     assert not (tmp_path / "box").exists()
     (tmp_path / "images").mkdir()
     assert run_enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0

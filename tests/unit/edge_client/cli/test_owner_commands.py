@@ -56,7 +56,7 @@ def device(tmp_path: Path) -> Path:
 @pytest.fixture
 def asked(device: Path) -> Iterator[list[OwnerRequest]]:
     """What reaches an agent of the device, which agrees to everything."""
-    data = {"until": 1e9, "reason": "", "was_paused": True, "now": "waits for a round"}
+    data = {"until": 1e9, "reason": "", "was_paused": True, "now": "waiting for a round"}
     with answering_agent(device.parent / "store", success(data)) as taken:
         yield taken
 
@@ -186,7 +186,7 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
     status = data_of(run(device, "status", "--json").stdout)
     assert (status["paused"], status["pause_reason"]) == ("until 2096-10-02 07:06:40 UTC", "maintenance")
     assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
-    assert (status["bytes_today"], status["agent_now"]) == ({"up": 12, "down": 0}, "waits for a round")
+    assert (status["bytes_today"], status["agent_now"]) == ({"up": 12, "down": 0}, "waiting for a round")
     lines = [re.split(r"  +", line) for line in run(device, "status").stdout.splitlines()]
     assert lines[0] == ["ABOUT", "STATE"]
     assert ["bytes today", "up 12, down 0"] in lines
@@ -362,7 +362,7 @@ def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Pat
     assert (found, len([one for one in declines if re.search(r"class .?class-[1-7]", one)])) == ([], 30)
     checks = {one["check"]: one["state"] for one in json.loads(texts["doctor.json"])}
     assert (checks["disk"], checks["broker"]) == ("ok", "failed")
-    assert "artifacts travel over the broker" in texts["doctor.json"]
+    assert "artifacts are sent over the broker" in texts["doctor.json"]
     assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
     assert json.loads(texts["configuration.json"])["store"] == str(root / "store")
 

@@ -333,8 +333,8 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     assert "last round with a sum: unknown" in run_fedcg("cohort", "status", "--config", first).stdout
     with store_of(first).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *sums)
-    assert "in sums from round 8 on" in run_fedcg("cohort", "resume-sums", "7", "--config", first).stdout
-    assert "in sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
+    assert "joins sums from round 8 on" in run_fedcg("cohort", "resume-sums", "7", "--config", first).stdout
+    assert "joins sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
     assert "last round with a sum: 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
         assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
