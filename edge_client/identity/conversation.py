@@ -82,9 +82,7 @@ def converse(
                 is_up, due = event.up, now
             elif isinstance(event, signals.CoordinatorSeen):
                 is_online = event.online
-                if (
-                    event.online and event.epoch > epoch and link.handshake.is_open
-                ):  # the session was with an earlier coordinator process
+                if event.online and event.epoch > epoch and link.handshake.is_open:  # of an earlier coordinator
                     link.handshake.close()
                     due = now
             elif isinstance(event, signals.Welcomed):
@@ -191,9 +189,7 @@ def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: floa
 def _check_images_are_elsewhere(config: AgentConfig) -> None:
     data, root = config.data.root.resolve(), config.store.resolve()
     if root in (data, *data.parents):
-        raise EnrolError(
-            f"the images in {data} are inside the private store {root}: move them first. Nothing was erased"
-        )
+        raise EnrolError(f"the images in {data} are in the private store {root}: move them first. Nothing was erased")
 
 
 def _erase(config: AgentConfig, store: PrivateStore) -> tuple[tuple[Path, ...], tuple[Path, ...]]:

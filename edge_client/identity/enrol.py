@@ -151,9 +151,7 @@ def _check_folder(folder: Folder) -> None:
     if folder.root.exists():
         foreign = sorted(path.name for path in folder.root.iterdir() if path.name not in MAY_BE_THERE)
         if foreign:
-            problem = (
-                f"{folder.root} contains other files ({foreign[0]}); choose a new folder for the device with --out"
-            )
+            problem = f"{folder.root} contains other files ({foreign[0]}); choose an empty folder with --out"
             raise EnrolError(problem, exit_code=EXISTS)
 
 
@@ -211,13 +209,9 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     try:
         TypeAdapter(Identifier).validate_python(federation)
     except ValidationError as error:
-        raise EnrolError(
-            f"--federation {federation!r}: an id has 1 to 63 lowercase letters, digits and dashes"
-        ) from error
+        raise EnrolError(f"--federation {federation!r}: use 1 to 63 lowercase letters, digits and dashes") from error
     if federation == config.federation:
-        raise EnrolError(
-            f"--federation {federation}: this device is already a member, configured in {config.store.parent}"
-        )
+        raise EnrolError(f"--federation {federation}: this device is already in it, see {config.store.parent}")
     if out.exists() and any(out.iterdir()):
         raise EnrolError(f"--out {out} is not empty: choose a separate folder for the federation", exit_code=EXISTS)
     enrolled = load_keys(config).coordinator

@@ -49,7 +49,7 @@ def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | No
         raise EnrolError(f"{url} returned no authority (status {status}): is this the enrolment URL?") from error
     if found != digest:
         raise NotAcceptedError(
-            f"{url} has a different authority than expected (key {found[:16]}..., expected {digest[:16]}...). The "
+            f"{url} uses another authority than expected (key {found[:16]}..., expected {digest[:16]}...). The "
             "secret was not sent. Either the URL is wrong, or the connection is intercepted: ask the operator"
         )
     with suppress(ValueError):
@@ -107,10 +107,7 @@ def _exchange(
         response = connection.getresponse()
         status, data, date = response.status, response.read(MAX_BODY_BYTES + 1), response.getheader("Date")
     except ssl.SSLCertVerificationError as error:
-        cause = (
-            explain_dates(error)
-            or f"{error.verify_message}. Check the URL. If it is correct, the connection may be intercepted"
-        )
+        cause = explain_dates(error) or f"{error.verify_message}. Check the URL, or the connection may be intercepted"
         raise NotAcceptedError(f"the certificate of {url} is not valid: {cause}. Nothing secret was sent") from error
     except TimeoutError as error:
         raise LateAnswerError(f"no answer from {url}: {_cause(error)}") from error

@@ -217,9 +217,7 @@ class Line:
         secured = None if connection is None else connection.sock
         if secured is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(
-                    secured, socket.SHUT_RDWR
-                )  # not TLS's shutdown, because another thread may use the connection
+                socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own: another thread may be using it
 
     def close(self) -> None:
         """Close the connection. The next request opens a new one."""

@@ -66,7 +66,7 @@ def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: Wo
     PrivateStore.open(config.store, config.federation, "a").save_seen((10**15, 1, 1))
     with RunningService(service_world), pytest.raises(NoAnswerError, match=f"behind epoch {10**15} that this device"):
         talk(service_world, tmp_path / "ahead", own, 1.0)
-    with pytest.raises(NoAnswerError, match="the coordinator does not run"):
+    with pytest.raises(NoAnswerError, match="the coordinator is not running"):
         talk(service_world, tmp_path, own, 0.5)
 
 

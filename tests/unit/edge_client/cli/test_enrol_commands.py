@@ -72,8 +72,8 @@ def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_
 @pytest.mark.parametrize(
     ("change", "ends", "why"),
     [
-        ({"federation": "Second!"}, BAD_INPUT, "small letters, digits and dashes"),
-        ({"federation": FEDERATION}, BAD_INPUT, "is in it already"),
+        ({"federation": "Second!"}, BAD_INPUT, "lowercase letters, digits and dashes"),
+        ({"federation": FEDERATION}, BAD_INPUT, "is already in it"),
         ({"out": "box"}, EXISTS, "is not empty"),
         ({"data": "nowhere"}, NOT_FOUND, "no such file or folder"),
         ({"program": "client:client"}, BAD_INPUT, "and omit --data"),
@@ -194,7 +194,7 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: 
         (("--url", "http://127.0.0.1"), "--url http://127.0.0.1: write https://HOST:PORT"),
     ):
         assert named in refusal(2, tmp_path / "fourth", bound, *wrong)
-    assert "holds other things" in refusal(6, tmp_path, bound)
+    assert "contains other files" in refusal(6, tmp_path, bound)
 
 
 def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     assert str(enrolled.store) in told["erased"]
     again = run_fedcg("agent", *arguments, "--yes")
     assert again.exit_code == NOT_FOUND
-    assert "nothing to leave behind" in again.output
+    assert "no private store: nothing to leave" in again.output
 
 
 def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: AgentConfig, tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     shown = (("cohort", "status"), ("agent", "status"), ("doctor",))
     for words in shown:
         output = " ".join(run_fedcg(*words, "--config", first).stdout.split())
-        assert "or its record of sums is gone: `fedcg cohort resume-sums ROUND`" in output, words
+        assert "or its record of sums is missing: `fedcg cohort resume-sums ROUND`" in output, words
     assert "last round with a sum: unknown" in run_fedcg("cohort", "status", "--config", first).stdout
     with store_of(first).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *sums)
@@ -337,7 +337,7 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     assert "joins sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
     assert "last round with a sum: 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
-        assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
+        assert "record of sums is missing" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
 
 
 def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_restored(make_world: MakeWorld) -> None:
