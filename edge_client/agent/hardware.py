@@ -134,9 +134,7 @@ class HardwareWatch:
         except OSError as error:
             if not self._has_failed:
                 _log.warning(
-                    "metrics_folder %s can't be written to: %s; create it with write access for the agent",
-                    folder,
-                    error,
+                    "metrics_folder %s can't be written to: %s; give the agent's user write access", folder, error
                 )
             self._has_failed = True
         return LOOK_EVERY_S

@@ -342,9 +342,7 @@ class CoordinatorLink:
         raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: schemas.AnyMessage) -> signals.Input | None:
-        if isinstance(
-            message, schemas.Revoked
-        ):  # ignore it if it is for an earlier device with this name and another key
+        if isinstance(message, schemas.Revoked):  # of an earlier device with this name, if the key differs
             return signals.Revoked() if message.key == self.key.public.hex else None
         if isinstance(message, schemas.Welcome | schemas.Refusal):
             if message.epoch < self._order.highest[0]:

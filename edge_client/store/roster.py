@@ -58,9 +58,7 @@ def roster_of(text: str, federation: str, source: str) -> Roster:
             continue
         where, card = f"{source}, line {number}", _CARD.fullmatch(line.strip())
         if card is None:
-            raise CohortError(
-                f"{where} is not a complete card of `fedcg cohort card`: device, federation, key, signature"
-            )
+            raise CohortError(f"{where} is not a full card of `fedcg cohort card`: device, federation, key, signature")
         device, theirs, key, consent, signature = card.groups("")
         public = VerifyKey.from_hex(key)
         if not public.verifies(bytes.fromhex(signature), _signed(device, theirs, key, consent)):

@@ -137,7 +137,7 @@ def test_a_store_that_the_new_version_cannot_read_keeps_the_old_version_and_ever
 ) -> None:
     refused = refusals["store too new"]
     assert refused.done.returncode == 1
-    assert f"has store format 99; this program reads format {NEXT_FORMAT} alone" in " ".join(
+    assert f"has store format 99; this program only reads format {NEXT_FORMAT}" in " ".join(
         refused.done.stderr.split()
     )
     assert "version 1.1, units and private stores are as before" in refused.done.stderr

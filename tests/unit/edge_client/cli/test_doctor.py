@@ -60,7 +60,7 @@ def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: Wo
     causes = "federation is not started .*federation start.*coordinator run.*missing in the broker's access list .*device show"
     with pytest.raises(NoAnswerError, match=causes):
         talk(service_world, tmp_path, own, 0.5)
-    with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
+    with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled again"):
         talk(service_world, tmp_path, SigningKey.generate(), 1.0)
     config = box_config(tmp_path / "ahead")
     PrivateStore.open(config.store, config.federation, "a").save_seen((10**15, 1, 1))

@@ -166,7 +166,7 @@ def test_code_is_approved_as_it_was_shown_and_its_permission_is_taken_back(devic
     shown, again = (sha256(text).hexdigest() for text in (b"shown = 1", b"other = 2"))
     consent.wait_for(STATISTICS.digest, DeclineReason.NEEDS_APPROVAL, f"has changed: sha256 {shown[:12]}", 1e9)
     code.write_text("other = 2")
-    assert f"has changed again: sha256 {again[:12]}; nothing is approved" in run(device, "approve", "--yes").stderr
+    assert f"has changed again: sha256 {again[:12]}; nothing was approved" in run(device, "approve", "--yes").stderr
     assert run(device, "approve", "--yes").exit_code == 0
     assert consent.read().programs == {STATISTICS.digest: again}
     assert run(device, "approve", "--revoke", STATISTICS.digest).exit_code == 0
@@ -224,7 +224,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert (store / SENT_FILE).stat().st_mode & 0o777 == 0o600
     assert data["problem"] is None
     (store / SENT_FILE).write_text((store / SENT_FILE).read_text().replace("update", "updatE", 1))
-    assert f"{store / SENT_FILE} is damaged: 1 of its lines do not count" in run(device, "sent").stdout
+    assert f"{store / SENT_FILE} is damaged: 1 of its lines are ignored" in run(device, "sent").stdout
 
 
 def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(device: Path) -> None:
@@ -237,7 +237,7 @@ def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(dev
         file.write('{"kind": "round", "t": 1')
     append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
     *lines, sums, damage = run(device, "ledger").stdout.splitlines()
-    assert damage == f"{path} is damaged: 1 of its lines do not count"
+    assert damage == f"{path} is damaged: 1 of its lines are ignored"
     head, first, second = (re.split(r"  +", line) for line in lines)
     assert head == ["TIME", "FEDERATION", "ROUND", "ATTEMPT", "SECONDS", "ON", "IMAGES", "BYTES TO SEND", "ENERGY"]
     assert first == ["2001-09-09 01:46:40 UTC", FEDERATION, "1", "1", "12.5", "cpu", "30", "5000", "70 J (VDD_IN)"]

@@ -75,7 +75,7 @@ def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_refu
         code.write_text(code_of(bytes([number]) * 32))
         join = ("cohort", "join", "--config", config, "--code-file", code)
         refusal = fails(ends, *join)
-        command = re.search(r"stop the agent, `(mv [^`]+)`, give this command again, start the agent", refusal)
+        command = re.search(r"stop the agent, `(mv [^`]+)`, repeat this command, start the agent", refusal)
         assert command is not None, refusal
         subprocess.run(command[1].replace(".before", f".before-{number}").split(), check=True)
         assert "Joined; mark" in run_fedcg(*join).stdout
@@ -138,15 +138,15 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
     device, federation, key, signature = lines[0].split()
     other = SigningKey.generate().public.hex
     for bad, problem in (
-        (lines[0], "line-1 or its key is there twice"),
-        (card_of("line-3", FEDERATION, keys[0]), "line-3 or its key is there twice"),
+        (lines[0], "line-1 or its key occurs twice"),
+        (card_of("line-3", FEDERATION, keys[0]), "line-3 or its key occurs twice"),
         (f"line-3 {federation} {key} {signature}", "the card of line-3 is not signed by its own key"),
         (f"{device} {federation} {other} {signature}", "the card of line-1 is not signed by its own key"),
         (f"{device} herbs {key} {signature}", "the card of line-1 is not signed by its own key"),
         (card_of("line-3", "herbs", SigningKey.generate()), f"line-3 is for federation herbs, not for {FEDERATION}"),
-        (f"Line-3 {federation} {key} {signature}", "is not a whole card of `fedcg cohort card`"),
-        (f"{lines[0][:-1]}", "is not a whole card"),
-        (f"line-3 {key}", "is not a whole card"),
+        (f"Line-3 {federation} {key} {signature}", "is not a full card of `fedcg cohort card`"),
+        (f"{lines[0][:-1]}", "is not a full card"),
+        (f"line-3 {key}", "is not a full card"),
         (f"line-1 {federation} {key} alone {signature}", "the card of line-1 is not signed by its own key"),
         (
             card_of("line-3", FEDERATION, SigningKey.generate(), alone=True).replace(" alone", ""),
@@ -192,7 +192,7 @@ def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: P
         done = run_fedcg("cohort", "roster", roster, "--config", config)
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("2 devices: first, second\nmark of the roster ")
-        assert "Compare this mark with that of every other device" in done.stdout
+        assert "Compare this mark with every other device's mark" in done.stdout
         assert "A sealed sum needs 4 devices" in done.stdout
         marks.append(done.stdout.split("mark of the roster ")[1].split()[0])
         values = json.loads(run_fedcg("cohort", "status", "--config", config, "--json").stdout)["data"]
