@@ -470,9 +470,7 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
             all(before.get(name) == told[name] for name in ("round", "attempt"))
             and before.get("digest") != told["digest"]
         ):
-            raise RoundError(
-                DeclineReason.NO_SUM, "different numbers of this attempt may have been sent with the same masks"
-            )
+            raise RoundError(DeclineReason.NO_SUM, "other numbers of this attempt may have been sent with these masks")
         work.store.save_numbered(told)
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)

@@ -68,9 +68,7 @@ class OwnProgram:
         if self._stated.setdefault(spec.digest, str(client.model)) != str(client.model):
             self._bound.clear()
             self._stated.clear()
-            raise ProgramError(
-                f"program {self.program.name} defines another network than before: the next round uses it"
-            )
+            raise ProgramError(f"program {self.program.name} defines a new network: the next round uses it")
         found = client.arrays(self.device)
         for part, rows in found.parts().items():
             if (form := client.form(rows.images)) != spec.input:

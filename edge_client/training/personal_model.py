@@ -145,10 +145,10 @@ def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> Held
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for the personal model to serve.
+    """A candidate for the deployed model.
 
     Attributes:
-        loss: its calibrated loss on the validation images; None without such images.
+        loss: its calibrated loss on the validation images; None without validation images.
     """
 
     name: str
@@ -158,17 +158,17 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the least calibrated loss, the first of equals; the first where none could be measured."""
+    """The candidate with the lowest calibrated loss. The first one wins ties, and if no loss could be measured."""
     return min(candidates, key=lambda candidate: math.inf if candidate.loss is None else candidate.loss)
 
 
 def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
-    """Choose, export and describe the personal model; repeats nothing that was done before.
+    """Choose, export and describe the personal model. Returns the saved outcome if this was done before.
 
     Raises:
-        RoundError: there are no usable images any more.
-        WireError: the final aggregate is not usable.
-        ExportError: the chosen model can't be exported; none is installed.
+        RoundError: no usable images are left.
+        WireError: the final aggregate can't be used.
+        ExportError: the chosen model can't be exported, so no model is installed.
     """
     kept = work.store.finalised()
     if kept.get("aggregate") == command.aggregate:
@@ -183,7 +183,7 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
     spec, method = load_spec(work, command.spec)
-    # The round after the last one: the same snapshot as before unless images were added or removed since.
+    # The round after the last one. Its snapshot is the same unless images were added or removed since.
     data, common = work.seen(spec, work.data.for_round(spec, spec.rounds + 1, _sign_of_life(work)))
     work.working()
     candidates = []

@@ -55,7 +55,7 @@ def test_an_orin_shows_every_reading_and_nothing_keeps_it_from_training(tmp_path
         ("raspberrypi-4", {}, "throttling", "failed", "can't train because under-voltage"),
         ("x86-laptop", {"on_mains": True}, "supply", "failed", "can't train because no mains power"),
         ("x86-laptop", {"unmetered": True}, "links", "failed", "wwan0"),
-        ("x86-laptop", {"min_free_memory_mb": 10_000}, "memory", "failed", "10000 are needed"),
+        ("x86-laptop", {"min_free_memory_mb": 10_000}, "memory", "failed", "needs 10000 MB"),
         ("raspberrypi-5", {"power_modes": ["15W"]}, "power mode", "warning", "unavailable"),
         ("raspberrypi-5", {"quiet_hours": ["00:00-12:00", "12:00-00:00"]}, "quiet hours", "failed", "can't train"),
         ("raspberrypi-5", {"stop_file": "/proc/self/stat"}, "application", "failed", "/proc/self/stat exists"),
