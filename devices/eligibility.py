@@ -23,7 +23,7 @@ _SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 def _check_span(span: str) -> str:
     if not _SPAN.fullmatch(span):
-        raise ValueError(f'{span!r} is not a span of hours: use the form "22:00-06:00"')
+        raise ValueError(f'{span!r} is not a span of hours: use "22:00-06:00"')
     if len(set(span.split("-"))) < 2:
         raise ValueError(f'{span!r} has equal start and end: use "22:00-06:00", or "00:00-23:59" for the whole day')
     return span

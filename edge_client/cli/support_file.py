@@ -50,8 +50,8 @@ _UP_TO_IMAGE = r"(?s:.*)\.(?i:png|jpe?g|bmp|webp|tiff?|gif)(?![A-Za-z0-9])"
 class PrivateNames:
     """Names that texts must not show, from the image folders and the specs of this device.
 
-    For a deleted image, the end of its name can't be found. So the text is removed from where the name may begin (after the image folder, or
-    at the start of the text) to the last image suffix, or to the end of the text.
+    For a deleted image, the end of its name can't be found. So the text is removed from the name's possible start to its possible end. The
+    start is after the image folder, or at the start of the text. The end is the last image suffix, or the end of the text.
 
     Args:
         config: of the device.

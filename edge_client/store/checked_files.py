@@ -25,7 +25,7 @@ from fedcg.wire.artifacts.inspection import inspect
 
 _CHECK, _NUMBER = "check", "number"
 COUNTER = "counter.json"
-_RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or enrol this device again with a new store"
+_RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or enrol this device anew with a new store"
 
 
 _MADE_ANEW = frozenset({"accepted.json", "left_out.json", "memory.json"})

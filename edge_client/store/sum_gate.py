@@ -1,9 +1,9 @@
 """The first round in whose sealed sums a device may be.
 
-A device's numbers of a round are in at most one sum, and a new list is compared with all lists signed before. So if a store may lack the latest
-sums, they are blocked until the owner names a round: after a restore, and if a record of sums or the gate itself is missing. The coordinator is
-no proof, because it may offer summed rounds again. The other devices of the cohort have the last round with a sum, where a person looks it up.
-A folder or disk image that was restored without `fedcg agent restore` is not detected.
+A device's numbers of a round are in at most one sum, and a new list is compared with all lists signed before. A store may lack the latest sums
+after a restore, or if a record of sums or the gate itself is missing. Then sums are blocked until the owner names a round. The coordinator is no
+proof, because it may offer summed rounds again. The owner looks up the last round with a sum on the other devices of the cohort. A folder or
+disk image that was restored without `fedcg agent restore` is not detected.
 """
 
 from collections.abc import Mapping

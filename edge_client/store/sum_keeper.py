@@ -97,8 +97,8 @@ class _Kept(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
 
     Attributes:
         count: this device's images. `total`: all devices' images, if known from a separate sum; otherwise weights are announced.
-        voted: the highest round with a vote. Other attempts of that round, and earlier rounds, get the same vote, because the coordinator chooses
-            what is judged, and many answers would reveal information about this device's images.
+        voted: the highest round with a vote. Other attempts of that round, and earlier rounds, get the same vote. The coordinator chooses what
+            is judged, so many different answers would reveal information about this device's images.
         sealed: shares that this device dealt; `dealt`: shares that it received.
         opened: the opened sum of weights of each group, by group number, of `groups`.
         signed: the list that it signed.
@@ -220,7 +220,7 @@ class SumKeeper:
         """Sign the list of survivors, one per attempt.
 
         Raises:
-            SumError: it has other devices than this device's peers, lacks this device, is too short, differs from the one signed before, or
+            SumError: it has devices that are not peers, lacks this device, is too short or differs from the one signed before. Also if it
                 differs from an earlier round's list although this device's numbers have hardly moved.
         """
         kept = self._of(at)

@@ -112,7 +112,7 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
     [
         (GOOD.replace("port =", "prot ="), "broker.prot", "did you mean `port`?"),
         (PLAIN, "(file)", "[tls]"),
-        (PLAIN.replace("port = 8884", "insecure = true"), "broker", "another one"),
+        (PLAIN.replace("port = 8884", "insecure = true"), "broker", "not for 'broker.example'"),
         # else weights might go in the clear
         (INSECURE.replace("broker.example", "127.0.0.1"), "(file)", "remove one of them"),
         (GOOD + '[eligibility]\npower_modes = "15W"\n', "eligibility.power_modes", 'a list: power_modes = ["15W"]'),

@@ -121,7 +121,7 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: 
     nothing: dict[str, object] = {"roster": [], "alone": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
     status = run_fedcg("cohort", "status", "--config", second, "--json")
     assert data_of(status.stdout) == {"mark": made["mark"], **nothing}
-    assert "has a cohort secret already" in fails(EXISTS, "cohort", "create", "--config", first)
+    assert "already has a cohort secret" in fails(EXISTS, "cohort", "create", "--config", first)
     code.write_text("ABCD")
     assert "this one has 4" in fails(BAD_INPUT, *join)
     code.unlink()
@@ -155,7 +155,7 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
     ):
         with pytest.raises(CohortError, match=f"roster.txt, line 3.*{problem}"):
             roster_of("\n".join([*lines, bad]), FEDERATION, "roster.txt")
-    with pytest.raises(CohortError, match=r"roster\.txt holds no card"):
+    with pytest.raises(CohortError, match=r"roster\.txt contains no card"):
         roster_of("\n", FEDERATION, "roster.txt")
 
 
@@ -252,7 +252,7 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
     done = run_fedcg("cohort", "renew", "--config", first, typed="y\n")
     assert done.exit_code == 0, done.output
     assert "This replaces the cohort secret of first." in done.stderr
-    patterns = (r"\n  ([A-Z2-7-]{69})\n", r"everywhere: (\w+)")
+    patterns = (r"\n  ([A-Z2-7-]{69})\n", r"every device: (\w+)")
     code, mark = (present(re.search(pattern, done.stdout))[1] for pattern in patterns)
     carried = tmp_path / "code"
     carried.write_text(code)
