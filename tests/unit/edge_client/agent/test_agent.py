@@ -175,7 +175,7 @@ def test_a_device_leaves_its_session_and_names_its_epoch_when_an_older_copy_of_t
     coordinator.work_until(lambda: bool(world.events("link_problem")), "a person is told")
     seen = read_status(world.config)
     assert not seen["agent_in_session"]
-    assert "is at epoch 5, behind epoch 7 that this device knows" in str(seen["link_problem"])
+    assert "is at epoch 5, behind epoch 7 that this device has seen" in str(seen["link_problem"])
     come_online(8)
     coordinator.work_until(lambda: len(world.events("welcomed")) == 3, "the later one is followed")
     assert read_status(world.config)["link_problem"] is None

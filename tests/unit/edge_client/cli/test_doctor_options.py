@@ -59,7 +59,7 @@ def test_an_orin_shows_every_reading_and_nothing_keeps_it_from_training(tmp_path
         ("raspberrypi-5", {"power_modes": ["15W"]}, "power mode", "warning", "unavailable"),
         ("raspberrypi-5", {"quiet_hours": ["00:00-12:00", "12:00-00:00"]}, "quiet hours", "failed", "can't train"),
         ("raspberrypi-5", {"stop_file": "/proc/self/stat"}, "application", "failed", "/proc/self/stat exists"),
-        ("raspberrypi-5", {"min_free_disk_mb": 1 << 24}, "disk", "failed", "of disk are free"),
+        ("raspberrypi-5", {"min_free_disk_mb": 1 << 24}, "disk", "failed", "of disk free"),
     ],
 )
 def test_each_line_has_its_verdict_and_what_to_do(
