@@ -1,6 +1,6 @@
-"""Detects the machine (device-tree, Jetson Linux release, NVIDIA driver, /proc, /sys, control groups) and looks it up in the catalogue of known boxes, `catalogue.toml`.
+"""Detects the hardware (device-tree, Jetson Linux release, NVIDIA driver, /proc, /sys, control groups) and looks it up in `catalogue.toml`.
 
-Needs no root rights and no service; what can't be read is unavailable (None).
+Needs no root rights and no service. Values that can't be read are unavailable (None).
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class Module(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def memory_bytes(self) -> int:
-        """Installed memory; what the system reports is less, since firmware keeps some."""
+        """Installed memory. The system reports less, because firmware reserves some."""
         return self.memory_gb * GB
 
 
 class Kind(BaseModel, frozen=True, extra="forbid"):
-    """A kind of box that is no Jetson, by how its entry in the device-tree's `compatible` begins."""
+    """A kind of device other than Jetson, identified by the start of its entry in the device-tree's `compatible`."""
 
     name: str
     compatible: str
 
 
 class Catalogue(BaseModel, frozen=True, extra="forbid"):
-    """All known systems on chip, modules and other kinds of box."""
+    """All known systems on chip, modules and other kinds of devices."""
 
     soc: dict[str, Soc]
     module: dict[str, Module]
@@ -78,17 +78,17 @@ class Catalogue(BaseModel, frozen=True, extra="forbid"):
     kind: tuple[Kind, ...]
 
     def kind_of(self, compatible: tuple[str, ...]) -> Kind | None:
-        """The kind of box that a device-tree's `compatible` list names, where it is no Jetson."""
+        """The kind of device named in a device-tree's `compatible` list, for devices other than Jetson."""
         return next((one for one in self.kind if any(name.startswith(one.compatible) for name in compatible)), None)
 
     def identify(self, compatible: tuple[str, ...]) -> KnownJetson | None:
-        """Find the Jetson that a device-tree's `compatible` list names.
+        """Find the Jetson named in a device-tree's `compatible` list.
 
         Args:
             compatible: Entries such as "nvidia,p3768-0000+p3767-0005", most specific first.
 
         Returns:
-            The entry; without a module when only the system on chip is known; None when it is no known Jetson.
+            The entry, without a module if only the system on chip is known; None if it is not a known Jetson.
         """
         names = [entry.partition(",")[2] for entry in compatible if entry.startswith("nvidia,")]
         soc_key = next((name for name in names if name in self.soc), None)
@@ -105,7 +105,7 @@ class Catalogue(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class KnownJetson:
-    """A looked-up Jetson: its generation, its module where the device-tree names one of the catalogue, and the rails whose sum it draws, builds for it."""
+    """A Jetson from the catalogue: its generation, its module if known, the rails whose sum is its power draw, and builds for it."""
 
     soc: Soc
     module: Module | None
@@ -120,14 +120,13 @@ def load_catalogue() -> Catalogue:
 
 
 def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
-    """Describe the box.
+    """Describe the hardware.
 
     Args:
-        root: Where its files are: "/" for the box itself, or a recorded file tree of another one. Only for the box itself
-            the driver is asked for its GPU.
+        root: Root of its files: "/" for this device, or a recorded file tree of another one. The GPU driver is only queried for "/".
 
     Returns:
-        The profile; fields that the box does not report are None.
+        The profile. Fields that the device does not report are None.
     """
     root = Path(root)
     live = root == LIVE_ROOT
@@ -146,7 +145,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
         memory_bytes=memory,
         gpu=gpu,
         l4t=l4t if jetson else None,
-        # This program runs here, so that the Python is new enough, whatever the board's last JetPack has.
+        # This program runs here, so Python is new enough, whatever the board's last JetPack has.
         trainable=_trainable(None if live else jetson, l4t, memory, gpu),
         precisions=_precisions(root, gpu),
         known_as=f"Jetson {jetson.soc.family}" if jetson else kind.name if kind else None,
@@ -161,7 +160,7 @@ def _least(*values: int | None) -> int | None:
 
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
     quota = files.cpu_limit(root)
-    # sched_getaffinity is Linux only; elsewhere it is unknown.
+    # sched_getaffinity only exists on Linux.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
     return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
 
@@ -173,7 +172,7 @@ def _kind(jetson: KnownJetson | None, gpu: Gpu | None) -> DeviceKind:
 
 
 def _model(root: Path, jetson: KnownJetson | None) -> str | None:
-    """The board's own name, with the module where it is known: one developer kit name stands for several modules."""
+    """The board's name, with the module if known, because one developer kit name covers several modules."""
     board = files.machine_model(root)
     if jetson is None or jetson.module is None:
         return board
@@ -181,7 +180,7 @@ def _model(root: Path, jetson: KnownJetson | None) -> str | None:
 
 
 def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -> Gpu:
-    """The integrated GPU: what the driver reports, completed by the catalogue; its memory is the box's memory."""
+    """The integrated GPU: the driver's values, completed from the catalogue. Its memory is the system's memory."""
     return Gpu(
         name=reported.name if reported else f"{jetson.soc.family} (integrated)",
         memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
@@ -203,9 +202,9 @@ def _cpu_formats(root: Path) -> tuple[str, ...] | None:
 
 
 def runtime_providers() -> tuple[str, ...] | None:
-    """The execution providers of the ONNX Runtime that is installed here, best first; None without one."""
+    """The execution providers of the installed ONNX Runtime, best first; None if it is not installed."""
     try:
-        import onnxruntime  # takes a moment: only commands that show it ask
+        import onnxruntime  # slow import, so only commands that show it call this
     except ImportError:
         return None
     names = [name.removesuffix("ExecutionProvider") for name in onnxruntime.get_available_providers()]
@@ -213,7 +212,7 @@ def runtime_providers() -> tuple[str, ...] | None:
 
 
 def runtime_obstacle(profile: DeviceProfile) -> str:
-    """Why predictions don't use this box's GPU, with the remedy; empty where they do, without a GPU, and without ONNX Runtime."""
+    """Why predictions don't use this device's GPU, with the remedy; empty if they do, or without a GPU or ONNX Runtime."""
     providers = runtime_providers()
     if providers is None or profile.gpu is None or gpu_obstacle(profile.gpu) or {"CUDA", "Tensorrt"} & set(providers):
         return ""
@@ -221,7 +220,7 @@ def runtime_obstacle(profile: DeviceProfile) -> str:
     if profile.kind is DeviceKind.JETSON:
         known = "unknown" if profile.builds is None else profile.builds.onnxruntime
         wanted = f"pip uninstall onnxruntime, then install the build for this board and JetPack: {known}"
-    return f"a GPU is here ({profile.gpu.name}), onnxruntime is CPU-only: {wanted}"
+    return f"this device has a GPU ({profile.gpu.name}), but onnxruntime is CPU-only: {wanted}"
 
 
 def _trainable(jetson: KnownJetson | None, l4t: L4tRelease | None, memory: int | None, gpu: Gpu | None) -> Trainable:
@@ -232,7 +231,7 @@ def _trainable(jetson: KnownJetson | None, l4t: L4tRelease | None, memory: int |
     if memory is not None and memory < LEAST_TRAINING_BYTES:
         return Trainable(
             possible=False,
-            reason=f"{memory // MIB} MiB of memory, {LEAST_TRAINING_BYTES // MIB} are needed for training",
+            reason=f"it has {memory // MIB} MiB of memory, but training needs {LEAST_TRAINING_BYTES // MIB} MiB",
         )
     obstacle = gpu_obstacle(gpu)
     if gpu is not None and obstacle is None:

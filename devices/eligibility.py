@@ -1,4 +1,4 @@
-"""Whether a box may train now: its readings against the settings of its owner. Of the decision only `is_held` touches files: the owner's."""
+"""Whether a device may train now, from its readings and its owner's settings. Only `is_held` reads files, namely the owner's."""
 
 import re
 from collections.abc import Sequence
@@ -16,32 +16,32 @@ from fedcg.files import is_locked
 from fedcg.wire.messages.schemas import DeclineReason
 
 COOLS_BY_C = 5.0
-"""A box that was too hot goes on once it is so much cooler."""
+"""A device that was too hot resumes when it is this much cooler."""
 MB = 1_000_000
 _SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 
 def _check_span(span: str) -> str:
     if not _SPAN.fullmatch(span):
-        raise ValueError(f'{span!r} is no span of hours: write "22:00-06:00"')
+        raise ValueError(f'{span!r} is not a span of hours: use "22:00-06:00"')
     if len(set(span.split("-"))) < 2:
-        raise ValueError(f'{span!r} ends when it begins: write "22:00-06:00", or "00:00-23:59" for the whole day')
+        raise ValueError(f'{span!r} has equal start and end: use "22:00-06:00", or "00:00-23:59" for the whole day')
     return span
 
 
 class EligibilitySettings(Settings):
-    """When this box may train; without settings only heat, hardware throttling and a full disk keep it from training.
+    """When this device may train. Without settings, only heat, hardware throttling and a full disk prevent training.
 
     Attributes:
-        max_temperature_c: of every zone; above a zone's own limit it has no effect.
-        power_modes: names as `fedcg doctor --hardware` shows them; empty: any.
-        on_mains: never on battery.
-        quiet_hours: local hours without training; a span may pass midnight.
-        unmetered: never while the default route goes over one of `metered_interfaces` (names, or patterns such as `wwan*`).
-        lock_file: nothing is trained while another process holds a `flock` on it.
-        stop_file: nothing is trained while this file exists.
-        inference_url: of the box's inference server, `fedcg infer serve`; nothing is trained while it gets more than
-            `max_requests_per_s` requests.
+        max_temperature_c: limit for every zone; no effect above a zone's own limit.
+        power_modes: allowed modes, as shown by `fedcg doctor --hardware`; empty: all.
+        on_mains: train only on mains power.
+        quiet_hours: local hours without training; a span may cross midnight.
+        unmetered: don't train while the default route uses one of `metered_interfaces` (names, or patterns such as `wwan*`).
+        lock_file: don't train while another process holds a `flock` on this file.
+        stop_file: don't train while this file exists.
+        inference_url: of the device's inference server, `fedcg infer serve`. Don't train while it gets more than `max_requests_per_s`
+            requests.
     """
 
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None
@@ -62,14 +62,14 @@ class EligibilitySettings(Settings):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a box may not train now: the code, and a sentence for its owner that stays on the box."""
+    """Why a device may not train now: a code, and a sentence for its owner that stays on the device."""
 
     obstacle: DeclineReason
     detail: str
 
     @property
     def pauses(self) -> bool:
-        """Whether it interrupts a round that has begun; the others concern what a round needs before or after it."""
+        """Whether it interrupts a running round. The other reasons are only checked before a round."""
         return self.obstacle.value not in ("low_disk", "low_memory", "metered", "no_time")
 
 
@@ -81,14 +81,14 @@ def obstacles(
     requests_per_s: float | None = None,
     before: DeclineReason | None = None,
 ) -> tuple[Reason, ...]:
-    """All reasons why the box may not train now, the one that counts first.
+    """All reasons why the device may not train now, most important first.
 
     Args:
-        readings: of its sensors; what is None does not count against it.
+        readings: of its sensors; a reading that is None does not prevent training.
         settings: of its owner.
         now: local time.
-        requests_per_s: of the box's inference server; None where it is not known.
-        before: why it could not train at the last reading; one that was hot has to cool by 5 °C, and requests to fall to half the limit.
+        requests_per_s: of the device's inference server; None if unknown.
+        before: the reason at the last reading. After heat the device must cool by 5 °C, and after load requests must fall to half the limit.
     """
     share = 0.5 if before is DeclineReason.SERVING else 1.0
     found = (
@@ -107,7 +107,7 @@ def obstacles(
 
 
 def is_held(settings: EligibilitySettings) -> str:
-    """How the box's application keeps training away: by its lock or its file; empty where it does not."""
+    """How the device's application blocks training, with its lock or its file; empty if it does not."""
     stop, lock = settings.stop_file, settings.lock_file
     if stop is not None and stop.exists():
         return f"{stop} exists"
@@ -115,20 +115,20 @@ def is_held(settings: EligibilitySettings) -> str:
         return ""
     try:
         return f"{lock} is locked" if is_locked(lock) else ""
-    except OSError as error:  # what can't be asked counts as held
-        return f"{lock} can't be read: {error.strerror}; let the agent's user read it"
+    except OSError as error:  # an unreadable lock counts as held
+        return f"{lock} can't be read: {error.strerror}; give the agent's user read access"
 
 
 def no_time(left_s: float, round_s: float | None) -> Reason | None:
-    """The reason NO_TIME, where the last round took longer than what is left until the deadline.
+    """The reason NO_TIME if the last round took longer than the time until the deadline.
 
     Args:
-        left_s: seconds until the deadline; at 0 or below it is moved, and does not count.
-        round_s: how long the last round took here; None where it is not known.
+        left_s: seconds until the deadline. A deadline that has passed will be moved, so it is ignored.
+        round_s: how long the last round took here; None if unknown.
     """
     if round_s is None or not 0 < left_s < round_s:
         return None
-    return Reason(DeclineReason.NO_TIME, f"the last round took {round_s:.0f} s here, {left_s:.0f} s are left")
+    return Reason(DeclineReason.NO_TIME, f"the last round took {round_s:.0f} s here, but only {left_s:.0f} s are left")
 
 
 def _reason(obstacle: DeclineReason, detail: str) -> Reason | None:
@@ -139,7 +139,7 @@ def _heat(readings: Telemetry, settings: EligibilitySettings, cools_by_c: float)
     for zone in readings.zones:
         limit_c = min(zone.limit_c, settings.max_temperature_c or zone.limit_c) - cools_by_c
         if zone.temperature_c >= limit_c:
-            return f"{zone.name} has {zone.temperature_c:.0f} °C, below {limit_c:.0f} °C are needed"
+            return f"{zone.name} has {zone.temperature_c:.0f} °C, must be below {limit_c:.0f} °C"
     return ""
 
 
@@ -147,7 +147,7 @@ def _serving(requests_per_s: float | None, settings: EligibilitySettings, share:
     limit = settings.max_requests_per_s * share
     if settings.inference_url is None or requests_per_s is None or requests_per_s <= limit:
         return ""
-    return f"the inference server gets {requests_per_s:.1f} requests/s, at most {limit:g} are allowed"
+    return f"the inference server gets {requests_per_s:.1f} requests/s, the limit is {limit:g}"
 
 
 def _battery(readings: Telemetry, settings: EligibilitySettings) -> str:
@@ -173,7 +173,7 @@ def _quiet(spans: Sequence[str], now: datetime) -> str:
 def _short(what: str, free_bytes: int | None, least_mb: int) -> str:
     if free_bytes is None or free_bytes >= least_mb * MB:
         return ""
-    return f"{free_bytes // MB} MB of {what} are free, {least_mb} are needed"
+    return f"{free_bytes // MB} MB of {what} free, needs {least_mb} MB"
 
 
 def _metered(readings: Telemetry, settings: EligibilitySettings) -> str:
@@ -182,4 +182,4 @@ def _metered(readings: Telemetry, settings: EligibilitySettings) -> str:
     default = [link.name for link in readings.links if link.is_default]
     metered = [name for name in default if any(fnmatchcase(name, one) for one in settings.metered_interfaces)]
     # With two default routes the unmetered one is assumed to carry the traffic.
-    return f"the default route goes over {metered[0]}" if metered and len(metered) == len(default) else ""
+    return f"the default route uses {metered[0]}" if metered and len(metered) == len(default) else ""

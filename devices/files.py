@@ -1,6 +1,6 @@
-"""Reads the files by which Linux describes a machine, and the control groups (v2 and v1) that limit this process's memory and CPUs.
+"""Reads the files in which Linux describes a machine, and the control groups (v2 and v1) that limit this process's memory and CPUs.
 
-They lie below any root, so that a recorded tree reads like a live box. Every reader returns None when the machine does not report it.
+Files are read below any root, so a recorded tree works like a live machine. Readers return None if the machine does not report a value.
 """
 
 import os
@@ -16,17 +16,17 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 def read_text(root: Path, name: str) -> str | None:
-    """Content of a file below the root, without trailing NULs and white space; None when unreadable or empty."""
+    """Content of a file below the root, without trailing NULs and white space; None if unreadable or empty."""
     try:
         with (root / name).open("rb") as file:
             data = file.read(_MAX_FILE_BYTES)
-    except (OSError, ValueError):  # ValueError: a damaged file led to a name that no file can have
+    except (OSError, ValueError):  # ValueError: an impossible file name from a damaged file
         return None
     return data.decode("utf-8", "replace").strip("\0 \t\r\n") or None
 
 
 def read_int(root: Path, name: str) -> int | None:
-    """A file that holds one decimal number; None for anything else ("max", for one)."""
+    """The decimal number in a file; None for other content, e.g. "max"."""
     text = read_text(root, name)
     try:
         return int(text) if text is not None else None
@@ -70,7 +70,7 @@ def architecture(root: Path) -> str | None:
 
 
 def machine_model(root: Path) -> str | None:
-    """Name of the board or product: device-tree, else the firmware's tables (maker and product)."""
+    """Name of the board or product, from the device-tree or else from the firmware's tables (maker and product)."""
     board = device_tree(root, "model")
     if board is not None:
         return board
@@ -88,10 +88,10 @@ def meminfo(root: Path, name: str) -> int | None:
 
 
 def is_encrypted(root: Path, device: int) -> bool | None:
-    """Whether all that a block device holds is encrypted by dm-crypt (LUKS, plain); None where it is not listed or lies in a file.
+    """Whether a block device is fully encrypted with dm-crypt (LUKS, plain); None if it is not listed or is stored in a file.
 
     Args:
-        root: where Linux's files are.
+        root: of Linux's files.
         device: its number, the `st_dev` of a file on it.
     """
     place = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
@@ -99,7 +99,7 @@ def is_encrypted(root: Path, device: int) -> bool | None:
 
 
 def _is_encrypted(device: Path) -> bool | None:
-    # Verity and integrity mappings, and the integrity layer below LUKS, have names of cryptsetup too and encrypt nothing.
+    # Verity and integrity mappings, and the integrity layer below LUKS, also have cryptsetup names, but don't encrypt.
     if re.match("CRYPT-(?!VERITY-|INTEGRITY-|SUBDEV-)", read_text(device, "dm/uuid") or ""):
         return True
     if (device / "loop").exists():
@@ -111,7 +111,7 @@ def _is_encrypted(device: Path) -> bool | None:
 
 
 def online_cpus(root: Path) -> int | None:
-    """Number of CPUs that are online, from sysfs' list ("0-3,5"), else from /proc/cpuinfo."""
+    """Number of online CPUs, from sysfs' list ("0-3,5") or else from /proc/cpuinfo."""
     listed = read_text(root, "sys/devices/system/cpu/online")
     if listed is not None and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
         spans = (span.partition("-") for span in listed.split(","))
@@ -124,7 +124,7 @@ _UNLIMITED_V1 = 1 << 60
 
 
 def memory_limit(root: Path) -> int | None:
-    """The tightest memory limit in bytes of this process's group and its parents; None when there is none."""
+    """The lowest memory limit in bytes of this process's group and its parents; None without a limit."""
     found = [read_int(root, f"{folder}/memory.max") for folder in _folders(root, "")]
     found += [read_int(root, f"{folder}/memory.limit_in_bytes") for folder in _folders(root, "memory")]
     limits = [limit for limit in found if limit is not None and 0 < limit < _UNLIMITED_V1]
@@ -132,7 +132,7 @@ def memory_limit(root: Path) -> int | None:
 
 
 def memory_left(root: Path) -> int | None:
-    """What is left of the tightest memory limit of control groups v2, the page cache counted as free; None without a limit."""
+    """Available bytes within the tightest memory limit of control groups v2, counting page cache as free; None without a limit."""
     left = []
     for folder in _folders(root, ""):
         limit, used = (read_int(root, f"{folder}/memory.{name}") for name in ("max", "current"))
@@ -143,27 +143,27 @@ def memory_left(root: Path) -> int | None:
 
 
 def free_memory(root: Path) -> int | None:
-    """Bytes that this process could take without swapping: of the box, its control groups and its own limit (`ulimit -v`)."""
+    """Bytes that this process can allocate without swapping, within the system, its control groups and its own limit (`ulimit -v`)."""
     left = [meminfo(root, "MemAvailable"), memory_left(root), _address_space_left(root)]
     return min((size for size in left if size is not None), default=None)
 
 
 def _address_space_left(root: Path) -> int | None:
-    """Of this process's limit, by the most that it ever took."""
+    """Bytes left of this process's address-space limit, based on its peak usage."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     peak = re.search(r"^VmPeak:\s*(\d+) kB", read_text(root, "proc/self/status") or "", re.MULTILINE)
     return None if limit == resource.RLIM_INFINITY or peak is None else max(0, limit - int(peak[1]) * 1024)
 
 
 def oom_kills(root: Path) -> str:
-    """How many processes the kernel has killed for memory since this boot, with the boot's name; empty where it does not tell."""
+    """The boot's id and the number of processes that the kernel has killed for memory since then; empty if not reported."""
     counted = re.search(r"^oom_kill (\d+)$", read_text(root, "proc/vmstat") or "", re.MULTILINE)
     boot = read_text(root, "proc/sys/kernel/random/boot_id")
     return f"{boot} {counted[1]}" if counted and boot else ""
 
 
 def cpu_limit(root: Path) -> float | None:
-    """The tightest CPU quota, in CPUs, of this process's group and its parents; None when there is none."""
+    """The lowest CPU quota, in CPUs, of this process's group and its parents; None without a quota."""
     limits = [*_quotas_v2(root), *_quotas_v1(root)]
     return min(limits, default=None)
 
@@ -183,7 +183,7 @@ def _quotas_v1(root: Path) -> Iterator[float]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[str]:
-    """The process's control group folder and its parents, relative to the root; `controller` is "" for v2."""
+    """The process's control group folder and its parents, relative to the root. `controller` is "" for v2."""
     mount = PurePosixPath("sys/fs/cgroup") / controller
     group = PurePosixPath("/")
     for line in (read_text(root, "proc/self/cgroup") or "").splitlines():

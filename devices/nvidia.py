@@ -1,6 +1,7 @@
-"""Asks NVIDIA's driver about the first GPU, and its readings now: NVML where it is installed, else the driver's files in /proc.
+"""Queries NVIDIA's driver for the first GPU and its readings: with NVML if installed, else from the driver's files in /proc.
 
-Also reads whether the installed torch was built for CUDA, without importing it. A box without driver, library or GPU is an ordinary answer (None), not an error.
+Also checks whether the installed torch was built for CUDA, without importing it. Without driver, library or GPU, the result is None, not an
+error.
 """
 
 import re
@@ -25,12 +26,12 @@ _TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
 
 @dataclass(frozen=True)
 class GpuReadings:
-    """What NVML reads of the first GPU now; None where the board does not report it.
+    """NVML's current readings of the first GPU; None for values that the board does not report.
 
     Attributes:
-        slowdown_c: from which temperature the hardware slows it down.
-        software, hardware: why its clocks are lowered, by who lowers them.
-        free_bytes: of its own memory.
+        slowdown_c: temperature at which the hardware lowers its clocks.
+        software, hardware: reasons for lowered clocks, by origin.
+        free_bytes: free GPU memory.
     """
 
     temperature_c: float | None
@@ -42,7 +43,7 @@ class GpuReadings:
 
 
 def torch_obstacle() -> str:
-    """Why the installed torch can't use a GPU, with the remedy; empty where it was built for CUDA, and where there is none. Imports nothing."""
+    """Why the installed torch can't use a GPU, with the remedy; empty if it was built for CUDA or is not installed. Imports nothing."""
     found = find_spec("torch")
     for folder in () if found is None else found.submodule_search_locations or ():
         facts = dict(
@@ -54,23 +55,23 @@ def torch_obstacle() -> str:
             version = facts.get("__version__", "").strip("'\"")
             return (
                 f"this torch ({version}) has no CUDA: install the build for this board (https://pytorch.org/get-started/locally, on a "
-                'Jetson the wheel of NVIDIA\'s JetPack), or set device = "cpu" under [training]'
+                'Jetson the wheel for NVIDIA\'s JetPack), or set device = "cpu" under [training]'
             )
     return ""
 
 
 def nvml_gpu() -> Gpu | None:
-    """The first GPU as NVML describes it; None without the Python package, the library, the driver or a GPU."""
+    """The first GPU, from NVML; None without the Python package, the library, the driver or a GPU."""
     return _with_first_gpu(_describe)
 
 
 def nvml_readings() -> GpuReadings | None:
-    """The readings of the first GPU now; None where NVML finds none."""
+    """The current readings of the first GPU; None if NVML finds no GPU."""
     return _with_first_gpu(_read)
 
 
 def _with_first_gpu(work: Callable[[Any, Any, Callable[[Callable[[], Any]], Any]], T]) -> T | None:
-    """Call `work` with NVML, GPU 0, and a way to ask that gives None for what the driver does not support on this board."""
+    """Call `work` with NVML, GPU 0, and a query function that returns None for values not supported on this board."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -120,7 +121,7 @@ def _read(nvml: Any, handle: Any, ask: Callable[[Callable[[], Any]], Any]) -> Gp
 
 
 def driver_files_gpu(root: Path) -> Gpu | None:
-    """The first GPU as the driver's files below the root describe it: its name and the driver's version."""
+    """The first GPU, from the driver's files below the root: its name and the driver's version."""
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     if not folders:
         return None

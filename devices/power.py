@@ -1,4 +1,4 @@
-"""Electrical power below any root: watts by rail, the power mode of a Jetson, mains, batteries and UPS. What is not reported is None."""
+"""Electrical power, read below any root: watts by rail, a Jetson's power mode, mains, batteries and UPS. Missing values are None."""
 
 import re
 import time
@@ -16,7 +16,7 @@ _MODE_FILES = ("etc/nvpmodel.conf", "etc/nvpmodel/nvpmodel.conf")
 
 @dataclass(frozen=True)
 class Rail:
-    """The power that a monitor measures on one supply rail."""
+    """The power measured on one supply rail."""
 
     name: str
     watts: float
@@ -28,7 +28,7 @@ _LONGEST_S = 60.0
 
 
 def board_power(root: Path, rails: Sequence[Rail]) -> Rail | None:
-    """What the whole board draws: the sum of those rails that the catalogue names for it; None where it names none, or one is not measured."""
+    """The board's total power: the sum of the rails listed in the catalogue; None if none are listed or one is not measured."""
     board = load_catalogue().identify(compatible(root))
     watts = {rail.name: rail.watts for rail in rails}
     if board is None or not board.power or not watts.keys() >= set(board.power):
@@ -40,12 +40,12 @@ class EnergyMeter:
     """Adds up energy between calls of `look`, which reads the power at most once a second.
 
     Args:
-        read: what the box draws now; None where that is not measured.
+        read: returns the current power; None if not measured.
         clock: monotonic seconds.
 
     Attributes:
-        rail: the name of the rail, or of the sum of rails, that is measured; None: none can be.
-        joules: so far; a gap of more than a minute between two readings is left out.
+        rail: name of the measured rail or sum of rails; None if nothing can be measured.
+        joules: energy so far, without gaps of more than a minute between two readings.
     """
 
     def __init__(self, read: Callable[[], Rail | None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class EnergyMeter:
         self._at, self._watts = clock(), 0.0 if now is None else now.watts
 
     def look(self, *, at_once: bool = False) -> None:
-        """Read the power, where the last reading is a second old or `at_once`."""
+        """Read the power if the last reading is at least a second old, or with `at_once`."""
         now = self._clock()
         if self.rail is None or (now - self._at < _EVERY_S and not at_once):
             return
@@ -70,10 +70,10 @@ class EnergyMeter:
 
 @dataclass(frozen=True)
 class Supply:
-    """Where the box's power comes from.
+    """The device's power sources.
 
     Attributes:
-        on_mains: whether a mains or USB supply delivers; None when the box reports neither supply nor battery.
+        on_mains: whether a mains or USB supply is online; None if the device reports neither supply nor battery.
         battery_percent: charge of the emptiest battery or UPS; None without one.
         is_discharging: whether a battery or UPS is discharging.
     """
@@ -84,7 +84,7 @@ class Supply:
 
 
 def read_rails(root: Path) -> tuple[Rail, ...]:
-    """Every rail of the INA monitors: V times A as `ina3221` reports them, or the power itself (`ina2xx`)."""
+    """All rails of the INA monitors: voltage times current from `ina3221`, or the power directly (`ina2xx`)."""
     rails = []
     for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
         monitor = f"sys/class/hwmon/{folder.name}"
@@ -102,20 +102,20 @@ def read_rails(root: Path) -> tuple[Rail, ...]:
 
 
 def _watts(root: Path, monitor: str, number: int) -> float | None:
-    """Watts of a channel: hwmon has microwatts, or millivolts of the bus beside milliamperes."""
+    """Watts of a channel. hwmon reports microwatts, or millivolts of the bus and milliamperes."""
     microwatts = read_int(root, f"{monitor}/power{number}_input")
     if microwatts is not None:
         return microwatts / 1e6
     millivolts = read_int(root, f"{monitor}/in{number}_input")
     milliamperes = read_int(root, f"{monitor}/curr{number}_input")
-    # ina3221 has bus voltages in1 to in3 only; curr4 is a sum that would count the rails twice.
+    # ina3221 has only bus voltages in1 to in3. curr4 is a sum that would count the rails twice.
     if millivolts is None or milliamperes is None or number > 3:
         return None
     return millivolts * milliamperes / 1e6
 
 
 def read_power_mode(root: Path) -> str | None:
-    """The power mode of a Jetson: its name in nvpmodel's configuration, else its number."""
+    """A Jetson's power mode: its name in nvpmodel's configuration, or else its number."""
     found = re.search(r"pmode:0*(\d+)", read_text(root, "var/lib/nvpmodel/status") or "")
     if found is None:
         return None
@@ -127,7 +127,7 @@ def read_power_mode(root: Path) -> str | None:
 
 
 def read_supply(root: Path) -> Supply:
-    """Mains, USB, batteries and UPS of the box; those of mice and other peripherals are left out."""
+    """Mains, USB, batteries and UPS of the device, without those of mice and other peripherals."""
     supplies, batteries = [], []
     for folder in sorted((root / "sys/class/power_supply").glob("*")):
         name = f"sys/class/power_supply/{folder.name}"
@@ -149,7 +149,7 @@ def _on_mains(
     known = [(kind, online) for kind, online in supplies if online is not None]
     if any(online > 0 for _, online in known):
         return True
-    # An empty USB port alone says nothing: the box may be fed by a plug that reports nothing.
+    # An unused USB port alone proves nothing: the power plug may not be reported.
     if any(kind == "Mains" for kind, _ in known) or (known and batteries) or is_discharging:
         return False
     return None

@@ -1,6 +1,6 @@
-"""The profile of a box, as a value, and the plan for training on it. Reads nothing: `detect` fills the values.
+"""The hardware profile of a device, and the plan for training on it. Reads nothing: `detect` fills in the values.
 
-A None in any field means "unavailable": the box did not report it. It is never replaced by a zero or a guess.
+None in a field means "unavailable": the device did not report it. It is never replaced by a zero or a guess.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from fedcg.errors import FedcgError
 
 
 class NotTrainableError(FedcgError):
-    """The box cannot train; the message gives the reason and the alternative."""
+    """The device can't train. The message has the reason and the alternative."""
 
 
 MIB = 1 << 20
 GIB = 1 << 30
 
-# A training process holds torch, the data and an ONNX export: 380 MB measured for the small networks; the agent and the system need the rest.
+# A training process needs memory for torch, the data and an ONNX export: 380 MB measured for small networks. The rest is for agent and system.
 LEAST_TRAINING_BYTES = 768 * MIB
-# A CUDA context and its libraries take several hundred MB before the first tensor; below this the CPU is the better place.
+# A CUDA context and its libraries take several hundred MB before the first tensor. With less memory than this, the CPU is the better choice.
 LEAST_GPU_BYTES = 2 * GIB
-# Kernels for older GPUs are not in the PyTorch builds that the `learn` extra accepts.
+# The PyTorch builds accepted by the `learn` extra have no kernels for older GPUs.
 LEAST_COMPUTE_CAPABILITY = (5, 0)
-# More threads do not speed up networks of this size at small batches; one core stays free for the network and the system.
+# More threads don't speed up networks of this size at small batches. One core stays free for networking and the system.
 MOST_CPU_THREADS = 4
-# Beside a GPU the CPU only feeds it.
+# With a GPU, the CPU only feeds it.
 GPU_FEEDING_THREADS = 2
 
 
@@ -33,11 +33,11 @@ _CPU_FEATURES = {
     "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}),
 }
-"""Names in /proc/cpuinfo (`flags` on x86, `Features` on Arm) of instructions for a number format."""
+"""CPU features for each number format, as named in /proc/cpuinfo (`flags` on x86, `Features` on Arm)."""
 
 
 class DeviceKind(str, Enum):
-    """The three kinds of box that the product supports."""
+    """The three supported kinds of devices."""
 
     JETSON = "jetson"
     CUDA = "cuda"
@@ -62,11 +62,11 @@ class L4tRelease:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first NVIDIA GPU of the box.
+    """The first NVIDIA GPU of the device.
 
     Attributes:
-        name: As the driver names it.
-        memory_bytes: Its own memory, or the shared one where `shares_memory`.
+        name: From the driver.
+        memory_bytes: Its own memory, or the shared memory with `shares_memory`.
         compute_capability: (major, minor).
         driver: Driver version.
         shares_memory: True on a Jetson, where CPU and GPU use the same memory.
@@ -81,7 +81,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Trainable:
-    """Whether the box can take part in training, and why (not)."""
+    """Whether the device can train, and why (not)."""
 
     possible: bool
     reason: str
@@ -89,14 +89,14 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Builds:
-    """Which builds of torch and onnxruntime use the GPU of a Jetson, with one JetPack.
+    """The builds of torch and onnxruntime that use a Jetson's GPU, for one JetPack.
 
     Attributes:
-        soc: its system on chip, as the catalogue names it.
-        jetson_linux: major releases of Jetson Linux that this JetPack has.
-        python: of its system.
-        torch, onnxruntime: which, and from where; "unknown" where no source says it.
-        source: who says it.
+        soc: its system on chip, as in the catalogue.
+        jetson_linux: major releases of Jetson Linux in this JetPack.
+        python: version of the system's Python.
+        torch, onnxruntime: the build and its origin; "unknown" without a source.
+        source: of this information.
     """
 
     soc: str
@@ -109,13 +109,13 @@ class Builds:
 
     @property
     def system(self) -> str:
-        """Both of NVIDIA's names for the system, with their numbers."""
+        """NVIDIA's two names for the system, with version numbers."""
         return f"JetPack {self.jetpack} (Jetson Linux {' or '.join(map(str, self.jetson_linux))})"
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The hardware of a box.
+    """The hardware of a device.
 
     Attributes:
         kind: jetson, cuda or cpu.
@@ -124,14 +124,14 @@ class DeviceProfile:
         architecture: e.g. "x86_64", "aarch64".
         cpus: CPUs that this process may use (online, affinity, cgroup quota).
         memory_bytes: Memory that this process may use (installed, cgroup limit).
-        gpu: The first NVIDIA GPU, None where there is none.
+        gpu: The first NVIDIA GPU; None without a GPU.
         l4t: Release of Jetson Linux, Jetson only.
-        trainable: Whether the box can train, with the reason.
-        precisions: Number formats with instructions of their own, of the GPU where it can be trained on, else of the CPU;
-            None when the box does not report its instructions.
-        known_as: Its row in the catalogue, where the device-tree names one.
-        cpu_formats: As `precisions`, of the CPU whatever GPU there is.
-        builds: Which torch and onnxruntime use its GPU; None where that is not known, and of any box but a Jetson.
+        trainable: Whether the device can train, with the reason.
+        precisions: Number formats with native instructions, of the GPU if it can be used for training, else of the CPU;
+            None if the device does not report its instructions.
+        known_as: Its entry in the catalogue, if the device-tree names one.
+        cpu_formats: Like `precisions`, but always of the CPU.
+        builds: The torch and onnxruntime builds that use its GPU; None if unknown, and for devices other than Jetson.
     """
 
     kind: DeviceKind
@@ -154,10 +154,10 @@ class TrainingPlan:
     """Where and how large to train.
 
     Attributes:
-        device: "cpu", "cuda" or "cuda:N", as torch names it.
+        device: torch device: "cpu", "cuda" or "cuda:N".
         threads: Threads for torch on the CPU, at least 1.
-        batch_scale: Share of the batch that fits into the installed memory with room to spare, in (0, 1].
-        reason: Why, for the log and the operator.
+        batch_scale: Share of the batch that fits into the installed memory with a margin, in (0, 1].
+        reason: The reason, for the log and the owner.
     """
 
     device: str
@@ -174,29 +174,29 @@ def plan_training(
     gpu_problem: str = "",
     precision: str = "f32",
 ) -> TrainingPlan:
-    """Place and size the training on this box.
+    """Choose place and size of the training on this device.
 
     Args:
-        profile: What `detect` found.
-        device: "auto" decides by the profile; "cpu", "cuda" or "cuda:N" is the operator's own decision and is followed.
-        threads: The operator's own number of threads; None or 0 decides by the profile.
-        gpu_problem: Why the installed torch can't use a GPU, with the remedy; empty where it can.
-        precision: Number format of the training steps, which must have instructions of its own where they run.
+        profile: From `detect`.
+        device: "auto" chooses by the profile; "cpu", "cuda" or "cuda:N" is the owner's choice.
+        threads: The owner's number of threads; None or 0 chooses by the profile.
+        gpu_problem: Why the installed torch can't use a GPU, with the remedy; empty if it can.
+        precision: Number format of the training steps, which needs native instructions.
 
     Raises:
-        NotTrainableError: When `device` is "auto" and the box cannot train, or what the operator decided can't be had.
+        NotTrainableError: If `device` is "auto" and the device can't train, or if the owner's choice is not possible.
     """
     if device == "auto" and not profile.trainable.possible:
         raise NotTrainableError(
-            f"this box cannot train: {profile.trainable.reason}. "
-            'If you know better, set device = "cpu" under [training] in the configuration.'
+            f"this device can't train: {profile.trainable.reason}. "
+            'To train anyway, set device = "cpu" under [training] in the configuration.'
         )
     if device.startswith("cuda") and gpu_problem:
-        raise NotTrainableError(f'device = "{device}" under [training] can\'t be had: {gpu_problem}')
+        raise NotTrainableError(f'device = "{device}" under [training] can\'t be used: {gpu_problem}')
     place, reason = _place(profile, device, gpu_problem)
     if precision not in ("f32", *(formats := _formats(profile, place))):
         raise NotTrainableError(
-            f'precision = "{precision}" under [training] can\'t be had: the {"CPU" if place == "cpu" else "GPU"} of this box has '
+            f'precision = "{precision}" under [training] can\'t be used: the {"CPU" if place == "cpu" else "GPU"} of this device has '
             f'instructions for {", ".join(formats) or "formats that it does not report"}; set precision = "f32"'
         )
     return TrainingPlan(
@@ -208,7 +208,7 @@ def plan_training(
 
 
 def gpu_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The number formats that a GPU of a compute capability has instructions for (CUDA C++ programming guide, arithmetic)."""
+    """The number formats with native instructions on GPUs of a compute capability (CUDA C++ programming guide, arithmetic)."""
     has_f16 = capability == (5, 3) or capability >= (6, 0)
     has_int8 = capability >= (6, 1) and capability not in ((6, 2), (7, 0))  # dp4a, or tensor cores
     formats = {"f32": True, "f16": has_f16, "bf16": capability >= (8, 0), "int8": has_int8}
@@ -216,20 +216,20 @@ def gpu_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def cpu_precisions(features: str) -> tuple[str, ...]:
-    """The number formats that a CPU has instructions for, by its features in /proc/cpuinfo."""
+    """The number formats with native instructions on a CPU, from its features in /proc/cpuinfo."""
     known = frozenset(features.split())
     return ("f32", *(name for name, needed in _CPU_FEATURES.items() if needed & known))
 
 
 def gpu_obstacle(gpu: Gpu | None) -> str | None:
-    """Why a GPU cannot be trained on, or None when it can."""
+    """Why a GPU can't be used for training, or None if it can."""
     if gpu is None:
         return "no NVIDIA GPU was found"
     if gpu.compute_capability is not None and gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
         have, need = (".".join(map(str, pair)) for pair in (gpu.compute_capability, LEAST_COMPUTE_CAPABILITY))
-        return f"{gpu.name} has compute capability {have}, {need} is needed"
+        return f"{gpu.name} has compute capability {have}, training needs {need}"
     if gpu.memory_bytes is not None and gpu.memory_bytes < LEAST_GPU_BYTES:
-        return f"{gpu.name} has {gpu.memory_bytes // MIB} MiB of memory, {LEAST_GPU_BYTES // MIB} are needed"
+        return f"{gpu.name} has {gpu.memory_bytes // MIB} MiB of memory, training needs {LEAST_GPU_BYTES // MIB} MiB"
     return None
 
 
@@ -242,11 +242,11 @@ def _formats(profile: DeviceProfile, place: str) -> tuple[str, ...]:
 
 def _place(profile: DeviceProfile, device: str, gpu_problem: str) -> tuple[str, str]:
     if device != "auto":
-        return device, f"{device} was asked for in the configuration"
+        return device, f"{device} is set in the configuration"
     obstacle = gpu_obstacle(profile.gpu) or gpu_problem or None
     if profile.gpu is None or obstacle is not None:
         return "cpu", str(obstacle)
-    return "cuda", f"{profile.gpu.name} can be trained on"
+    return "cuda", f"{profile.gpu.name} can be used for training"
 
 
 def _threads(profile: DeviceProfile, place: str) -> int:
@@ -258,20 +258,20 @@ def _threads(profile: DeviceProfile, place: str) -> int:
 
 
 def batch_share(profile: DeviceProfile, place: str, free_bytes: int | None = None) -> float:
-    """The share of the batch that fits into memory with room to spare, in (0, 1].
+    """The share of the batch that fits into memory with a margin, in (0, 1].
 
     Args:
-        profile: What `detect` found.
-        place: Where it is trained, as torch names it.
-        free_bytes: Of the same memory, available now; it counts twice, since the limits are those of installed memory, of which the
-            system and other programs may take half. None: by the installed memory alone.
+        profile: From `detect`.
+        place: The torch device.
+        free_bytes: Available bytes of the same memory. They are doubled, because the limits are for installed memory, of which the system and
+            other programs may use half. None: use only the installed memory.
     """
     installed = profile.gpu.memory_bytes if place != "cpu" and profile.gpu is not None else profile.memory_bytes
     known = [size for size in (installed, None if free_bytes is None else 2 * free_bytes) if size is not None]
     if not known:
         return 1.0
     memory = min(known)
-    # On a GPU the context, on a Jetson also the whole system, live in the same memory.
+    # GPU memory also holds the context and, on a Jetson, the whole system.
     roomy, tight = (6 * GIB, 3 * GIB) if place != "cpu" else (2 * GIB, 1 * GIB)
     if memory >= roomy:
         return 1.0
@@ -282,12 +282,12 @@ UNAVAILABLE = "unavailable"
 
 
 def gib(memory_bytes: int | None) -> str:
-    """A size in words."""
+    """A size as text."""
     return UNAVAILABLE if memory_bytes is None else f"{memory_bytes / GIB:.1f} GiB"
 
 
 def describe_gpu(gpu: Gpu | None) -> str:
-    """A GPU in words."""
+    """A GPU as text."""
     if gpu is None:
         return "none found"
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else UNAVAILABLE

@@ -1,12 +1,11 @@
-"""The current condition of a box: temperatures, power, throttling, memory, disk, links, and the one word that may be reported about it.
+"""The current condition of a device: temperatures, power, throttling, memory, disk, links, and a one-word summary for reports.
 
-Reads sysfs and procfs below any root; for the box itself NVML too. A reading that a machine does not report is None, never zero, and
-does not count against it.
+Reads sysfs and procfs below any root, and NVML for the live machine. A reading that a machine does not report is None, never zero, and does not
+prevent training.
 
-Why the box slows itself down, below any root: by software (training carries on), or by hardware (training pauses); event rates.
-
-Software lowers clocks to keep a power mode or a passive trip point, as its maker planned. Hardware does it against over-current, an
-under-voltage or a temperature that is already too high.
+Also reads why the hardware is throttled, by software (training continues) or by hardware (training pauses), and event rates. Software lowers
+clocks to keep a power mode or a passive trip point, as designed. Hardware lowers them because of over-current, under-voltage or excessive
+temperature.
 """
 
 import os
@@ -23,26 +22,26 @@ from devices.power import Rail, Supply, board_power, read_power_mode, read_rails
 from fedcg.wire.parts import Health
 
 OVER_CURRENT = "over-current"
-"""How the names of Jetson's over-current counters begin."""
+"""Prefix of the names of Jetson's over-current counters."""
 RATE_WINDOW_S = 60.0
-"""The time that a rate is of; events come in bursts, and a pause must outlast them."""
-# Raspberry Pi firmware, `vcgencmd get_throttled`: bits of the present; bits 16 to 19 are of the past.
+"""Time window of a rate. Events come in bursts, and a pause must outlast them."""
+# Raspberry Pi firmware, `vcgencmd get_throttled`: bits for the current state; bits 16 to 19 are for the past.
 _PI_HARDWARE = {0: "under-voltage", 2: "throttled by the firmware"}
 _PI_SOFTWARE = {1: "CPU frequency capped by the firmware", 3: "soft temperature limit"}
-# Fans, displays and radios are cooling devices too; their state says nothing about clocks.
+# Fans, displays and radios are cooling devices too, but don't affect clocks.
 _CLOCKS = re.compile(r"processor|cpufreq|cpu|gpu|devfreq|throttle|powerclamp", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Causes:
-    """What slows the box down now, by who does it; empty where nothing is reported."""
+    """Current reasons for lowered clocks, by origin; empty if none are reported."""
 
     software: tuple[str, ...] = ()
     hardware: tuple[str, ...] = ()
 
 
 def read_causes(root: Path) -> Causes:
-    """The causes that sysfs reports."""
+    """The causes reported in sysfs."""
     software = []
     for folder in sorted((root / "sys/class/thermal").glob("cooling_device*")):
         name = f"sys/class/thermal/{folder.name}"
@@ -65,7 +64,7 @@ def _pi_bits(root: Path) -> int:
 
 
 def read_cpu_mhz(root: Path) -> tuple[int, int] | None:
-    """(clock now, highest clock) in MHz of the fastest group of CPUs; None when it is not reported."""
+    """(current clock, maximum clock) in MHz of the fastest group of CPUs; None if not reported."""
     read = []
     for folder in sorted((root / "sys/devices/system/cpu/cpufreq").glob("policy*")):
         name = f"sys/devices/system/cpu/cpufreq/{folder.name}"
@@ -76,7 +75,7 @@ def read_cpu_mhz(root: Path) -> tuple[int, int] | None:
 
 
 def read_counters(root: Path) -> dict[str, int]:
-    """Events since the box started: Jetson's over-current alarms, and thermal throttling of x86 packages."""
+    """Events since boot: Jetson's over-current alarms, and thermal throttling of x86 packages."""
     found = {}
     for folder in sorted((root / "sys/class/hwmon").glob("hwmon*")):
         for path in sorted(folder.glob("oc*_event_cnt")):
@@ -105,7 +104,7 @@ class EventRates:
             now: monotonic seconds.
 
         Returns:
-            Events per minute; None for a counter that was read once only, or that went backwards (a driver started anew).
+            Events per minute; None for a counter that was read only once, or that decreased (the driver was restarted).
         """
         rates: dict[str, float | None] = {}
         for name, count in counters.items():
@@ -121,22 +120,22 @@ class EventRates:
 
 
 HOT_BELOW_CRITICAL_C = 10.0
-"""A zone this close to its critical trip point is about to throttle or to switch the box off."""
+"""A zone this close to its critical trip point is about to throttle or shut down the device."""
 HOT_WITHOUT_TRIP_C = 90.0
-"""For zones that name neither a hot nor a critical trip point."""
+"""For zones without a hot or critical trip point."""
 LOW_BATTERY_PERCENT = 20
 LOW_DISK_BYTES = 512 * 1024 * 1024
-"""A round of the largest shipped network keeps under 300 MB of generations and artifacts."""
+"""A round of the largest shipped network stores less than 300 MB of generations and artifacts."""
 
 
 @dataclass(frozen=True)
 class Zone:
-    """A thermal zone with its own trip points, in °C; None where it has none of a kind.
+    """A thermal zone with its trip points in °C; None for missing kinds.
 
     Attributes:
-        passive_c: software begins to lower clocks.
-        hot_c: the board's warning; of a GPU, where the hardware begins to slow it down.
-        critical_c: the board switches itself off.
+        passive_c: software starts to lower clocks.
+        hot_c: the board's warning; for a GPU, the hardware starts to lower clocks.
+        critical_c: the board shuts down.
     """
 
     name: str
@@ -147,7 +146,7 @@ class Zone:
 
     @property
     def limit_c(self) -> float:
-        """The temperature from which it counts as hot."""
+        """The temperature at which the zone counts as hot."""
         own = [] if self.hot_c is None else [self.hot_c]
         own += [] if self.critical_c is None else [self.critical_c - HOT_BELOW_CRITICAL_C]
         return min(own, default=HOT_WITHOUT_TRIP_C)
@@ -158,9 +157,9 @@ class Link:
     """A network interface.
 
     Attributes:
-        state: the kernel's word: "up", "down", "unknown".
-        mbit_s: its speed; None where the driver reports none, as for radio.
-        is_default: whether the default route goes over it.
+        state: from the kernel: "up", "down", "unknown".
+        mbit_s: its speed; None if not reported, as for radio.
+        is_default: whether the default route uses it.
     """
 
     name: str
@@ -174,17 +173,17 @@ class Telemetry:
     """Live readings.
 
     Attributes:
-        zones: thermal zones, and the GPU where NVML reports it.
+        zones: thermal zones, and the GPU if NVML reports it.
         rails: power by rail.
-        drawn: by the whole board, else by the GPU alone, with what it is read from; None where neither is known.
+        drawn: total power of the board, or else of the GPU, with the source's name; None if neither is known.
         power_mode: of a Jetson.
         supply: mains and battery.
-        causes: what slows the box down now.
-        cpu_mhz: (clock now, highest clock).
-        counters: events since the box started.
-        event_rates: of the counters, per minute, over the last minute; None where two readings are missing.
-        free_disk_bytes: free for ordinary users where the private store lies.
-        free_memory_bytes: that a process could take without swapping, within the limits of its control group.
+        causes: current reasons for lowered clocks.
+        cpu_mhz: (current clock, maximum clock).
+        counters: events since boot.
+        event_rates: of the counters, per minute, over the last minute; None without two readings.
+        free_disk_bytes: available to ordinary users on the private store's disk.
+        free_memory_bytes: that a process can allocate without swapping, within its control group's limits.
     """
 
     zones: tuple[Zone, ...] = ()
@@ -207,18 +206,18 @@ class Telemetry:
 
     @property
     def is_hot(self) -> bool | None:
-        """Whether a zone is above its own limit; None when no zone can be read."""
+        """Whether a zone is above its limit; None if no zone can be read."""
         return any(zone.temperature_c >= zone.limit_c for zone in self.zones) if self.zones else None
 
     @property
     def hardware_throttling(self) -> tuple[str, ...]:
-        """Why hardware slows the box down, over-current events of the last minute included."""
+        """Why hardware lowers clocks, including over-current events of the last minute."""
         rates = {name: rate for name, rate in self.event_rates.items() if rate and name.startswith(OVER_CURRENT)}
         return (*self.causes.hardware, *(f"{name}: {rate:.1f} events a minute" for name, rate in rates.items()))
 
     @property
     def condition(self) -> Health:
-        """The worst condition that the readings show."""
+        """The most severe condition in the readings."""
         if self.free_disk_bytes is not None and self.free_disk_bytes < LOW_DISK_BYTES:
             return Health.LOW_DISK
         if self.is_hot:
@@ -231,10 +230,10 @@ class Telemetry:
 
 @dataclass(eq=False)
 class Sensors:
-    """Reads a box again and again, and knows the rates of its counters.
+    """Reads the sensors repeatedly, and computes the rates of counters.
 
     Args:
-        disk: any directory on the disk that must not fill up.
+        disk: any directory on the disk to check for free space.
         root: the file system to read, "/" or a recorded tree.
         clock: monotonic seconds.
     """
@@ -247,16 +246,16 @@ class Sensors:
         self._rates = EventRates()
 
     def read(self) -> Telemetry:
-        """The readings now."""
+        """The current readings."""
         read = read_telemetry(self.disk, self.root)
         return replace(read, event_rates=self._rates.per_minute(read.counters, self.clock()))
 
 
 def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:
-    """Read the sensors now; without rates, which take two readings.
+    """Read the sensors once, without rates, which need two readings.
 
     Args:
-        disk: any directory on the disk that must not fill up.
+        disk: any directory on the disk to check for free space.
         root: the file system to read, "/" or a recorded tree.
     """
     zones = [_zone(root, folder.name) for folder in sorted((root / "sys/class/thermal").glob("thermal_zone*"))]
@@ -285,7 +284,7 @@ def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:
 
 
 def read_power(root: Path = LIVE_ROOT) -> Rail | None:
-    """What the box draws now: the whole board, else the GPU alone where NVML reports that; None where neither is measured."""
+    """The current power: of the whole board, or else of the GPU if NVML reports it; None if neither is measured."""
     return _drawn(root, read_rails(root), nvml_readings() if root == LIVE_ROOT else None)
 
 
@@ -298,7 +297,7 @@ def _gpu_rail(gpu: GpuReadings | None) -> tuple[Rail, ...]:
 
 
 def _zone(root: Path, name: str) -> Zone | None:
-    """A thermal zone; None when it does not report its temperature."""
+    """A thermal zone; None if it does not report a temperature."""
     folder = f"sys/class/thermal/{name}"
     millidegrees = read_int(root, f"{folder}/temp")
     if millidegrees is None:
@@ -307,14 +306,14 @@ def _zone(root: Path, name: str) -> Zone | None:
     for trip in sorted((root / folder).glob("trip_point_*_type")):
         kind = read_text(root, f"{folder}/{trip.name}")
         at = read_int(root, f"{folder}/{trip.name.replace('_type', '_temp')}")
-        if kind is not None and at is not None and at > 0:  # drivers write 0 or less for a trip that is off
+        if kind is not None and at is not None and at > 0:  # drivers report 0 or less for a disabled trip point
             trips[kind] = min(at / 1000, trips.get(kind, float("inf")))
     kind = read_text(root, f"{folder}/type") or name
     return Zone(kind, millidegrees / 1000, trips.get("passive"), trips.get("hot"), trips.get("critical"))
 
 
 def _links(root: Path) -> tuple[Link, ...]:
-    """Every interface but the loopback."""
+    """All interfaces except loopback."""
     lines = [line.split() for line in (read_text(root, "proc/net/route") or "").splitlines()[1:]]
     default = {fields[0] for fields in lines if len(fields) > 1 and fields[1] == "00000000"}
     links = []

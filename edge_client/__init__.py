@@ -1,1 +1,1 @@
-"""The agent on an edge box: session, private store, firewall, trainer."""
+"""The agent on an edge device: session, private store, firewall, trainer."""

@@ -1,6 +1,6 @@
-"""The agent's configuration: `agent.toml` plus `FEDCG_AGENT_*` from the environment, all problems listed at once.
+"""The agent's configuration: `agent.toml` plus `FEDCG_AGENT_*` environment variables. All problems are reported at once.
 
-Relative paths are relative to the file. Knows nothing of networks or training; reading it reads no other file.
+Relative paths are relative to the file. Independent of networks and training. Reading it reads no other file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
 
 
 class BrokerSection(Settings):
-    """The address of the MQTT broker; without TLS only on this machine and only with `insecure`."""
+    """The address of the MQTT broker. Without TLS only on this machine, with `insecure`."""
 
     host: Annotated[Host, Field(description="host name or address of the broker")]
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
@@ -50,22 +50,23 @@ class BrokerSection(Settings):
         DEFAULT_PRESET
     )
     chunk_bytes: Annotated[
-        int | None, Field(ge=1024, le=MAX_CHUNK_BYTES, description="largest chunk; small ones suit slow links")
+        int | None,
+        Field(ge=1024, le=MAX_CHUNK_BYTES, description="largest chunk in bytes; use small chunks on slow links"),
     ] = None
-    window_chunks: Annotated[int | None, Field(ge=1, le=256, description="chunks under way at most")] = None
-    window_bytes: Annotated[int | None, Field(ge=1024, le=64_000_000, description="bytes under way at most")] = None
+    window_chunks: Annotated[int | None, Field(ge=1, le=256, description="maximum number of chunks in transit")] = None
+    window_bytes: Annotated[
+        int | None, Field(ge=1024, le=64_000_000, description="maximum number of bytes in transit")
+    ] = None
 
     @property
     def limits(self) -> LinkLimits:
-        """The limits of the preset, with this section's own settings in their place."""
+        """The limits of the preset, overridden by this section's settings."""
         return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
     @model_validator(mode="after")
     def _plain_text_stays_on_this_machine(self) -> BrokerSection:
         if self.insecure and not is_loopback(self.host):
-            raise ValueError(
-                f"insecure = true is only for a broker on this machine, {self.host!r} is another one: use TLS"
-            )
+            raise ValueError(f"insecure = true is only for a broker on this machine, not for {self.host!r}: use TLS")
         return self
 
 
@@ -78,32 +79,32 @@ class TlsSection(Settings):
 
     @property
     def files(self) -> TlsFiles:
-        """The same for a connection."""
+        """The files in the form that a connection needs."""
         return TlsFiles(self.ca, self.cert, self.key)
 
 
 class KeysSection(Settings):
-    """Ed25519 keys of the signed envelopes: this device's own, and the coordinator's public one."""
+    """Ed25519 keys for signed envelopes: this device's key, and the coordinator's public key."""
 
     signing: Path = Path("signing.key")
     coordinator: Path = Path("coordinator.pub")
 
 
 class EnrolmentSection(Settings):
-    """Where the agent renews its certificate; without a URL a person brings a new one."""
+    """Where the agent renews its certificate. Without a URL, a person installs new certificates."""
 
     url: Annotated[str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] = None
 
 
 class DataSection(Settings):
-    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, or an `.npz`.
+    """This device's images: `class/*.png|jpg`, `train/` and `test/` folders with classes, or an `.npz`.
 
-    docs/how-to/data.md has every form. `common_test` is for demos.
+    docs/data.md describes all forms. `common_test` is for demos.
 
     Attributes:
-        defence: what rewrites the training images before any method sees them; None: nothing does.
+        defence: rewrites the training images before the method uses them; None: no defence.
         defence_params: its parameters.
-        defence_stem: file with weights for its pretrained convolution; None: the installed package's.
+        defence_stem: file with weights for its pretrained convolution; None: from the installed package.
     """
 
     root: Path
@@ -119,13 +120,13 @@ class DataSection(Settings):
 
 
 class PolicySection(Settings):
-    """The data that may ever leave this device, and the largest cost of a round, for every spec.
+    """The data that may leave this device, and the largest cost of a round, for all specs.
 
-    The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB. A spec beyond it waits
-    for `fedcg agent approve`; the two limits of a day, and `max_download_mb`, hold for an approved one too.
+    The published settings need 20 epochs or 20 steps per round. ResNet-18 with its generator downloads 57 MB. A spec that exceeds the policy
+    waits for `fedcg agent approve`. The two daily limits and `max_download_mb` also apply to approved specs.
 
     Attributes:
-        federations, methods: names that are accepted without approval; empty: the configured federation, every method.
+        federations, methods: names accepted without approval; empty: the configured federation, all methods.
     """
 
     federations: frozenset[Identifier] = frozenset()
@@ -133,31 +134,30 @@ class PolicySection(Settings):
 
     allow_upload: frozenset[Part] = DEFAULT_ALLOW_UPLOAD
     allow_report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT
-    max_epochs: Annotated[int, Field(ge=1, le=1 << 31, description="local epochs of one round at most")] = 200
+    max_epochs: Annotated[int, Field(ge=1, le=1 << 31, description="maximum number of local epochs per round")] = 200
     max_steps: Annotated[
-        int, Field(ge=1, le=1 << 31, description="local steps of one round at most, where steps are asked for")
+        int, Field(ge=1, le=1 << 31, description="maximum number of local steps per round, if a spec sets steps")
     ] = 100_000
     max_batch: Annotated[int, Field(ge=2, le=1 << 31, description="largest local batch")] = 4096
     max_download_mb: Annotated[
         int, Field(ge=1, le=MAX_ARTIFACT_BYTES // 1_000_000, description="largest aggregate, in MB")
     ] = 128
     least_sum: Annotated[
-        int,
-        Field(ge=MIN_SUM_DEVICES, le=MAX_SUM_DEVICES, description="fewest devices of a sealed sum that this one is in"),
+        int, Field(ge=MIN_SUM_DEVICES, le=MAX_SUM_DEVICES, description="minimum number of devices in a sealed sum")
     ] = MIN_SUM_DEVICES
     least_share: Annotated[
         float,
         Field(
             ge=0,
             le=1,
-            description="least share of the local steps of a round with a sealed sum: one that trains less stands still",
+            description="minimum share of the local steps in a round with a sealed sum, so that the numbers change enough",
         ),
     ] = 0.05
     max_upload_mb_per_day: Annotated[
-        int | None, Field(ge=1, le=1 << 31, description="updates sent in a day (UTC), in MB")
+        int | None, Field(ge=1, le=1 << 31, description="updates sent per day (UTC), in MB")
     ] = None
     max_download_mb_per_day: Annotated[
-        int | None, Field(ge=1, le=1 << 31, description="chunks received in a day (UTC), in MB")
+        int | None, Field(ge=1, le=1 << 31, description="chunks received per day (UTC), in MB")
     ] = None
 
 
@@ -165,48 +165,45 @@ AUTO = "auto"
 
 
 class TrainingSection(Settings):
-    """Where training runs, and how often a local-only shadow is trained beside it for comparison."""
+    """Where training runs, and how often a local-only model is also trained for comparison."""
 
     shadow_every: Annotated[
-        int,
-        Field(ge=0, le=1000, description="rounds from one training of the local-only shadow to the next; 0 = never"),
+        int, Field(ge=0, le=1000, description="rounds between trainings of the local-only model; 0 = never")
     ] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
-    threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this device")] = 0
+    threads: Annotated[int, Field(ge=0, le=256, description="CPU threads; 0 = chosen for this device")] = 0
     precision: Annotated[
         Literal["f32", "bf16"],
-        Field(description="of training steps: f32, or bf16 where the CPU or GPU has instructions for it"),
+        Field(description="precision of training steps: f32, or bf16 if the CPU or GPU supports it"),
     ] = "f32"
     priority: Annotated[
         Literal["normal", "low", "idle"],
         Field(
-            description="of the training process: as other programs, after them (nice 10), or only with the time that they leave"
+            description="priority of the training process: like other programs, lower (nice 10), or only in idle CPU time"
         ),
     ] = "low"
     duty_cycle: Annotated[
-        float,
-        Field(gt=0.01, le=1.0, description="share of the time that training may take; the process sleeps for the rest"),
+        float, Field(gt=0.01, le=1.0, description="share of time for training; the process sleeps for the rest")
     ] = 1.0
     stall_s: Annotated[
-        float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
+        float, Field(ge=1, le=86_400, description="seconds without progress after which training is restarted")
     ] = STALL_S
     program: Annotated[
         str | None,
         Field(
             pattern=PROGRAM_PATTERN,
-            description="module:function that states network and data (docs/how-to/python.md), from an installed package or the folder of this "
-            "file; it takes the place of [data] root",
+            description="module:function that defines network and data (docs/python.md), from an installed package or the folder of this "
+            "file; used instead of [data] root",
         ),
     ] = None
     weights: Annotated[
-        Path | None,
-        Field(description="file or folder with weights that specs pin; installed packages are found without it"),
+        Path | None, Field(description="file or folder with weights that specs pin; not needed for installed packages")
     ] = None
     backbone: Annotated[
         str,
         Field(
             pattern=r"^[A-Za-z0-9_.:@]{1,160}$",
-            description="of those that the federation allows; auto: by this device's hardware",
+            description="one of the backbones that the federation allows; auto: chosen by this device's hardware",
         ),
     ] = AUTO
     checkpoint_s: Annotated[
@@ -215,15 +212,15 @@ class TrainingSection(Settings):
 
 
 class AuditSection(Settings):
-    """Whether this device attacks its own update before it sends it, and the gate that keeps an update back.
+    """Whether this device attacks its own update before sending it, and the gate that can withhold an update.
 
     Attributes:
-        gate: conditions on the figures, in the form of `fedcg audit run --gate`; where one does not hold, nothing is sent.
-        auxiliary: labelled images that an attacker could have; without them, attacks that need them are not tried.
-        attacks: names of `fedcg audit attacks`; all where none is named.
+        gate: conditions on the figures, as in `fedcg audit run --gate`. If one is not met, nothing is sent.
+        auxiliary: labelled images that an attacker could have. Without them, attacks that need them are skipped.
+        attacks: names from `fedcg audit attacks`; empty: all.
     """
 
-    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: about a minute a round")] = (
+    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: about a minute per round")] = (
         "off"
     )
     gate: Annotated[str, Field(description="e.g. label_l1_gain<0.05,reid_gain<0.02")] = ""
@@ -237,12 +234,12 @@ class AuditSection(Settings):
 
     @property
     def obstacle(self) -> str:
-        """Why this device can't make its audit, with the remedy; empty where it can."""
+        """Why this device can't run its audit, with the remedy; empty if it can."""
         missing = missing_packages() if self.is_on else ()
         if missing:
             return f"[audit] before_publish = \"{self.before_publish}\" needs {' and '.join(missing)}: pip install '{EXTRA}'"
         if self.is_on and self.auxiliary is not None and not self.auxiliary.exists():
-            return f"[audit] auxiliary: there is no {self.auxiliary}; correct the path, or leave it out"
+            return f"[audit] auxiliary: {self.auxiliary} not found; correct or omit the path"
         return ""
 
     @field_validator("gate")
@@ -258,24 +255,24 @@ class AuditSection(Settings):
     @classmethod
     def _attacks_exist(cls, attacks: tuple[str, ...]) -> tuple[str, ...]:
         if strange := [name for name in attacks if name not in ATTACKS]:
-            raise ValueError(f"no attack {strange[0]!r}; there are {', '.join(ATTACKS)}")
+            raise ValueError(f"unknown attack {strange[0]!r}; available: {', '.join(ATTACKS)}")
         return attacks
 
     @model_validator(mode="after")
     def _a_gate_is_applied(self) -> AuditSection:
         if self.gate and not self.is_on:
-            raise ValueError('gate has no effect while before_publish is "off": set "quick", or leave the gate out')
+            raise ValueError('gate has no effect while before_publish is "off": set "quick", or omit the gate')
         return self
 
 
 class ExportSection(Settings):
-    """How the personal model becomes an ONNX model.
+    """Export of the personal model to ONNX.
 
     Attributes:
-        enabled: at all.
-        each_best: after every round that made it better, not only at the end.
-        variants: try float16 and int8 forms of the last one.
-        gate_points: points of accuracy on this device's test images that a new model may lose against the one in use.
+        enabled: whether to export.
+        each_best: export after every round that improved the model, not only at the end.
+        variants: try float16 and int8 variants of the last model.
+        gate_points: percentage points of accuracy on this device's test images that a new model may lose against the deployed one.
     """
 
     enabled: bool = True
@@ -291,7 +288,7 @@ class AgentConfig(Settings):
     device: Identifier
     store: Path = Path("store")
     carrier: Annotated[
-        Carrier, Field(description="how artifacts travel: mqtt (over the broker) or https (to the coordinator)")
+        Carrier, Field(description="how artifacts are sent: mqtt (over the broker) or https (to the coordinator)")
     ] = Carrier.MQTT
     carrier_url: Annotated[
         str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator's carrier")
@@ -308,7 +305,7 @@ class AgentConfig(Settings):
     privacy: PrivacySettings = OFF
     eligibility: EligibilitySettings = EligibilitySettings()
     metrics_folder: Annotated[
-        Path | None, Field(description="readings for Prometheus: the folder of the node exporter's textfile collector")
+        Path | None, Field(description="folder for Prometheus metrics: the node exporter's textfile collector")
     ] = None
 
     @model_validator(mode="before")
@@ -324,18 +321,18 @@ class AgentConfig(Settings):
     @classmethod
     def _store_has_a_folder(cls, store: Path) -> Path:
         if store == Path():
-            raise ValueError('it names no folder of its own: set a new one, such as "store"')
+            raise ValueError('use a separate, new folder, such as "store"')
         return store
 
     @property
     def privacy_obstacle(self) -> str:
-        """Why this device can't train with its mechanisms, with the remedy; empty where it can."""
+        """Why this device can't train with its privacy mechanisms, with the remedy; empty if it can."""
         is_missing = self.privacy.dp_sgd is not None and find_spec("opacus") is None
         return "[privacy.dp_sgd] needs opacus: pip install 'fedcg-edge[privacy]'" if is_missing else ""
 
     @property
     def training_lock(self) -> Path:
-        """Held by a training process at work; the federations of one device share it, like the identity that it lies beside."""
+        """Lock file held during training. It is next to the identity files, so all federations of a device share it."""
         beside = self.keys.signing if self.tls is None else self.tls.cert
         return beside.with_name(".training.lock")
 
@@ -348,11 +345,11 @@ class AgentConfig(Settings):
     def _tls_unless_insecure(self) -> AgentConfig:
         if self.tls is None and not self.broker.insecure:
             raise ValueError(
-                "a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)"
+                "a [tls] table with ca, cert and key is missing (only broker.insecure = true works without it)"
             )
         if self.tls is not None and self.broker.insecure:
             raise ValueError(
-                "broker.insecure = true would send in plain text although there is a [tls] table; leave one out"
+                "broker.insecure = true would send in plain text although there is a [tls] table; remove one of them"
             )
         if self.carrier is Carrier.HTTPS and (self.carrier_url is None or self.tls is None):
             missing = "carrier_url" if self.tls is not None else "a [tls] table"
@@ -366,7 +363,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def _anchored(settings: SettingsT, base: Path) -> SettingsT:
-    """The same settings with every relative path taken relative to `base`."""
+    """The same settings with every relative path resolved against `base`."""
     changed: dict[str, object] = {}
     for name, value in settings:
         if isinstance(value, Path):
@@ -377,7 +374,7 @@ def _anchored(settings: SettingsT, base: Path) -> SettingsT:
 
 
 def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
-    """Read `agent.toml`; settings in `environment` (`FEDCG_AGENT_BROKER_HOST`, ...) win over the file.
+    """Read `agent.toml`; settings in `environment` (`FEDCG_AGENT_BROKER_HOST`, ...) override the file.
 
     Raises:
         ConfigError: lists every problem with its line or variable and a hint.
@@ -387,7 +384,7 @@ def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:
-    """Every environment variable that is understood, and the setting it stands for."""
+    """All supported environment variables and their settings."""
     names: dict[str, tuple[str, ...]] = {}
     for key in AgentConfig.model_fields:
         section = section_of(AgentConfig, (key,))

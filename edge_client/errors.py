@@ -1,23 +1,23 @@
 """Errors of the agent.
 
 EdgeError
-├── ConfigError          agent.toml or its environment is wrong; lists every problem with its line
+├── ConfigError          agent.toml or the environment is invalid; lists every problem with its line
 ├── StoreError           the private store can't be used
 │   ├── StoreLockedError     another agent (or its trainer) uses this store
-│   ├── StoreFormatError     of another format or owner, or not a private store at all
+│   ├── StoreFormatError     the folder has another format or owner, or is not a private store
 │   ├── StoreDamagedError    no generation passes its checksums
 │   └── DamagedFileError     one file was altered or truncated
-├── BackupError          a backup can't be made or restored; nothing was overwritten
-├── CohortError          text that is not a cohort code
-├── EnrolError           this box could not be enrolled, its keys not used, its certificate not renewed, or it could not leave
-│   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this box
+├── BackupError          a backup can't be created or restored; nothing was overwritten
+├── CohortError          not a valid cohort code or card
+├── EnrolError           enrolling, using keys, renewing the certificate or leaving failed
+│   ├── NotAcceptedError     the coordinator was not reached, is not the right one, or refuses this device
 │   ├── LateAnswerError      the coordinator did not answer in time
-│   └── ClockError           this box's clock and the coordinator's differ too much for a certificate
-├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
-├── NotRunningError      no agent runs that a command could reach
+│   └── ClockError           this device's clock and the coordinator's differ too much for a certificate
+├── NoAnswerError        the coordinator does not answer this device; names the last step that worked
+├── NotRunningError      no running agent to send a command to
 ├── OwnerRequestError    the running agent does not carry out an owner's request
-├── FirewallError        something that may not leave the device was about to; names device, part and tensor
-└── RoundError           a local round can't be done here; carries the reason that goes into the decline
+├── FirewallError        something that may not leave the device was about to be sent; names device, part and tensor
+└── RoundError           a local round can't be trained here; carries the reason for the decline
 """
 
 from pathlib import Path
@@ -28,33 +28,33 @@ from fedcg.wire.parts import Part
 
 
 class EdgeError(FedcgError):
-    """Base of everything the agent raises."""
+    """Base class of the agent's errors."""
 
 
 class ConfigError(EdgeError):
-    """The configuration is wrong; lists every problem."""
+    """The configuration is invalid; lists every problem."""
 
     exit_code = BAD_INPUT
 
 
 class StoreError(EdgeError):
-    """The private store can't be used, until a person mends it."""
+    """The private store can't be used until a person repairs it."""
 
     exit_code = BAD_INPUT
 
 
 class BackupError(EdgeError):
-    """A backup of this device can't be made or restored; nothing was overwritten."""
+    """A backup of this device can't be created or restored; nothing was overwritten."""
 
 
 class CohortError(EdgeError):
-    """Text that is no cohort code or card, or a secret that can't be replaced."""
+    """Not a valid cohort code or card, or a secret that can't be replaced."""
 
     exit_code = BAD_INPUT
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """The error for a file of the store that exists and can't be read: its content is unknown, not absent."""
+    """The error for a file of the store that exists but can't be read: its content is unknown, not missing."""
     return StoreError(
         f"{error.filename or path} can't be read: {error.strerror or error}. Nothing was changed; "
         "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again",
@@ -63,7 +63,7 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 
 class StoreLockedError(StoreError):
-    """Another agent, or the trainer of one, uses this store."""
+    """Another agent or its trainer uses this store."""
 
     exit_code = ALREADY_RUNNING
 
@@ -81,13 +81,13 @@ class DamagedFileError(StoreError):
 
 
 class EnrolError(EdgeError):
-    """This box could not be enrolled, its keys not used, its certificate not renewed, or it could not leave; names the next step."""
+    """Enrolling, using keys, renewing the certificate or leaving failed; names the next step."""
 
     exit_code = BAD_INPUT
 
 
 class NotAcceptedError(EnrolError):
-    """The coordinator was not reached, is not the right one, or refuses this box."""
+    """The coordinator was not reached, is not the right one, or refuses this device."""
 
     exit_code = NOT_CONNECTED
 
@@ -99,17 +99,17 @@ class LateAnswerError(EnrolError):
 
 
 class ClockError(EnrolError):
-    """This box's clock and the coordinator's differ too much for a certificate; nothing was asked for."""
+    """This device's clock and the coordinator's differ too much for a certificate; no request was sent."""
 
 
 class NoAnswerError(EdgeError):
-    """The coordinator does not answer this device; names the step that messages reached and the likely cause."""
+    """The coordinator does not answer this device; names the last step that worked and the likely cause."""
 
     exit_code = TIMED_OUT
 
 
 class NotRunningError(EdgeError):
-    """No agent runs that a command could reach."""
+    """There is no running agent to send a command to."""
 
     exit_code = NOT_CONNECTED
 
@@ -119,12 +119,12 @@ class OwnerRequestError(EdgeError):
 
 
 class FirewallError(EdgeError):
-    """Something that may not leave the device was about to leave it.
+    """Something that may not leave the device was about to be sent.
 
     Attributes:
         device: its id.
-        part: name of the part concerned, or None where the report or the header is.
-        tensor: name of the tensor or report field concerned, where there is one.
+        part: name of the part concerned; None for the report or the header.
+        tensor: name of the tensor or report field concerned, if any.
     """
 
     def __init__(self, device: str, problem: str, *, part: Part | str | None = None, tensor: str | None = None) -> None:
@@ -136,7 +136,7 @@ class FirewallError(EdgeError):
 
 
 class RoundError(EdgeError):
-    """A local round can't be done on this device."""
+    """A local round can't be trained on this device."""
 
     def __init__(self, reason: DeclineReason, problem: str) -> None:
         self.reason = reason

@@ -26,7 +26,7 @@ from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import VOLUNTARY_REPORT, Part, Report, ReportField, TensorLayout
 from fedcg.wire.sealed_numbers import number_count, to_numbers
 
-# Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
+# The facts about the device in an update's header, with the form of each value. A bit-exact repetition of the round needs them.
 FACTS = {
     "batch_size": r"\d{0,9}",
     "cpu": r"[ -~]{0,120}",
@@ -40,9 +40,9 @@ FACTS = {
 }
 Seal = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.uint32]]
 _BOUNDS = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
-"""Parameters of a spec, and the setting of the policy that bounds each; `max_steps` bounds every other number that a method has."""
+"""Parameters of a spec, and the policy setting that bounds each. `max_steps` bounds all other numbers of a method."""
 _OF_SERVER = "server_"
-"""Parameters whose names begin so cost the coordinator time, and a device nothing."""
+"""Prefix of parameters that only cost the coordinator time."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Sealing:
     """A device's part in the sealed sum of a round.
 
     Attributes:
-        share: what its numbers count for.
-        seal: puts numbers [size] uint32 behind its masks.
+        share: weight of its numbers in the sum.
+        seal: masks numbers [size] uint32.
     """
 
     share: float
@@ -63,7 +63,7 @@ class UpdateFacts:
     """The fields of an update's header besides method and federation.
 
     Attributes:
-        versions, determinism: the facts that a repetition with the same bits needs.
+        versions, determinism: the facts that a bit-exact repetition needs.
     """
 
     device: str
@@ -76,14 +76,14 @@ class UpdateFacts:
 def check_spec(
     spec: FederationSpec, policy: PolicySection, network: NetworkChoice | None = None
 ) -> tuple[DeclineReason, str] | None:
-    """Whether this device would take part under a spec: None, or the reason why not and a text for its operator.
+    """Check whether this device accepts a spec: None, or the decline reason and a text for its owner.
 
-    A spec's split names code: only what the owner installed or allowed counts.
+    A spec's split names code, so only splits that the owner installed or allowed are accepted.
 
     Args:
         spec: of the federation.
         policy: of this device.
-        network: with this device's own backbone; None: as the spec has it.
+        network: with this device's own backbone; None: the spec's network.
     """
     try:
         return _refusal(spec, policy, network)
@@ -106,12 +106,12 @@ def _refusal(
     if own.weights is not None:
         pinned_weights(own.weights)
     if not all(spec.layouts.get(part) for part in spec.upload):
-        return DeclineReason.SPEC_REFUSED, "the spec asks for a part without saying which tensors it has"
+        return DeclineReason.SPEC_REFUSED, "the spec asks for a part without listing its tensors"
     return None
 
 
 def beyond_policy(spec: FederationSpec, policy: PolicySection) -> tuple[tuple[DeclineReason, str], ...]:
-    """Everything that a spec asks for beyond a policy, in words, with the reason to decline it; an approval admits all of it."""
+    """Everything that a spec asks for beyond a policy: decline reasons with texts. An approval admits all of it."""
     found = [(DeclineReason.NEEDS_APPROVAL, text) for text in unlisted(spec, policy).values()]
     if forbidden := frozenset(spec.upload) - policy.allow_upload:
         parts = "; ".join(f"{part.value} ({spec.meaning_of(part)})" for part in sorted(forbidden))
@@ -125,7 +125,7 @@ def beyond_policy(spec: FederationSpec, policy: PolicySection) -> tuple[tuple[De
 
 
 def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
-    """A policy with what one spec asks for, which the device's owner approved: parts, report fields that its method needs, work of a round."""
+    """The policy, widened for one spec that the owner approved: its parts, the report fields its method needs, and its work per round."""
     bounds = {bound: getattr(policy, bound) for bound in _BOUNDS.values()}
     for name, bound in _bounded(spec).items():
         bounds[bound] = max(bounds[bound], spec.params[name])
@@ -141,7 +141,7 @@ def widened(policy: PolicySection, spec: FederationSpec) -> PolicySection:
 
 
 def unlisted(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
-    """Which lists of this device's policy, federations and methods, leave out the spec's, with that in words."""
+    """The policy lists (federations, methods) that lack the spec's value, with a text for each."""
     named = (("federations", spec.federation, policy.federations), ("methods", spec.method, policy.methods))
     return {
         name: f"policy.{name} of this device does not list {value}"
@@ -151,7 +151,7 @@ def unlisted(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
 
 
 def excesses(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
-    """The parameters of a round's cost that exceed this device's policy, with that in words. A method's own defaults are modest."""
+    """The spec parameters that exceed this device's policy, with a text for each. A method's own defaults are modest."""
     found: dict[str, str] = {}
     for name, bound in _bounded(spec).items():
         value, most = spec.params[name], getattr(policy, bound)
@@ -161,7 +161,7 @@ def excesses(spec: FederationSpec, policy: PolicySection) -> dict[str, str]:
 
 
 def _bounded(spec: FederationSpec) -> dict[str, str]:
-    """The setting of the policy that bounds each number of a spec's parameters."""
+    """The policy setting that bounds each numeric parameter of a spec."""
     numbers = [name for name, value in spec.params.items() if type(value) in (int, float)]
     return {name: _BOUNDS.get(name, "max_steps") for name in sorted(numbers) if not name.startswith(_OF_SERVER)}
 
@@ -176,16 +176,16 @@ def build_update(
     base: Base,
     sealing: Sealing | None = None,
 ) -> bytes:
-    """The packed update of one local round.
+    """Pack the update of one local round.
 
     Args:
-        shared: the parts that the method shares in this round, those that are sealed among them.
-        report: fields that the policy or the spec does not allow are left out.
+        shared: the parts that the method shares in this round, including sealed ones.
+        report: fields that the policy or the spec does not allow are removed.
         spec: the federation's spec.
         policy: the limits of this device.
         facts: the rest of the header.
         base: the aggregate that the round started from; a delta codec needs the parts of `spec.with_base`.
-        sealing: puts the numbers of sealed parts behind this device's masks; None: they stay here, and zeros that count for nothing leave.
+        sealing: masks the numbers of sealed parts. None: they stay here, and the update has zeros that are not counted.
 
     Raises:
         FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
@@ -217,16 +217,16 @@ def build_update(
 def _check_facts(facts: UpdateFacts) -> None:
     for name, value in sorted([*facts.versions.items(), *facts.determinism.items()]):
         if name not in FACTS:
-            raise FirewallError(facts.device, "the header of an update has no place for it", tensor=name)
+            raise FirewallError(facts.device, "not an allowed header field of an update", tensor=name)
         if not re.fullmatch(FACTS[name], value):
             raise FirewallError(facts.device, f"its value is not of the form {FACTS[name]}", tensor=name)
 
 
 def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
-    """Check an update that was made earlier against the current policy: its owner may have become stricter meanwhile.
+    """Check a stored update against the current policy, which may have become stricter since.
 
     Raises:
-        FirewallError: it holds a part or a report field that may not leave any more, or is no update at all.
+        FirewallError: it contains a part or report field that may no longer leave, or is not an update.
     """
     try:
         header = read_header(data)
@@ -234,10 +234,10 @@ def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
         raise FirewallError(device, f"the file in the outbox is not an update: {error}") from error
     allowed = {part.value for part in policy.allow_upload}
     for name in sorted({key.partition("/")[0] for key in header.codecs} - allowed):
-        raise FirewallError(device, "policy.allow_upload of this device does not list it any more", part=name)
+        raise FirewallError(device, "policy.allow_upload of this device no longer lists it", part=name)
     reported = frozenset() if header.report is None else header.report.fields()
     for field_name in sorted(reported - policy.allow_report):
-        problem = "policy.allow_report of this device does not list it any more"
+        problem = "policy.allow_report of this device no longer lists it"
         raise FirewallError(device, problem, tensor=field_name.value)
 
 
@@ -250,7 +250,7 @@ def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySec
         if part not in wanted:
             raise FirewallError(facts.device, "the spec does not ask for it", part=part)
     for part in sorted(wanted - parts):
-        raise FirewallError(facts.device, "the spec asks for it, and the local round did not return it", part=part)
+        raise FirewallError(facts.device, "the spec asks for it, but the local round did not return it", part=part)
 
 
 def _checked_part(
@@ -268,7 +268,7 @@ def _checked_part(
 
 
 def _sealed(parts: PartArrays, spec: FederationSpec, sealing: Sealing | None) -> dict[str, Array]:
-    """The numbers of sealed parts behind masks, or zeros."""
+    """The masked numbers of sealed parts, or zeros."""
     if sealing is None:
         return {part.value: np.zeros(number_count(spec.layouts[part]), np.uint32) for part in parts}
     assert spec.sealed_range is not None
@@ -278,14 +278,14 @@ def _sealed(parts: PartArrays, spec: FederationSpec, sealing: Sealing | None) ->
 
 
 def _problem_of(tensor: Array, layout: TensorLayout) -> str:
-    """Why a tensor may not leave, or nothing."""
-    if type(tensor) is not np.ndarray:  # a subclass may carry more than its numbers
+    """Why a tensor may not leave; empty if it may."""
+    if type(tensor) is not np.ndarray:  # a subclass may carry extra data
         return f"{type(tensor).__name__} instead of a plain array"
     if tensor.dtype != np.dtype(layout.dtype):
         return f"element type {tensor.dtype} instead of {layout.dtype}"
     if tensor.shape != layout.shape:
         return f"shape {tensor.shape} instead of {layout.shape}"
-    return beyond(tensor, layout) if np.isfinite(tensor).all() else "it holds NaN or infinity"
+    return beyond(tensor, layout) if np.isfinite(tensor).all() else "it contains NaN or infinity"
 
 
 def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:
@@ -293,15 +293,15 @@ def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection,
         raise FirewallError(device, f"{type(report).__name__} instead of a plain report")
     for name in sorted(spec.required_report):
         if name not in policy.allow_report:
-            problem = f"method {spec.method} needs this report field and policy.allow_report does not list it"
+            problem = f"method {spec.method} needs this report field, but policy.allow_report does not list it"
             raise FirewallError(device, problem, tensor=name.value)
         if name not in report.fields():
             raise FirewallError(device, f"method {spec.method} needs this report field", tensor=name.value)
     try:
         allowed = report.only(report.fields() & policy.allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT))
-    except ValidationError as error:  # it was made without checks
+    except ValidationError as error:  # constructed without validation
         field_name = ".".join(str(step) for step in error.errors()[0]["loc"])
-        raise FirewallError(device, "its value is not what this report field holds", tensor=field_name) from error
+        raise FirewallError(device, "its value is not valid for this report field", tensor=field_name) from error
     if allowed.per_class is not None and not allowed.per_class.fits(len(spec.classes)):
         raise FirewallError(device, f"not of {len(spec.classes)} classes", tensor=ReportField.PER_CLASS.value)
     counts, examples = allowed.label_counts, allowed.examples

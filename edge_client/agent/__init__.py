@@ -1,1 +1,1 @@
-"""The loop that joins the other rooms."""
+"""The agent's loop, which connects the other packages."""

@@ -1,4 +1,4 @@
-"""Carries out the state machine's commands: send, fetch, check, start training, store. Never imports torch."""
+"""Executes the state machine's commands: send, fetch, check, start training, store. Never imports torch."""
 
 import contextlib
 from collections.abc import Callable
@@ -37,22 +37,22 @@ from fedcg.wire.transfer.chunk_sender import ChunkFile
 
 @dataclass(eq=False)
 class CommandExecutor:
-    """Carries out commands.
+    """Executes commands.
 
     Args:
         config: of this device.
         store: its private store.
         link: sends messages to the coordinator.
-        transfer: moves artifacts.
+        transfer: transfers artifacts.
         trainer: the training process.
         owner: the decisions of the device's owner.
-        chunk_bytes: gives the chunk size that fits the link.
+        chunk_bytes: returns the chunk size that fits the link.
         events: the event log.
         clock: monotonic seconds.
 
     Attributes:
-        outcome: whether the federation ended well here; None before its end.
-        why: what was found last, in words that stay on this device, by the reason that a decline gives for it.
+        outcome: whether the federation ended successfully on this device; None before its end.
+        why: for each decline reason, the latest explanation, which stays on this device.
     """
 
     config: AgentConfig
@@ -95,11 +95,11 @@ class CommandExecutor:
         }
 
     def carry_out(self, command: signals.Command, state: SessionState) -> signals.Event | None:
-        """Carry out a command; returns an event that follows at once."""
+        """Execute a command. Returns an event that follows immediately, if any."""
         return self._handlers[type(command)](command, state)
 
     def _load_update(self, command: signals.LoadUpdate, state: SessionState) -> signals.Event:
-        """The outbox of the newest generation, cut into chunks for the link; its digest is that of the commit."""
+        """Load the newest generation's update, in chunks for the link. Its digest is the one from the commit."""
         generation = self.store.generations.newest()
         assert generation is not None
         assert generation.outbox is not None
@@ -107,7 +107,7 @@ class CommandExecutor:
         ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self.chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
-            ref = known  # an announced chunk size is kept while the link takes it
+            ref = known  # keep an announced chunk size if the link supports it
         if known != ref:
             self._update = ChunkFile(path, ref)
         return signals.OutboxFound(generation.round_attempt, ref)
@@ -122,11 +122,11 @@ class CommandExecutor:
             self.transfer.carrier.send(self._update, command.ranges)
 
     def _record_sending(self) -> None:
-        """Make durable what is about to leave, before its first byte does; a failure keeps it here."""
+        """Record an update durably before its first byte leaves. If that fails, the update is not sent."""
         generation = self.store.generations.newest()
         assert generation is not None
         data = self.store.generations.update_bytes(generation)
-        if self.owner.sent.update(data):  # what is left of one that an earlier process began is counted already
+        if self.owner.sent.update(data):  # False if an earlier process has already counted it
             self.owner.traffic.sent(len(data))
 
     def _want(self, command: signals.Want, state: SessionState) -> signals.Event | None:
@@ -136,7 +136,7 @@ class CommandExecutor:
             self.events.write("refused", what="offer", detail=str(error))
             self.why[DeclineReason.SPEC_REFUSED] = str(error)
             if state.offer is not None:
-                # stays refused until the agent starts again: a coordinator that asks for this is not sound
+                # refused until the agent restarts: a correct coordinator does not ask for this
                 return signals.SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 
@@ -156,11 +156,11 @@ class CommandExecutor:
     def _without_roster(self, spec: FederationSpec) -> tuple[DeclineReason, str] | None:
         if not spec.sealed or self.store.roster().keys.get(self.config.device) == self._sum_key.public:
             return None
-        way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all the cards, then start the agent again"
-        return DeclineReason.SPEC_REFUSED, f"sealed sums need the cohort's roster with this device's card: {way}"
+        way = "`fedcg cohort card` on every device, `fedcg cohort roster FILE` with all cards, then restart the agent"
+        return DeclineReason.SPEC_REFUSED, f"sealed sums need a roster with this device's card: {way}"
 
     def _announce_sum(self, command: signals.AnnounceSum, state: SessionState) -> signals.Event | None:
-        """Announce keys for the next sum of the round: of the weights first, where nobody may know them."""
+        """Announce keys for the round's next sum. If weights are secret, their sum comes first."""
         at, spec = command.round_attempt, self.store.spec("" if state.offer is None else state.offer.spec.id)
         if spec is None or spec.has_public_counts:
             return self._announce("parts", at, state, command.images, command.vote)
@@ -190,7 +190,7 @@ class CommandExecutor:
         if obstacle:
             self._refuse_sum(at, exchange, SumObstacle.BLOCKED, state)
         if keys is None:
-            known = "this device's numbers of the round, or of a later one, are in a sum"
+            known = "this device's numbers of this or a later round are already in a sum"
             self.events.write("sum_off", **where, reason=obstacle or known)
             return signals.SumReady(at)
         if self._announced != (at, exchange):
@@ -200,18 +200,18 @@ class CommandExecutor:
         return None
 
     def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> signals.Event | None:
-        """Answer, or refuse what an honest coordinator does not ask for; a device that dealt shares and can't mask declines the round."""
+        """Answer a step, or refuse what an honest coordinator does not ask for. A device that dealt shares but can't mask declines the round."""
         at, step, exchange = command.round_attempt, command.step, command.exchange
         keeper, sum_round = self._sums[exchange], self._sum_round(at, exchange)
-        is_due = at == state.offered and state.sum_ready != at  # else it is trained already, or is none to train
+        is_due = at == state.offered and state.sum_ready != at  # else it is already trained, or can't be trained
         if isinstance(step, SumOff):
             if is_due:
-                reason = "too few devices answered in time, or the coordinator refused what this one announced"
+                reason = "too few devices answered in time, or the coordinator refused this device's announcement"
                 self.events.write("sum_off", round=at.round, attempt=at.attempt, reason=reason)
             return signals.SumReady(at)
         try:
             if obstacle := self.store.sum_gate.obstacle(at.round):
-                raise SumError(obstacle, "blocked")  # keys from before a restore, or under another secret
+                raise SumError(obstacle, "blocked")  # keys from before a restore, or for another secret
             if isinstance(step, SumOpened):
                 keeper.opened(sum_round, step)
                 found = keeper.found(sum_round)
@@ -233,7 +233,7 @@ class CommandExecutor:
         return None
 
     def _refuse_sum(self, at: RoundAttempt, exchange: SumExchange, why: SumObstacle, state: SessionState) -> None:
-        """Tell the coordinator, which waits for this device no longer."""
+        """Notify the coordinator, so that it stops waiting for this device."""
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=SumRefused(why=why)))
 
     def _sum_round(self, at: RoundAttempt, exchange: SumExchange) -> SumRound:
@@ -242,7 +242,7 @@ class CommandExecutor:
     def _start_trainer(self, command: signals.StartTrainer, state: SessionState) -> signals.Event | None:
         try:
             pid = self.trainer.start()
-        except OSError as error:  # no memory or no process left: tried again with longer pauses
+        except OSError as error:  # no memory or process left: retried with longer pauses
             self.events.write("agent_error", detail=f"the training process can't be started: {error}")
             return signals.TrainerDied()
         self.events.write("trainer_started", pid=pid)
@@ -260,10 +260,10 @@ class CommandExecutor:
         try:
             self.store.artifacts.get(artifact)
         except FileNotFoundError:
-            return False  # deleted as one of an earlier round, to which a restored coordinator went back: it is fetched again
+            return False  # pruned as old, but a restored coordinator returned to its round: it is fetched again
         except (IntegrityError, OSError) as error:
-            self.events.write("refused", what="aggregate", detail=f"{error}. It is fetched again")
-            with contextlib.suppress(OSError):  # fetching it again replaces it
+            self.events.write("refused", what="aggregate", detail=f"{error}. It will be fetched again")
+            with contextlib.suppress(OSError):  # the new download replaces it
                 self.store.artifacts.delete(artifact)
             return False
         return True

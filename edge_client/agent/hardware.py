@@ -1,4 +1,4 @@
-"""The agent's eye on its own box: whether it may take part in a round now, and its readings as a file for Prometheus' node exporter."""
+"""Hardware monitoring for the agent: whether the device may train now, and readings as a file for Prometheus' node exporter."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class HardwareWatch:
-    """Watches the box that one agent runs on.
+    """Monitors the hardware that one agent runs on.
 
     Args:
         config: of the device.
@@ -32,7 +32,7 @@ class HardwareWatch:
         now: local time.
 
     Attributes:
-        last_read: the readings of the last look; None before the first.
+        last_read: the latest readings; None before the first.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class HardwareWatch:
         self._round_s = self._last_round_s()
         self._paused_s = 0.0
         self._has_failed = False
-        self._ahead_s: float | None = None  # the coordinator's clock against the monotonic one
+        self._ahead_s: float | None = None  # the coordinator's clock minus the monotonic one
 
     def _last_round_s(self) -> float | None:
-        """How long all steps of a round took in the last one that the ledger has of this federation."""
+        """How long all steps took in the last round of this federation in the ledger."""
         found = None
         for line in read_lines(self._config.store / LEDGER_FILE):
             seconds, share = line.get("seconds"), line.get("share", 1.0)
@@ -64,11 +64,11 @@ class HardwareWatch:
         return found
 
     def welcomed(self, server_time: float | None, now: float) -> None:
-        """Learn the coordinator's clock: its deadlines are times of it. `now` is monotonic."""
+        """Store the offset of the coordinator's clock, which its deadlines refer to. `now` is monotonic."""
         self._ahead_s = None if server_time is None else server_time - now
 
     def predicted_s(self, share: float) -> float | None:
-        """How long a share of a round's steps will take here, to be told the coordinator; None where it is not known, or stays here."""
+        """The predicted time for a share of a round's steps, for the coordinator; None if unknown or if the policy keeps it here."""
         if self._round_s is None or not self._is_told:
             return None
         return round(self._round_s * share, 1)
@@ -78,9 +78,9 @@ class HardwareWatch:
         return ReportField.HEALTH in self._config.policy.allow_report
 
     def decline(self, invited: Invited, offer: Offer | None, now: float) -> tuple[DeclineReason, str] | None:
-        """Why an invitation is declined, or None: a code, which leaves the box, and a sentence for its owner.
+        """Why an invitation is declined, or None: a code that leaves the device, and a sentence for its owner.
 
-        Where the owner does not allow the report field `health`, the code is `not_eligible`.
+        If the owner does not allow the report field `health`, the code is `not_eligible`.
         """
         left_s = None
         if offer is not None and offer.at == invited.round_attempt and self._ahead_s is not None:
@@ -91,11 +91,11 @@ class HardwareWatch:
         return found.obstacle if self._is_told else DeclineReason.NOT_ELIGIBLE, found.detail
 
     def reason(self, left_s: float | None = None, share: float = 1.0) -> Reason | None:
-        """Why the box may not take part now, or None.
+        """Why the device may not train now, or None.
 
         Args:
-            left_s: seconds until the deadline of the round; None where it is not known.
-            share: of the spec's local steps that are asked for.
+            left_s: seconds until the deadline of the round; None if unknown.
+            share: requested share of the spec's local steps.
         """
         round_s = None if self._round_s is None else self._round_s * share
         return self._look()[1] or (None if left_s is None else no_time(left_s, round_s))
@@ -109,7 +109,7 @@ class HardwareWatch:
             return read, self._last
 
     def noted(self, event: Mapping[str, EventValue]) -> None:
-        """Learn from an event of the training process how long all steps of a round take here; its pauses do not count."""
+        """Update the duration of a round's steps from an event of the training process. Pauses don't count."""
         seconds, share = event.get("seconds"), event.get("share")
         if event["event"] == "phase_started" and event.get("phase") == "load":
             self._paused_s = 0.0
@@ -119,7 +119,7 @@ class HardwareWatch:
             self._round_s = max(0.0, seconds - self._paused_s) / (share if isinstance(share, float) else 1.0)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Read the sensors all the time, on a thread of its own, and write the file of metrics where one is configured."""
+        """Read the sensors periodically on a separate thread, and write the metrics file if configured."""
         return repeating("hardware", self._look_and_write)
 
     def _look_and_write(self) -> float:
@@ -134,14 +134,14 @@ class HardwareWatch:
         except OSError as error:
             if not self._has_failed:
                 _log.warning(
-                    "metrics_folder %s can't be written to: %s; it must be there, and the agent's", folder, error
+                    "metrics_folder %s can't be written to: %s; give the agent's user write access", folder, error
                 )
             self._has_failed = True
         return LOOK_EVERY_S
 
 
 def metrics_text(config: AgentConfig, read: Telemetry, reason: Reason | None) -> str:
-    """The readings in Prometheus' text format; a reading that is unavailable has no line."""
+    """The readings in Prometheus' text format. Unavailable readings are left out."""
     about = {"federation": config.federation, "device": config.device}
     lines: list[str] = []
     for name, labels, value in _samples(read, reason):
@@ -159,7 +159,7 @@ def _escaped(text: str) -> str:
 
 
 def _samples(read: Telemetry, reason: Reason | None) -> Iterator[Sample]:
-    """One metric after the other, as the format wants its lines together."""
+    """Samples grouped by metric, as the format requires."""
     zones = {f"{zone.name} {number}": zone for number, zone in enumerate(read.zones)}
     for name, zone in zones.items():
         yield "temperature_celsius", {"zone": name}, zone.temperature_c

@@ -1,7 +1,7 @@
-"""The agent: one loop between the link to the coordinator, the transfer of artifacts, the training process and the state machine.
+"""The agent: one loop that connects the coordinator link, artifact transfers, the training process and the state machine.
 
-Other threads only put into one bounded queue (`Inbox`); everything else happens in `Agent.run`, which never waits for training. Never
-imports torch.
+Other threads only put items into one bounded queue (`Inbox`). Everything else happens in `Agent.run`, which never waits for training.
+Never imports torch.
 """
 
 import logging
@@ -43,15 +43,15 @@ from fedcg.wire.transport.transport import Delivery, Transport
 from fedcg.worker_process import Exited
 
 INBOX_BYTES = 32 * 1024 * 1024
-"""16 times the bytes that a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
-ITEM_BYTES = 1024  # bytes that an item counts besides its content, so that empty ones are bounded as well
+"""16 times a download's window. The loop is at most 0.25 s late, and a device may have only 2 GB of memory."""
+ITEM_BYTES = 1024  # added to the content's size, so that empty items are bounded too
 
 
 Item = Delivery | LinkChanged | Chunk | TrainerReport
 
 
 class Inbox(queue.Queue[Item]):
-    """A `queue.Queue` whose size is in bytes; a single item may pass the bound, the next one waits or is refused."""
+    """A `queue.Queue` whose size is in bytes. One item may exceed the bound. The next one waits or is refused."""
 
     def __init__(self) -> None:
         super().__init__(INBOX_BYTES)
@@ -80,7 +80,7 @@ def _weight(item: Item) -> int:
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
-OLDER_EVERY_S = 60.0  # between two sessions that the status of an older coordinator ends: it may be a replay
+OLDER_EVERY_S = 60.0  # between sessions ended by an older coordinator's status, which may be a replay
 _log = logging.getLogger(__name__)
 
 
@@ -93,18 +93,18 @@ class Agent:
     Args:
         config: of this device.
         store: its private store, locked by the caller.
-        keys: for signatures.
-        transport: the connection to the broker, with the will of `offline_will`.
+        keys: signing keys.
+        transport: the broker connection, with the will from `offline_will`.
         make_trainer: builds the handle of the training process around a callback for its reports.
         events: the event log.
         clock: monotonic seconds.
 
     Raises:
-        StoreError: nothing in the store is whole, or the disk does not answer.
+        StoreError: the store has no intact generation, or the disk does not respond.
 
     Attributes:
-        self_reporter: makes the reports of this device about itself.
-        hardware: watches the box.
+        self_reporter: sends this device's self-reports.
+        hardware: monitors the hardware.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Agent:
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
         self._reads_chunks = https is None
-        window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
+        window = config.broker.limits.window if https is None else None  # HTTPS has no broker queue
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter.refusals, events)
         self._requests = owner.OwnerRequests(store.root)
@@ -165,7 +165,7 @@ class Agent:
         self._state = self._restored()
 
     def _restored(self) -> SessionState:
-        """The state that continues what the store holds; damage in it is reported."""
+        """The session state restored from the store. Damage is reported."""
         generation, problems = self._store.generations.current()
         for problem in (*problems, *self._store.damage()):
             self._reporter.damage(problem)
@@ -184,14 +184,14 @@ class Agent:
         )
 
     def stop(self) -> None:
-        """End `run` soon; may be called from a signal handler or another thread."""
+        """Make `run` return soon. May be called from a signal handler or another thread."""
         self._stopping = True
 
     def run(self, *, until_finished: bool = False) -> int:
-        """Work until stopped, or until the federation is over when `until_finished` is set.
+        """Run until stopped or, with `until_finished`, until the federation is over.
 
         Returns:
-            0; 1 when the federation is over and this device could not choose or export its model; 4 when it is revoked.
+            Exit code: 0; 1 if the federation is over and this device could not choose or export its model; 4 if it is revoked.
         """
         self._events.write(
             "agent_started",
@@ -202,11 +202,11 @@ class Agent:
         )
         try:
             with self._reporter.recording_errors(
-                "control", "the owner's commands don't reach this agent: its folder for them"
+                "control", "the owner's commands can't reach this agent: folder for requests"
             ):
                 self._requests.open()
             self._heed_owner()
-            self._handle(signals.Tick())  # starts the training process: it loads torch while the link comes up
+            self._handle(signals.Tick())  # start the training process early: it loads torch while the link connects
             self._transfer.start()
             self._link.subscribe(chunks=self._reads_chunks)
             if self._is_revoked:
@@ -236,7 +236,7 @@ class Agent:
         return self._executor.outcome is not None or self._is_revoked
 
     def _back_off(self) -> None:
-        """This device is revoked: report it once, and try again after a long time."""
+        """Report the revocation once, and retry after a long time."""
         self._events.write("revoked", detail=REVOKED_ADVICE)
         self._transport.be_patient(REVOKED_RETRY_S)
 
@@ -244,10 +244,10 @@ class Agent:
         try:
             self._inbox.put_nowait(delivery)
         except queue.Full:
-            self._dropped += 1  # every sender repeats a message that was not answered
+            self._dropped += 1  # senders repeat unanswered messages
 
     def _put(self, item: signals.LinkChanged | Chunk) -> None:
-        """Wait for room: no sender repeats an event of the link, and a chunk that waits is not read from its connection."""
+        """Wait for room: link events are not repeated, and waiting stops reading chunks from the connection."""
         while not self._stopping:
             try:
                 self._inbox.put(item, timeout=IDLE_S)
@@ -272,7 +272,7 @@ class Agent:
             if self._link.older_epoch is not None and self._link.handshake.is_open and self._clock() >= self._older_at:
                 self._older_at = self._clock() + OLDER_EVERY_S
                 self._link.handshake.close()
-                self._handle(signals.SessionLost())  # the hello that follows names the epoch that this device knows
+                self._handle(signals.SessionLost())  # the next hello names the epoch that this device knows
             self._download(lambda: self._transfer.keep_completed(self._state, self._clock()))
             self._handle(signals.Sending() if self._transfer.carrier.is_sending else signals.Tick())
             if self._link.handshake.is_open:
@@ -284,7 +284,7 @@ class Agent:
             self._fail("loop" if item is None else type(item).__name__, error)
 
     def _download(self, step: Callable[[], Input | None]) -> None:
-        """Take a step of the downloads and handle what follows; an error is recorded, and the step comes again."""
+        """Do a download step and handle its event. Errors are recorded, and the step is retried."""
         follows = None
         with self._reporter.recording_errors("download"):
             follows = step()
@@ -294,7 +294,7 @@ class Agent:
         if isinstance(error, OSError):
             self._reporter.disk_failed(re.sub("(?<=[a-z])(?=[A-Z])", " ", what).lower(), error)
             return
-        if isinstance(error, EdgeError):  # its message says what to do
+        if isinstance(error, EdgeError):  # its message names the next step
             self._events.write("agent_error", detail=f"{what}: {error}")
             return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
@@ -316,7 +316,7 @@ class Agent:
             self._trainer_reported(item)
 
     def _heed_owner(self) -> None:
-        """Follow the owner's decisions: whether new rounds are trained."""
+        """Apply the owner's decisions on training new rounds."""
         reason = self._code(self._owner.obstacle(self._state))
         if reason is not self._owners_reason:
             self._owners_reason = reason
@@ -329,7 +329,7 @@ class Agent:
             self._heed_owner()
             self._reporter.progress = None
             self._trainer.stop()
-            self._adopt_commit()  # it may have died between its commit and its report
+            self._adopt_commit()  # it may have died after its commit and before its report
             self._handle(signals.TrainingAbandoned())
         elif reply["ok"] and isinstance(request, owner.ApproveRequest | owner.RevokeRequest):
             delivery, is_withheld = self._state.delivery, not self._owner.outbox_may_leave(self._reporter)
@@ -341,7 +341,7 @@ class Agent:
     def _handle(self, event: Input | None) -> None:
         if event is None:
             return
-        if isinstance(event, signals.Invited):  # what keeps this device from it: its owner, or the box
+        if isinstance(event, signals.Invited):  # an obstacle: the owner's decision, or the hardware
             found = self._owner.obstacle(self._state)
             found = found or self.hardware.decline(event, self._state.offer, self._clock())
             self._events_due.append(signals.ObstacleChanged(self._code(found)))
@@ -360,7 +360,7 @@ class Agent:
                 self._carry_out(command)
 
     def _follow_standing(self, statement: signals.Revoked | signals.Welcomed) -> None:
-        """Keep whether the coordinator has this device as a member, where that is another answer than before."""
+        """Store whether the coordinator has revoked this device, if that has changed."""
         is_revoked = isinstance(statement, signals.Revoked)
         if is_revoked is self._is_revoked:
             return
@@ -377,14 +377,14 @@ class Agent:
             self._reporter.hello(self._link.why_refused)
         try:
             follows = self._executor.carry_out(command, self._state)
-        except Exception as error:  # noqa: BLE001 - it must not take the commands after this one along: nobody gives them again
+        except Exception as error:  # noqa: BLE001 - the following commands must still run: they are not repeated
             self._fail(type(command).__name__, error)
             follows = given_up(command)
         if follows is not None:
             self._events_due.append(follows)
 
     def _code(self, found: owner.Refusal | None) -> DeclineReason | None:
-        """The code that may leave the device; the words stay here."""
+        """The decline code, which may leave the device. The explanation stays here."""
         if found is None:
             return None
         reason, self._executor.why[found[0]] = found
@@ -402,7 +402,7 @@ class Agent:
             if isinstance(meaning, Chunk):
                 self._take_chunk(meaning)
                 return
-        # The message counts also where this fails: a broadcast is not repeated.
+        # The message is used even if this fails: a broadcast is not repeated.
         with self._reporter.recording_errors("memory", "the stored state of the coordinator"):
             self._trust.save()
         if isinstance(meaning, PinnedKey):
@@ -451,7 +451,7 @@ class Agent:
             self._executor.why[report.reason] = report.detail
         elif isinstance(report, signals.Chosen):
             self.self_reporter.look_at_model()
-        self._handle(report)  # before the step that can fail: the disk
+        self._handle(report)  # before pruning, which may fail with a disk error
         offer = self._state.offer
         if (
             isinstance(report, signals.RoundFailed)
@@ -460,7 +460,7 @@ class Agent:
         ):
             checked = self._executor.carry_out(
                 signals.CheckSpec(offer.spec.id), self._state
-            )  # a program changed: it asks
+            )  # the program changed: asks for approval
             assert checked is not None
             self._handle(checked)
         if isinstance(report, signals.RoundCommitted):
@@ -473,7 +473,7 @@ class Agent:
         self._reporter.died(report)
         self._executor.why[DeclineReason.TRAINING_FAILED] = f"the training process ended with code {report.exit_code}"
         try:
-            self._adopt_commit()  # it may have died between its commit and its report
+            self._adopt_commit()  # it may have died after its commit and before its report
         finally:
             self._handle(signals.TrainerDied())
 

@@ -1,14 +1,13 @@
-"""The owner of a device and its agent: the owner's requests, and the agent's answers, pauses, approvals and daily limits.
+"""The owner's control of the agent: requests and answers, pauses, approvals and daily limits.
 
-Requests are files in the private store; the agent looks at them in every turn of its loop.
+Requests are files in the private store. The agent checks for them in every iteration of its loop.
 
-    control/lock         held by an agent for as long as it answers
-    control/ID.request   a request of a strict schema, at most 4 KB of JSON
-    control/ID.answer    its reply: {"ok": true, "data": ...} or {"ok": false, "error": ...}
+    control/lock         held by the agent while it answers requests
+    control/ID.request   a request with a strict schema, at most 4 KB of JSON
+    control/ID.answer    the reply: {"ok": true, "data": ...} or {"ok": false, "error": ...}
 
-Only the store's user and root can open the folder (0700). No file needs to survive a power cut: a command that got no answer in time takes
-its request back, and an agent that starts removes what an earlier one left. `OwnerControl` belongs to the agent's loop: nothing in it waits
-or is called from another thread.
+Only the store's user and root can open the folder (0700). No file needs to survive a power cut: a command without an answer deletes its
+request, and a starting agent deletes old files. `OwnerControl` belongs to the agent's loop. It never blocks and isn't called from other threads.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ MAX_PAUSE_S = 366 * 86_400.0
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 20
 ANSWER_S = 15.0
-"""The loop looks four times a second, unless its disk is slow."""
+"""The loop checks four times a second, unless its disk is slow."""
 LOOK_EVERY_S = 0.02
 _LOCK = "lock"
 _SUFFIXES = (".request", ".answer", ".draft")
@@ -59,7 +58,7 @@ class _Request(BaseModel):
 
 
 class PauseRequest(_Request):
-    """Train no new round; `now`: abandon the one under way, too."""
+    """Train no new round. With `now`, also abandon the current one."""
 
     command: Literal["pause"] = "pause"
     for_s: Annotated[float, Field(gt=0, le=MAX_PAUSE_S)] | None = None
@@ -74,7 +73,7 @@ class ResumeRequest(_Request):
 
 
 class StatusRequest(_Request):
-    """The live state."""
+    """Ask for the live state."""
 
     command: Literal["status"] = "status"
 
@@ -103,12 +102,12 @@ def success(data: Reply) -> Reply:
 
 
 def failure(error: str) -> Reply:
-    """The reply to a request that was not."""
+    """The reply to a request that was not carried out."""
     return {"ok": False, "error": error}
 
 
 class OwnerRequests:
-    """The agent's side: takes requests and writes their answers.
+    """The agent's side: reads requests and writes answers.
 
     Args:
         root: of the private store.
@@ -120,10 +119,10 @@ class OwnerRequests:
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Begin to take requests; the caller holds the store's lock, so what is there was left by an earlier agent.
+        """Start accepting requests. The caller holds the store's lock, so existing files are from an earlier agent.
 
         Raises:
-            OSError: the folder can't be made.
+            OSError: the folder can't be created.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._folder.chmod(0o700)
@@ -131,25 +130,25 @@ class OwnerRequests:
             with contextlib.suppress(OSError):
                 left.unlink()
         self._lock = (self._folder / _LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits for a command that looks at it
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # waits for a command that is testing it
 
     def close(self) -> None:
-        """Take no more requests."""
+        """Stop accepting requests."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def answer_all(self, answer: Callable[[OwnerRequest], Reply]) -> None:
-        """Answer the requests that wait, each once; one that can't be read or taken away is left alone from then on.
+        """Answer each waiting request once. A request that can't be read or deleted is skipped from then on.
 
         Raises:
-            OSError: a request can't be read, or its answer not be written; the others are answered at the next look.
+            OSError: a request can't be read, or its answer can't be written. The others are answered by the next call.
         """
         for path in sorted(self._folder.glob("*.request")) if self._lock is not None else ():
             if path.name in self._seen:
                 continue
             self._seen.add(path.name)
-            with contextlib.suppress(FileNotFoundError):  # whoever asked waits no more
+            with contextlib.suppress(FileNotFoundError):  # the command has given up waiting
                 with path.open("rb") as file:
                     text = file.read(MAX_REQUEST_BYTES + 1)
                 path.unlink()
@@ -159,7 +158,7 @@ class OwnerRequests:
 
 def _reply_to(text: bytes, answer: Callable[[OwnerRequest], Reply]) -> Reply:
     if len(text) > MAX_REQUEST_BYTES:
-        return failure(f"a request has at most {MAX_REQUEST_BYTES} bytes")
+        return failure(f"a request can have at most {MAX_REQUEST_BYTES} bytes")
     try:
         request = _REQUESTS.validate_json(text)
     except ValidationError as error:
@@ -169,17 +168,17 @@ def _reply_to(text: bytes, answer: Callable[[OwnerRequest], Reply]) -> Reply:
 
 
 def ask_agent(root: Path, request: OwnerRequest) -> Reply:
-    """Ask the running agent of a private store; returns the data of its reply.
+    """Send a request to the running agent of a private store and return the data of its reply.
 
     Raises:
         NotRunningError: no agent runs with this store.
-        OwnerRequestError: it does not carry the request out, or gives no readable answer in time.
+        OwnerRequestError: the agent refuses the request, or gives no readable answer in time.
     """
     path = root / CONTROL_FOLDER / f"{secrets.token_hex(8)}.request"
     try:
         _check_running(root)
         try:
-            _write(path, request.model_dump_json(), READABLE)  # root's, too, is the agent's to read
+            _write(path, request.model_dump_json(), READABLE)  # so that the agent can also read a request by root
             reply = json.loads(_answer_to(path, root))
         finally:
             for suffix in _SUFFIXES:
@@ -188,7 +187,7 @@ def ask_agent(root: Path, request: OwnerRequest) -> Reply:
         raise OwnerRequestError(f"{root} belongs to the agent's user: run this as that user or root") from error
     except (OSError, ValueError) as error:
         raise OwnerRequestError(
-            f"the agent of {root} gives no readable answer ({error}); look at `fedcg agent logs`"
+            f"the agent of {root} gives no readable answer ({error}); check `fedcg agent logs`"
         ) from error
     if not isinstance(reply, dict) or reply.get("ok") is not True or not isinstance(reply.get("data"), dict):
         raise OwnerRequestError(str(reply.get("error") if isinstance(reply, dict) else reply))
@@ -209,13 +208,13 @@ def _answer_to(path: Path, root: Path) -> bytes:
         _check_running(root)
         if is_late:
             raise OwnerRequestError(
-                f"the agent is busy and did not answer within {ANSWER_S:g} s; look at `fedcg agent status` whether it was done, and try again"
+                f"the agent is busy and did not answer within {ANSWER_S:g} s; check with `fedcg agent status` whether it was done, then retry"
             )
         time.sleep(LOOK_EVERY_S)
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """A whole file or none."""
+    """Write a file atomically."""
     draft = path.with_suffix(".draft")
     try:
         draft.touch(mode)
@@ -230,8 +229,8 @@ def _write(path: Path, text: str, mode: int) -> None:
 
 MB = 1_000_000
 HEADER_BYTES, CLASS_BYTES, CODEC_BYTES = 4096, 128, 32
-"""Bounds on an update's header: facts and figures, numbers of a class in the report, the codec of a tensor beside its name."""
-WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
+"""Bounds on an update's header: facts and figures, report numbers per class, the codec of a tensor in addition to its name."""
+WITHHELD = "withheld"  # outcome of an update that the owner's policy forbids after it was created
 Refusal = tuple[DeclineReason, str]
 
 
@@ -248,8 +247,8 @@ class OwnerControl:
         StoreError: a file with decisions is damaged or can't be read.
 
     Attributes:
-        sent: the record of everything that leaves.
-        traffic: the bytes of the day.
+        sent: the record of everything that leaves the device.
+        traffic: the bytes transferred today.
     """
 
     def __init__(self, config: AgentConfig, store: PrivateStore, events: EventLog, wall: Callable[[], float]) -> None:
@@ -258,7 +257,7 @@ class OwnerControl:
         self._events = events
         self._wall = wall
         self._consent = Consent(store.root)
-        self._consent.read()  # a damaged file ends the start of the agent, with the next step
+        self._consent.read()  # a damaged file stops the agent's start with an error that names the next step
         self._pauses = PauseFile(store.root)
         self._pause = self._pauses.read()
         self._limits = (config.policy.max_upload_mb_per_day, config.policy.max_download_mb_per_day)
@@ -269,11 +268,11 @@ class OwnerControl:
     # Specs
 
     def policy_for(self, digest: str) -> PolicySection:
-        """The policy under which a kept spec is carried out."""
+        """The policy that applies to a stored spec, including its approval."""
         return self._consent.policy_for(self._config.policy, self._store.spec(digest))
 
     def check(self, spec: FederationSpec) -> Refusal | None:
-        """Whether a spec is within the policy or approved; one that an approval would admit is remembered as waiting."""
+        """Check whether a spec is within the policy or approved. A spec that an approval would admit is recorded as waiting."""
         policy = self._config.policy
         try:
             network = spec.network.with_backbone(own_backbone(self._config, self._store, spec))
@@ -291,21 +290,21 @@ class OwnerControl:
         return refusal
 
     def _of_program(self, spec: FederationSpec) -> Refusal | None:
-        """Why this device's own program may not run under a spec: its code is other than what ran before, or there is none."""
+        """Why this device's own program may not run under a spec: its code has changed, or none is configured."""
         program = Program.of_source(self._config.data.root)
         if program is None:
-            advice = 'this federation trains a program of each device: set `program = "module:function"` under [training] in agent.toml'
+            advice = 'this federation trains each device\'s own program: set `program = "module:function"` under [training] in agent.toml'
             return (DeclineReason.SPEC_REFUSED, advice) if spec.network.split in (PROGRAM, TRAINER) else None
         try:
             digest = program.digest()
         except ProgramError as error:
             return DeclineReason.SPEC_REFUSED, str(error)
         known = self._consent.read().programs.get(spec.digest)
-        if known is None:  # the line in agent.toml is its owner's permission
+        if known is None:  # the setting in agent.toml is the owner's permission
             self._consent.allow_program(spec.digest, digest)
             self._events.write("program_allowed", program=program.name, sha256=digest)
         elif known != digest:
-            why = "has changed" if known != NO_CODE else "may not run any more: its owner took that back"
+            why = "has changed" if known != NO_CODE else "may not run any more: its owner revoked the permission"
             before = "" if known == NO_CODE else f", before {known[:12]}"
             return (
                 DeclineReason.NEEDS_APPROVAL,
@@ -314,7 +313,7 @@ class OwnerControl:
         return None
 
     def outbox_may_leave(self, reporter: EventReporter) -> bool:
-        """Whether policy and approvals still allow the update in the outbox; one that may not leave is recorded as withheld."""
+        """Whether policy and approvals still allow the update in the outbox. A forbidden update is recorded as withheld."""
         generation = self._store.generations.newest()
         if generation is None or (entry := self._store.outbox(generation)) is None:
             return True
@@ -331,16 +330,16 @@ class OwnerControl:
     # New rounds
 
     def obstacle(self, state: SessionState) -> Refusal | None:
-        """Why no new round is trained now, with words that stay on this device; ends a pause whose time has passed."""
+        """Why no new round is trained now, with a text that stays on this device. Ends a pause whose time is over."""
         if self._pause is not None and self._pause.is_over(self._wall()):
-            self._resume("the time of the pause has passed")
+            self._resume("the pause is over")
         if self._pause is not None:
             return DeclineReason.PAUSED, self._pause.reason or "paused by the owner of this device"
         excess = self._daily_excess(state)
         return (DeclineReason.DAILY_LIMIT, excess) if excess else None
 
     def _daily_excess(self, state: SessionState) -> str:
-        """The limit of the day that the open round would pass, in words, or nothing."""
+        """The daily limit that the open round would exceed, as text; empty if none."""
         offer, (most_up, most_down) = state.offer, self._limits
         if offer is None or (most_up is None and most_down is None):
             return ""
@@ -352,19 +351,19 @@ class OwnerControl:
         ):
             if most is not None and used + needed > most * MB:
                 return (
-                    f"policy.{name} is {most}: {used / MB:.1f} MB are used today and a round needs up to {needed / MB:.1f} MB; "
-                    "rounds are trained again after midnight UTC"
+                    f"policy.{name} is {most}: {used / MB:.1f} MB used today, and a round needs up to {needed / MB:.1f} MB; "
+                    "training continues after midnight UTC"
                 )
         return ""
 
     def _expected_update(self, digest: str) -> int:
-        """The largest size of an update under a spec; 0 while the spec is not at hand."""
+        """The largest size of an update under a spec; 0 if the spec is not stored."""
         if self._update_bytes[0] != digest and (spec := self._store.spec(digest)) is not None:
             self._update_bytes = digest, update_bytes(spec)
         return self._update_bytes[1] if self._update_bytes[0] == digest else 0
 
     def close(self) -> None:
-        """Make the count of the day durable."""
+        """Save the day's byte count."""
         with contextlib.suppress(OSError):
             self.traffic.write()
         self.sent.close()
@@ -416,45 +415,43 @@ class OwnerControl:
 def decide(
     config: AgentConfig, store: PrivateStore, events: EventLog, request: ApproveRequest | RevokeRequest, now: float
 ) -> dict[str, Any]:
-    """Record the owner's approval of a spec and of the program as it is now, or its end; the caller holds the store's lock.
+    """Record or revoke the owner's approval of a spec and of the program's current code. The caller holds the store's lock.
 
     Raises:
-        OwnerRequestError: there is no such spec, or it is not approved.
-        ProgramError: there is no such program any more.
+        OwnerRequestError: unknown spec, or it is not approved.
+        ProgramError: the program no longer exists.
     """
     digest, consent, is_approval = request.spec, Consent(store.root), isinstance(request, ApproveRequest)
     if is_approval and store.spec(digest) is None:
-        raise OwnerRequestError(
-            f"there is no spec {digest} in the store; `fedcg agent approve --list` names those that wait"
-        )
+        raise OwnerRequestError(f"no spec {digest} in the store; `fedcg agent approve --list` lists waiting specs")
     if is_approval:
         if (program := Program.of_source(config.data.root)) is not None:
             code, waits = program.digest(), consent.read().waiting.get(digest)
             if waits is not None and "sha256 " in waits.detail and code[:12] not in waits.detail:
                 changed = f"the code of program {program.name} has changed again: sha256 {code[:12]}"
                 consent.wait_for(digest, DeclineReason.NEEDS_APPROVAL, changed, now)
-                raise OwnerRequestError(f"{changed}; nothing is approved: look at it, then type the command again")
+                raise OwnerRequestError(f"{changed}; nothing was approved: review the code, then run the command again")
             consent.allow_program(digest, code)
         consent.approve(digest, now)
     elif not consent.revoke(digest):
-        raise OwnerRequestError(f"spec {digest} is not approved; `fedcg agent approve --list` names those that are")
+        raise OwnerRequestError(f"spec {digest} is not approved; `fedcg agent approve --list` lists approved specs")
     events.write("approved" if is_approval else "approval_revoked", spec=digest)
     return {"spec": digest, "approved": is_approval}
 
 
 def describe(state: SessionState, progress: Progress | None) -> str:
-    """What an agent does, in a few words; whether it is paused, too."""
+    """A short description of what the agent is doing, and whether it is paused."""
     if progress is not None:
         now = f"{progress.at}: {progress.phase}, step {progress.step} of {progress.steps}"
     elif state.delivery is not None:
-        now = f"{state.delivery.round_attempt}: delivers its update"
+        now = f"{state.delivery.round_attempt}: delivering its update"
     else:
-        return state.release_reason or "waits for a round"
+        return state.release_reason or "waiting for a round"
     return f"{now}; then paused" if state.obstacle is DeclineReason.PAUSED else now
 
 
 def update_bytes(spec: FederationSpec) -> int:
-    """The largest size of an update that this device makes under a spec: numbers, names, header, and numbers that do not compress."""
+    """The largest possible size of this device's update under a spec: numbers (assumed incompressible), names and header."""
     layouts = {part: spec.layouts.get(part, ()) for part in spec.upload}
     payload = max_payload_bytes(layouts, codecs_for(layouts, spec.codec, frozenset(spec.with_base)))
     codecs = sum(len(part.value) + len(one.name) + CODEC_BYTES for part, some in layouts.items() for one in some)
@@ -462,7 +459,7 @@ def update_bytes(spec: FederationSpec) -> int:
 
 
 def part_bytes(spec: FederationSpec) -> dict[str, int]:
-    """Bytes of the numbers of each part of an update, as its codec stores them and before compression."""
+    """Bytes of each part's numbers in an update, in the codec's format, before compression."""
     layouts = [{part: spec.layouts.get(part, ())} for part in spec.upload]
     codecs = [codecs_for(one, spec.codec, frozenset(spec.with_base)) for one in layouts]
     return {part.value: data_bytes(one, codec) for part, one, codec in zip(spec.upload, layouts, codecs, strict=True)}

@@ -1,7 +1,7 @@
-"""The agent's reports: events for people, heartbeats and self-reports for the coordinator, its state for systemd. Decides nothing.
+"""The agent's reports: events for people, heartbeats and self-reports for the coordinator, and state for systemd. Makes no decisions.
 
-The sentences of events are in the agent's log too. A self-report has codes of the doctor's findings, the clock, readings, and the exported
-model in use. Source for systemd: sd_notify(3).
+Events are also logged as sentences. A self-report has codes of the doctor's findings, the clock, readings and the deployed model.
+Source for systemd: sd_notify(3).
 """
 
 import contextlib
@@ -34,33 +34,33 @@ from fedcg.wire.parts import ReportField
 from fedcg.worker_process import Exited, repeating
 
 PHASES: tuple[schemas.TrainingPhase, ...] = get_args(schemas.TrainingPhase)
-UNANSWERED_HELLOS = 5  # with 2 s between them; a running coordinator answers the first or the second
+UNANSWERED_HELLOS = 5  # 2 s apart; a running coordinator answers the first or second
 
 
 def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
-    """How the federation ended for this device, in one line.
+    """A one-line summary of how the federation ended for this device.
 
     Args:
         outcome: the record of the end in the private store.
-        succeeded: whether a personal model could be chosen, and exported where that is asked for.
+        succeeded: whether a personal model was chosen and, if configured, exported.
     """
     if not succeeded:
         return "finished, but no personal model could be chosen or exported"
-    accuracy = outcome.get("accuracy_onnx" if outcome.get("model_dir") else "accuracy_personal")  # of what is named
+    accuracy = outcome.get("accuracy_onnx" if outcome.get("model_dir") else "accuracy_personal")  # of that model
     model = f"model {Path(str(outcome['model_dir'])).name}" if outcome.get("model_dir") else "no exported model"
     return f"finished; {model}" + (f", accuracy {accuracy:.1%}" if isinstance(accuracy, float) else "")
 
 
 class LinkProblems(logging.Handler):
-    """Copies the transport's warnings to the event log, where `fedcg agent status` finds them; a repeated one once."""
+    """Copies the transport's warnings to the event log for `fedcg agent status`. Repetitions are dropped."""
 
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
-        self._events = events.unwatched()  # the log has the warnings already
+        self._events = events.unwatched()  # the warnings are already in the log
         self._last: object = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a warning, unless its reason is that of the one before."""
+        """Write a warning unless it repeats the previous reason."""
         reason = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
         if reason != self._last:
             self._last = reason
@@ -69,7 +69,7 @@ class LinkProblems(logging.Handler):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training process is: in a phase of a round attempt."""
+    """Progress of the training process in a phase of a round attempt."""
 
     at: schemas.RoundAttempt
     phase: schemas.TrainingPhase
@@ -82,7 +82,7 @@ def _progress_of(event: Mapping[str, EventValue]) -> Progress:
         value if isinstance(value := event.get(name), int) else 0 for name in ("round", "attempt", "step", "steps")
     )
     phase: schemas.TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
-    # In percent: the steps of an epoch tell how many images there are.
+    # In percent, because the number of steps reveals the number of images.
     return Progress(
         schemas.RoundAttempt(round_number, attempt), phase, 100 * step // steps if steps else 0, min(100, 100 * steps)
     )
@@ -92,14 +92,14 @@ class EventReporter:
     """Writes the event log of one device.
 
     Args:
-        store: where its private store is.
+        store: path of its private store.
         events: the event log.
         clock: monotonic seconds.
 
     Attributes:
-        refusals: counts what was refused since the start.
-        rounds: number of rounds of the federation, by the last offer; 0 before it.
-        progress: how far the training process is; None when it does not train.
+        refusals: counts refused items since the start.
+        rounds: number of rounds of the federation, from the last offer; 0 before it.
+        progress: of the training process; None while it does not train.
     """
 
     def __init__(self, store: Path, events: EventLog, clock: Callable[[], float]) -> None:
@@ -135,29 +135,29 @@ class EventReporter:
         return {"round": attempt.round, "attempt": attempt.attempt, "rounds": self.rounds}
 
     def link(self, *, up: bool) -> None:
-        """The link to the broker changed."""
+        """Record that the link to the broker changed."""
         now = self._clock()
         down_s = round(now - self._down_at, 1) if up and self._down_at is not None else None
         self._events.write("link", up=up, down_s=down_s)
         self._hellos, self._down_at = 0, None if up else now
 
     def hello(self, why: str = "") -> None:
-        """Count a hello; after several without an answer, report it with the reason or with the likely ones: a person should look."""
+        """Count a hello. After several unanswered ones, report the known or likely reasons."""
         self._hellos += 1
         if self._hellos == UNANSWERED_HELLOS:
             detail = why or (
-                "the broker is reached, but the coordinator does not answer: it does not run, this federation is not started, or this "
-                "device was revoked or is missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
+                "the broker is reachable, but the coordinator does not answer: it is not running, this federation is not started, or this "
+                "device is revoked or missing in the broker's access list; stop the agent and run `fedcg doctor` to find the reason"
             )
             self._events.write("link_problem", detail=detail)
 
     def failed(self, report: RoundFailed) -> None:
-        """A round is declined because it can't be trained here."""
+        """Record that a round is declined because it can't be trained here."""
         at = self._at(report.round_attempt)
         self._events.write("round_failed", **at, reason=report.reason.value, detail=report.detail)
 
     def noted(self, report: Noted) -> None:
-        """Take over an event that the training process has written."""
+        """Process an event that the training process has written."""
         event = dict(report.event)
         if event["event"] in ("phase_started", "progress"):
             self.progress = _progress_of(event)
@@ -174,7 +174,7 @@ class EventReporter:
 
     @contextmanager
     def recording_errors(self, refused: str, failed: str = "a download") -> Iterator[None]:
-        """Record an error that ends the context: a message or chunk is refused, or the disk failed."""
+        """Record an error raised in the context: a message or chunk is refused, or the disk failed."""
         try:
             yield
         except WireError as error:
@@ -192,7 +192,7 @@ class EventReporter:
         self.refuse("store", IntegrityError(problem))
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Count something received or stored that is not used."""
+        """Count a received or stored item that was rejected."""
         self.refusals.note(what, error)
 
     def _report_cohort(self, verdict: schemas.CohortVerdict) -> None:
@@ -202,24 +202,24 @@ class EventReporter:
 
 
 REPORT_EVERY_S = 300.0
-"""Time between two reports of the same: the coordinator compares the clocks."""
+"""Time between two reports without changes, which let the coordinator compare clocks."""
 EXAMINE_EVERY_S = 3600.0
 Examine = Callable[[], tuple[schemas.DoctorFinding, ...]]
 _log = logging.getLogger(__name__)
 
 
 class SelfReporter:
-    """Makes and sends what one agent process reports regularly in a session: heartbeats, and its state.
+    """Sends one agent process's regular reports in a session: heartbeats and self-reports.
 
     Args:
-        policy: what the device's owner allows.
-        models: folder of the versions of the exported model.
-        read: the last readings of the sensors; None before the first.
+        policy: of the device's owner.
+        models: folder of exported model versions.
+        read: returns the latest sensor readings; None before the first.
         wall: the device's clock, in unix seconds.
         keepalive_s: between two heartbeats.
 
     Attributes:
-        findings: of the last examination; None before it. Set from any thread.
+        findings: of the last doctor run; None before it. Set from any thread.
         is_paused: whether the owner has paused this device.
     """
 
@@ -247,11 +247,11 @@ class SelfReporter:
         self.is_paused = False
 
     def repeat(self) -> None:
-        """Report again: a session was opened."""
+        """Send the report again, because a new session was opened."""
         self._sent = None
 
     def look_at_model(self) -> None:
-        """Read which exported model is in use."""
+        """Read which exported model is deployed."""
         self._model = served_model(self._models) if self._has_model else None
 
     def due(self, about: Mapping[str, object], now: float) -> schemas.SelfReport | None:
@@ -279,17 +279,19 @@ class SelfReporter:
     def send_due(
         self, state: SessionState, link: CoordinatorLink, progress: Progress | None, sent: SentRecord, now: float
     ) -> None:
-        """Send a heartbeat at its interval, since a will is lost when a broker dies with this device; the progress of training; a due report.
+        """Send a heartbeat when due, training progress, and a due self-report.
+
+        Heartbeats are needed because a will is lost if the broker fails together with this device.
 
         Args:
             state: of the session.
             link: to the coordinator.
-            progress: of training, as far as it is known.
-            sent: the record of what leaves.
+            progress: of training, if known.
+            sent: the record of everything sent.
             now: monotonic seconds.
 
         Raises:
-            OSError: the record of what leaves could not be written; the report stays here.
+            OSError: the record could not be written; the report is not sent.
         """
         if not link.handshake.is_open:
             return
@@ -308,20 +310,20 @@ class SelfReporter:
             link.send(report)
 
     def examining(self, examine: Examine) -> AbstractContextManager[None]:
-        """Examine the device now and then, on a thread of its own: a folder of images takes seconds."""
+        """Run the doctor's checks periodically on a separate thread. A folder of images takes seconds."""
 
         def work() -> float:
             try:
                 self.findings = examine()
             except (EdgeError, OSError) as error:
-                _log.warning("this device could not be examined: %s; `fedcg doctor` shows why", error)
+                _log.warning("the doctor's checks failed: %s; run `fedcg doctor` for details", error)
             return EXAMINE_EVERY_S
 
         return repeating("doctor", work) if self._has_health else nullcontext()
 
 
 def readings(read: Telemetry) -> schemas.Readings:
-    """The readings in the form in which they may leave: rounded numbers and codes, no name of a sensor."""
+    """The readings in the form that may leave the device: rounded numbers and codes, without sensor names."""
     zone = min(read.zones, key=lambda zone: zone.limit_c - zone.temperature_c, default=None)
     percent = read.supply.battery_percent
     causes = {"software": read.causes.software, "hardware": read.hardware_throttling}
@@ -338,7 +340,7 @@ def readings(read: Telemetry) -> schemas.Readings:
 
 
 def served_model(root: Path) -> schemas.ServedModel | None:
-    """The exported model in use under a root of versions, with the evidence in its manifest; None where there is none."""
+    """The deployed model under a root of versions, with the evidence in its manifest; None if there is no model."""
     try:
         directory = ModelVersions(root).current()
         manifest = read_manifest(directory)
@@ -375,7 +377,7 @@ PROGRESS_S = 5.0
 
 
 class ServiceManager:
-    """Reports to the service manager that started this process.
+    """Notifies the service manager that started this process.
 
     Args:
         environment: of this process.
@@ -393,11 +395,11 @@ class ServiceManager:
         self._status = ""
 
     def ready(self) -> None:
-        """The agent runs."""
+        """Report that the agent has started."""
         self._send("READY=1")
 
     def alive(self, status: str) -> None:
-        """The loop turns; sends a sign of life three times within the watchdog's limit, and the status when it changes."""
+        """Notify the watchdog three times within its limit, and send the status when it changes."""
         now, lines = self._clock(), []
         if status != self._status:
             self._status = status
@@ -409,7 +411,7 @@ class ServiceManager:
             self._send("\n".join(lines))
 
     def stopping(self) -> None:
-        """The agent is about to end."""
+        """Report that the agent is stopping."""
         self._send("STOPPING=1")
 
     def _send(self, state: str) -> None:
@@ -417,5 +419,5 @@ class ServiceManager:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
             manager.settimeout(1.0)
-            with contextlib.suppress(OSError):  # a report to a manager that does not take it changes nothing
+            with contextlib.suppress(OSError):  # failing to notify has no consequences
                 manager.sendto(state.encode(), self._address)

@@ -1,4 +1,4 @@
-"""Puts an agent together from its configuration and runs it until SIGTERM, SIGINT or the federation's end."""
+"""Builds an agent from its configuration and runs it until SIGTERM, SIGINT or the federation's end."""
 
 import logging
 import signal
@@ -19,7 +19,7 @@ from fedcg.learning.split_names import use_weights
 from fedcg.log_output import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 
-STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
+STORE_WAIT_S = 5.0  # an agent that was just killed may still hold the locks briefly
 
 
 def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_finished: bool) -> int:
@@ -35,14 +35,14 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
         The exit code.
 
     Raises:
-        EdgeError: keys or private store can't be used, another agent uses the store, or an extra is not installed that its settings need.
+        EdgeError: keys or private store can't be used, another agent uses the store, or a required extra is not installed.
         WireError: the TLS files can't be used.
     """
     if problem := config.audit.obstacle or config.privacy_obstacle:
         raise ConfigError(problem)
     if (weights := config.training.weights) is not None:
         if not weights.exists():
-            raise ConfigError(f"training.weights = {weights}: no such file or folder; correct it, or leave it out")
+            raise ConfigError(f"training.weights = {weights}: no such file or folder; correct or omit it")
         use_weights(weights)  # the training process inherits it
     keys = load_keys(config)
     if config.tls is not None:
@@ -51,7 +51,7 @@ def run_agent(config: AgentConfig, log: LogSettings, examine: Examine, *, until_
     store.take_over()
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
-            pass  # the trainer of a killed agent is gone: no other process changes the store any more
+            pass  # a killed agent's trainer has ended, so no other process changes the store
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(

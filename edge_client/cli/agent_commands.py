@@ -1,7 +1,6 @@
-"""Commands that run and steer a device's agent: `fedcg agent run|status|pause|resume|approve|unit`, and `fedcg doctor`.
+"""Commands that run and control a device's agent: `fedcg agent run|status|pause|resume|approve|unit`, and `fedcg doctor`.
 
-Importing this loads no torch. The systemd unit is rendered from the template that is part of the package; its hardening and restart rules
-are there.
+Importing this module loads no torch. The systemd unit is rendered from the package's template, which holds its hardening and restart rules.
 """
 
 from __future__ import annotations
@@ -39,24 +38,22 @@ if TYPE_CHECKING:
 
 
 SHORT = 12
-"""Digits of a digest that are shown, and as many as a digest needs to be named."""
+"""Digits of a digest that are shown, and the fewest that name one."""
 
 
 @prints
 def pause_command(
     config: ConfigOption = Path("agent.toml"),
     span: Annotated[
-        str | None, typer.Option("--for", metavar="SPAN", help="Ends by itself after 30m, 2h or 3d.")
+        str | None, typer.Option("--for", metavar="SPAN", help="How long to pause, e.g. 30m, 2h or 3d.")
     ] = None,
-    reason: Annotated[str, typer.Option("--reason", help="For people at this device; it is never sent.")] = "",
-    now: Annotated[
-        bool, typer.Option("--now", help="Also abandon the round under way, which is finished else.")
-    ] = False,
+    reason: Annotated[str, typer.Option("--reason", help="Shown on this device only, never sent.")] = "",
+    now: Annotated[bool, typer.Option("--now", help="Abandon the current round instead of finishing it.")] = False,
 ) -> Result:
-    """Train no new round until `fedcg agent resume`; the agent stays connected, and keeps the pause when it starts again.
+    """Pause training until `fedcg agent resume`. The agent stays connected. The pause survives a restart.
 
-    A round under way is finished and delivered; then the training process ends, which frees its memory. Exit codes: 0 paused; 1 failed;
-    2 --for is no time; 4 no agent runs.
+    The agent finishes and delivers the current round. Then the training process exits and frees its memory.
+    Exit codes: 0 paused; 1 failed; 2 --for is not a time span; 4 no agent runs.
 
     Example: fedcg agent pause --for 2h --reason "the line is being cleaned"
     """
@@ -65,21 +62,21 @@ def pause_command(
 
     for_s = None if span is None else seconds_of(span, "--for", f"{MAX_PAUSE_S / 86_400:g}d")
     if for_s == 0:
-        raise BadInputError(f"--for {span}: choose more than 0, or leave it out")
+        raise BadInputError(f"--for {span}: give a time above 0, or omit --for")
     if len(reason) > MAX_REASON:
-        raise BadInputError(f"--reason has {len(reason)} characters, at most {MAX_REASON} are kept")
+        raise BadInputError(f"--reason has {len(reason)} characters, the limit is {MAX_REASON}")
     settings = read_config(config)
     data = ask_agent(settings.store, PauseRequest(for_s=for_s, reason=reason, now=now))
     until = "" if data["until"] is None else f" until {moment(data['until'])}"
-    text = f"{settings.device} is paused{until}.\nNext: to take part again, fedcg agent resume"
+    text = f"{settings.device} is paused{until}.\nNext: to end the pause, fedcg agent resume"
     return {"device": settings.device, "paused": True, **data}, text
 
 
 @prints
 def resume_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """End a pause: the device takes part from the next round on.
+    """End a pause. The device participates from the next round on.
 
-    Exit codes: 0 it takes part; 1 failed; 4 no agent runs.
+    Exit codes: 0 not paused any more; 1 failed; 4 no agent runs.
 
     Example: fedcg agent resume
     """
@@ -87,26 +84,23 @@ def resume_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
     settings = read_config(config)
     data = ask_agent(settings.store, ResumeRequest())
-    text = "takes part again" if data["was_paused"] else "was not paused"
+    text = "is no longer paused" if data["was_paused"] else "was not paused"
     return {"device": settings.device, "paused": False, **data}, f"{settings.device} {text}."
 
 
 @prints
 def approve_command(
     digest: Annotated[
-        str, typer.Argument(help="The spec's digest, or its first 12 digits; without it the only one that waits.")
+        str, typer.Argument(help="Digest of the spec, or its first 12 digits. Default: the only spec that waits.")
     ] = "",
     config: ConfigOption = Path("agent.toml"),
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List specs that wait, and those that are approved.")
-    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List waiting and approved specs.")] = False,
     revoke: Annotated[str | None, typer.Option("--revoke", metavar="DIGEST", help="Revoke an approval.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> Result:
-    """Show what would leave this device under a spec beyond its policy, and approve exactly that spec.
+    """Approve one spec that exceeds this device's policy, after showing what would leave the device.
 
-    A changed spec needs another approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 the question was not answered with
-    yes; 7 nothing of that name waits.
+    A changed spec needs a new approval. Exit codes: 0 approved, listed or revoked; 1 failed; 2 not confirmed; 7 no such spec.
 
     Example: fedcg agent approve 3f9c21d07a54
     """
@@ -118,7 +112,7 @@ def approve_command(
         return _listed(kept)
     if revoke is not None:
         chosen = _named(revoke, kept.approved, "approved")
-        outcome = f"Spec {chosen[:SHORT]} is not approved any more.\nNext: fedcg agent status"
+        outcome = f"Spec {chosen[:SHORT]} is no longer approved.\nNext: fedcg agent status"
     else:
         chosen = _named(digest, kept.waiting, "waiting")
         typer.echo(_consent_text(settings, chosen, kept.waiting[chosen].detail), err=True)
@@ -132,17 +126,17 @@ def approve_command(
 
 
 def _named(text: str, known: Mapping[str, object], what: str) -> str:
-    """The digest that a text names."""
+    """The full digest of the spec that `text` abbreviates."""
     found = [digest for digest in known if digest.startswith(text)]
     if len(found) == 1 and (not text or len(text) >= SHORT):
         return found[0]
     if not known:
         raise BadInputError(
-            "no spec waits for approval" if what == "waiting" else f"no spec is {what}", exit_code=NOT_FOUND
+            "no spec is waiting for approval" if what == "waiting" else f"no spec is {what}", exit_code=NOT_FOUND
         )
     names = ", ".join(one[:SHORT] for one in sorted(known))
     raise BadInputError(
-        f"{text or 'one spec'}: no single spec of that name is {what} ({names}); name one by its first {SHORT} digits",
+        f"{text or 'no digest'}: does not match exactly one {what} spec ({names}); give the first {SHORT} digits of one",
         exit_code=NOT_FOUND,
     )
 
@@ -151,13 +145,13 @@ def _listed(kept: ConsentFile) -> Result:
     waiting = {digest: one.model_dump(exclude={"format"}) for digest, one in kept.waiting.items()}
     rows = [(digest[:SHORT], "waits", moment(one.since), one.detail) for digest, one in kept.waiting.items()]
     rows += [(digest[:SHORT], "approved", moment(at), "") for digest, at in kept.approved.items()]
-    text = table(("spec", "state", "since", "why"), rows, "No spec waits for approval, and none is approved.")
+    text = table(("spec", "state", "since", "why"), rows, "No spec is waiting for approval or approved.")
     following = "".join(f"\nNext: fedcg agent approve {digest[:SHORT]}" for digest in list(kept.waiting)[:1])
     return {"waiting": waiting, "approved": kept.approved}, text + following
 
 
 def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
-    """Tell the running agent; without one write the decision into the store."""
+    """Send the decision to the running agent. Without a running agent, write it into the store."""
     from edge_client.agent.owner import ApproveRequest, RevokeRequest, ask_agent, decide
     from edge_client.errors import NotRunningError
     from edge_client.store.private_store import open_store
@@ -173,7 +167,7 @@ def _decide(settings: AgentConfig, digest: str, *, approve: bool) -> None:
 
 
 def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
-    """What would leave the device under a spec, and what a round costs, in plain words."""
+    """What would leave the device under a spec, and what a round costs, as text."""
     from edge_client.agent.owner import part_bytes, update_bytes
     from edge_client.firewall import beyond_policy, excesses, unlisted, widened
     from edge_client.store.private_store import open_store
@@ -182,9 +176,7 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
 
     spec = open_store(settings).spec(digest)
     if spec is None:
-        raise BadInputError(
-            f"spec {digest} is not in the store any more; it waits again when the coordinator offers it"
-        )
+        raise BadInputError(f"spec {digest} is no longer in the store; it waits again when the coordinator offers it")
     policy, sizes = settings.policy, part_bytes(spec)
     reported = widened(policy, spec).allow_report & (frozenset(spec.report) | VOLUNTARY_REPORT)
     offers = [one for one in read_events(settings.store / "events.jsonl") if one.get("event") == "offer"]
@@ -197,20 +189,21 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
     named = (f"{name} {value}{new if listed in strange else ''}" for name, listed, value in about)
     lines = [
         f"{', '.join(named)}, spec {digest[:SHORT]}.",
-        f"Why it waits: {'; '.join(text for _, text in beyond_policy(spec, policy)) or why}",
-        f"After each round this would leave {settings.device}, up to {_size(update_bytes(spec))}:",
+        f"Needs approval because: {'; '.join(text for _, text in beyond_policy(spec, policy)) or why}",
+        f"Leaves {settings.device} after each round, up to {_size(update_bytes(spec))}:",
         *(
             f"  {part.value:<16} {_size(sizes[part.value]):>9}  {spec.meaning_of(part)}"
             f"{'' if part in policy.allow_upload else new}"
             for part in spec.upload
         ),
-        "With it, about the round:",
+        "Report on the round:",
         *(
             f"  {field.value:<16} {'':>9}  {field.meaning}{'' if field in policy.allow_report else new}"
             for field in sorted(reported)
         ),
-        f"  {'':<16} {'':>9}  versions of torch and fedcg-edge, model of the processor, threads, batch size, precision",
-        f"What a round asks of it: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
+        f"  {'facts':<16} {'':>9}  versions of torch and fedcg-edge, processor model, cpu or cuda, threads, batch size,",
+        f"  {'':<16} {'':>9}  rows per training step, precision, SHA-256 of the device's own program",
+        f"Work per round: {_work(spec, dict.fromkeys(excesses(spec, policy), new))}.",
     ]
     return "\n".join(log_text(line, len(line)) for line in lines)  # values of a spec can't steer the terminal
 
@@ -218,11 +211,11 @@ def _consent_text(settings: AgentConfig, digest: str, why: str) -> str:
 def _work(spec: FederationSpec, marks: Mapping[str, str]) -> str:
     named = {name: spec.params[name] for name in ("epochs", "steps", "batch_size") if spec.params.get(name)}
     items = (f"{name.replace('_', ' ')} {value}{marks.get(name, '')}" for name, value in named.items())
-    return ", ".join(items) or "the defaults of its method"
+    return ", ".join(items) or "the method's defaults"
 
 
 def _size(count: int) -> str:
-    """Rounded up: what is shown is a bound."""
+    """A size in MB or kB, rounded up because it is shown as a bound."""
     return f"{ceil(count / 1e5) / 10:.1f} MB" if count >= 1e6 else f"{ceil(count / 1e2) / 10:.1f} kB"
 
 
@@ -244,7 +237,7 @@ def render_agent_unit(
         The unit file's content.
 
     Raises:
-        ValueError: When a path is not absolute, or has characters that systemd would interpret.
+        ValueError: When a path is not absolute or has characters that systemd would interpret.
     """
     for path in (executable, config_root):
         if not path.is_absolute() or set(str(path)) & set(" \t\n%$\"'\\;"):
@@ -262,7 +255,7 @@ def unit_command(
         str, typer.Option("--config-root", help="Absolute path of the folder with one bundle per federation.")
     ] = str(DEFAULT_CONFIG_ROOT),
 ) -> Result:
-    """Print the systemd unit fedcg-agent@.service.
+    """Print the systemd unit `fedcg-agent@.service`.
 
     Example: fedcg agent unit --config-root /etc/fedcg
     """
@@ -274,7 +267,7 @@ def unit_command(
 
 
 app = typer.Typer(
-    help="Run this device's agent, steer it, and see what it does and what has left this device.", no_args_is_help=True
+    help="Run and control this device's agent. Inspect its state and what has left this device.", no_args_is_help=True
 )
 
 app.command("pause")(pause_command)
@@ -298,16 +291,16 @@ _STYLES = {"ok": None, "warning": "yellow", "failed": "red"}
 def run_command(
     config: ConfigOption = Path("agent.toml"),
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="End after the last round, once the model is exported.")
+        bool, typer.Option("--until-finished", help="Exit after the last round and the model's export.")
     ] = False,
     form: LogFormOption = LogForm.CONSOLE,
     level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
 ) -> None:
-    """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
+    """Run the agent until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
-    Exit codes: 0 ended in order; 1 failed; 2 configuration, keys or private store can't be used; 4 ended in order, and the coordinator has
-    revoked this device; 5 an agent runs already.
+    Exit codes: 0 stopped; 1 failed; 2 configuration, keys or private store can't be used; 4 stopped, and the coordinator has
+    revoked this device; 5 an agent already runs; 7 no agent.toml.
 
     Example: fedcg agent run --config /etc/fedcg/casting/agent.toml
     """
@@ -326,7 +319,7 @@ def run_command(
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
 
     def examine() -> tuple[DoctorFinding, ...]:
-        from edge_client.cli.doctor.checks import findings_of  # what checks images and training comes with it
+        from edge_client.cli.doctor.checks import findings_of  # imports the checks of images and training
 
         return findings_of(settings)
 
@@ -339,10 +332,10 @@ def run_command(
 @app.command("status")
 @prints
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended.
+    """Show the state of this device: link, round, receipts, last decline, deployed model, outcome.
 
-    While the agent runs, also what it does now. Exit codes: 0 shown; 2 the configuration is wrong;
-    4 shown, and the coordinator has revoked this device; 7 there is no private store.
+    If the agent runs, its current activity is shown too. Exit codes: 0 shown; 2 invalid configuration;
+    4 shown, and the coordinator has revoked this device; 7 no agent.toml, or no private store.
 
     Example: fedcg agent status
     """
@@ -362,18 +355,17 @@ def doctor_command(
     samples: Annotated[
         Path | None,
         typer.Option(
-            "--samples", metavar="FILE.png", help="also write real images beside what the data defence makes of them"
+            "--samples", metavar="FILE.png", help="Also write real images next to the data defence's versions of them."
         ),
     ] = None,
     hardware: Annotated[
-        bool,
-        typer.Option("--hardware", help="show the box and its live readings instead, and whether each lets it train"),
+        bool, typer.Option("--hardware", help="Show the hardware, its live readings and whether each allows training.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check clock, paths, disk, keys, certificate, broker, data and training on this device, and print what to do.
+    """Check clock, paths, disk, keys, certificate, broker, data and training on this device. Print a remedy for each problem.
 
-    --hardware works without an agent.toml too. Exit codes: 0 nothing failed; 1 a check failed; 7 there is no agent.toml.
+    --hardware also works without agent.toml. Exit codes: 0 all checks passed; 1 a check failed; 7 no agent.toml.
 
     Example: fedcg doctor --config /etc/fedcg/casting/agent.toml
     """
@@ -405,7 +397,7 @@ def doctor_command(
                 _print(f"{'':<23} what to do: {finding.advice}")
         if is_sound and settings is not None and not hardware:
             following = (
-                "the agent runs already: fedcg agent status"
+                "the agent already runs: fedcg agent status"
                 if is_locked(settings.store / "lock")
                 else "fedcg agent run"
             )
@@ -425,12 +417,12 @@ def _samples(settings: AgentConfig, path: Path) -> Finding:
     from edge_client.cli.doctor.findings import Finding
 
     try:
-        from edge_client.cli.doctor.defence_samples import make_samples  # torch comes with it
+        from edge_client.cli.doctor.defence_samples import make_samples  # imports torch
     except ModuleNotFoundError as error:
         return Finding("samples", "failed", f"{error.name} not installed", "pip install 'fedcg-edge[edge]'")
     return make_samples(settings, path)
 
 
 def _print(line: str, style: str | None = None) -> None:
-    """Print one line, never broken: a path in it can be copied."""
+    """Print one line without wrapping, so that a path in it can be copied."""
     Console(highlight=False).print(line, style=style, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`fedcg cohort create|renew|join|status|card|roster|resume-sums`: what the devices of a federation know of each other and not from the coordinator."""
+"""`fedcg cohort create|renew|join|status|card|roster|resume-sums`: secret and roster that devices share without the coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from edge_client.store.roster import Roster
 
 app = typer.Typer(
-    help="Give the devices of a federation their common secret and roster; the coordinator never sees the secret.",
+    help="Manage the secret and roster that a federation's devices share. The coordinator never sees the secret.",
     no_args_is_help=True,
 )
 
@@ -27,10 +27,10 @@ app = typer.Typer(
 @app.command("create")
 @prints
 def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Make the secret on the FIRST device, before its first round, and print the code for the others.
+    """Create the cohort secret on the FIRST device, before its first round, and print the code for the other devices.
 
-    The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
-    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 6 there is a secret already.
+    The code is the secret and is shown only once. Hand it over in person, not through the coordinator. Keep no copy.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 6 a secret already exists.
 
     Example: fedcg cohort create
     """
@@ -43,18 +43,18 @@ def create_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 _REPLACED = (
-    "The device keeps its networks and its model. It is in no more sums of the rounds that it knows, and later in sums with the devices that "
-    "have the new secret alone."
+    "The device keeps its networks and its model. It joins no more sums of rounds that have started. In later rounds it only joins sums "
+    "with devices that have the new secret."
 )
 
 
 @app.command("renew")
 @prints
 def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = False) -> Result:
-    """Replace the cohort's secret, starting on ONE device: after a device was revoked, lost or stolen, whose old secret would open later sums.
+    """Replace the cohort secret, starting on ONE device, after a device was revoked, lost or stolen.
 
-    The agent must not run meanwhile. Print the code for the others; it is shown this once.
-    Exit codes: 0 done; 1 failed; 2 not confirmed, or configuration or private store can't be used; 5 an agent runs; 7 there is no secret.
+    Its old secret would open later sums. Stop the agent first. Prints the code for the other devices, only once.
+    Exit codes: 0 done; 1 failed; 2 not confirmed, or configuration or private store can't be used; 5 an agent runs; 7 no secret.
 
     Example: fedcg cohort renew
     """
@@ -66,8 +66,8 @@ def renew_command(config: ConfigOption = Path("agent.toml"), yes: YesOption = Fa
         code,
         store,
         config,
-        "Next: with the agent stopped, on every other device that stays: fedcg cohort join --replace --config AGENT.TOML\n"
-        f"Then start the agents. A device that is gone comes off the roster as well: fedcg cohort roster FILE --config {config}",
+        "Next: on every other remaining device, with its agent stopped: fedcg cohort join --replace --config AGENT.TOML\n"
+        f"Then start the agents. Also remove the missing device from the roster: fedcg cohort roster FILE --config {config}",
     )
 
 
@@ -78,25 +78,25 @@ def join_command(
     code_file: Annotated[
         str | None,
         typer.Option(
-            "--code-file", help="read the code from this file, - for stdin; otherwise the command asks for it"
+            "--code-file", help="Read the code from this file, or from stdin with -. Default: the command asks for it."
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Also in the place of another secret, after `fedcg cohort renew`.")
+        bool, typer.Option("--replace", help="Replace an existing secret, after `fedcg cohort renew`.")
     ] = False,
     yes: YesOption = False,
 ) -> Result:
-    """Take the code that `fedcg cohort create` printed on the first device, or with --replace that of `fedcg cohort renew`.
+    """Join the cohort with the code from `fedcg cohort create`, or with --replace the code from `fedcg cohort renew`.
 
-    With --replace the agent must not run meanwhile.
-    Exit codes: 0 done, also when the same secret was there; 1 failed; 2 a bad code, not confirmed, configuration or private store; 5 an agent
-    runs; 6 there is another secret.
+    With --replace, stop the agent first.
+    Exit codes: 0 done, or the same secret was already set; 1 failed; 2 bad code, not confirmed, or configuration or private store can't be
+    used; 5 an agent runs; 6 another secret exists.
 
     Example: fedcg cohort join --code-file -
     """
     from edge_client.store.cohort_secret import join, mark_in, secret_of
 
-    secret_of(code := _code(code_file))  # a wrong one makes no store
+    secret_of(code := _code(code_file))  # checked before a store is created
     store, federation = _store_of(config)
     if replace:
         with _replacing(config, yes=yes, code=code) as store:
@@ -105,16 +105,17 @@ def join_command(
         joined = join(store, code)
     mark = mark_in(store, federation)
     following = f"fedcg agent run --config {config}" if replace else f"fedcg cohort card --config {config}"
-    text = f"{'Joined' if joined else 'This device had joined before'}; mark {mark}\nNext: {following}"
+    text = f"{'Joined' if joined else 'This device had already joined'}; mark {mark}\nNext: {following}"
     return {"joined": joined, "mark": mark}, text
 
 
 @app.command("status")
 @prints
 def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Print the marks of this device's secret and roster, the same on all devices of a cohort, and its last round with a sum.
+    """Print the marks of this device's secret and roster, and its last round with a sum.
 
-    Exit codes: 0 there is a secret; 1 failed; 2 configuration or private store can't be used; 7 there is none.
+    All devices of a cohort must have the same marks.
+    Exit codes: 0 has a secret; 1 failed; 2 configuration or private store can't be used; 7 no secret.
 
     Example: fedcg cohort status
     """
@@ -133,9 +134,9 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
     lines = [
         f"mark of the secret {mark}",
         f"{_consents(roster)}mark of the roster {rosters}, {len(roster.keys)} devices" if rosters else "no roster",
-        f"last round with a sum: {'unknown' if last is None else f'{last}, whatever came of it' if last else 'none'}",
+        f"last round with a sum: {'unknown' if last is None else f'{last}, even if the sum failed' if last else 'none'}",
         *([f"sums: {obstacle}"] if obstacle else []),
-        "A device was revoked, lost or stolen? Its secret opens later sums: fedcg cohort renew",
+        "If a device was revoked, lost or stolen, its secret opens later sums: fedcg cohort renew",
     ]
     return values, "\n".join(lines)
 
@@ -148,14 +149,14 @@ def card_command(
         bool,
         typer.Option(
             "--alone",
-            help="The owner consents that all members may see the numbers of this device alone, where it comes, leaves or adds images: "
-            "of `analytic` its class counts, class sums and second moments. Not meant for methods that train: it would be weights.",
+            help="The owner agrees that members may see this device's individual numbers when it joins, leaves or adds images. With "
+            "`analytic` these are class counts, class sums and second moments. Not meant for methods that train: they would be weights.",
         ),
     ] = False,
 ) -> Result:
-    """Print this device's line of the cohort's roster: its name and its key for sums, which is made for this alone.
+    """Print this device's card: one line with its name and its key for sealed sums. The key has no other use.
 
-    Collect the lines of all devices in one file, by people and not through the coordinator, and give it to `fedcg cohort roster` on each.
+    Collect the cards of all devices in one file, in person and not through the coordinator. Run `fedcg cohort roster` with it on each device.
     Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used.
 
     Example: fedcg cohort card >> roster.txt
@@ -170,13 +171,13 @@ def card_command(
 @app.command("roster")
 @prints
 def roster_command(
-    file: Annotated[str, typer.Argument(help="lines of `fedcg cohort card`, one for each device; - for stdin")],
+    file: Annotated[str, typer.Argument(help="File with the `fedcg cohort card` lines of all devices; - for stdin.")],
     config: ConfigOption = Path("agent.toml"),
 ) -> Result:
-    """Take the cards of all devices of the cohort, in the place of those that were given before, and print their mark.
+    """Set the roster: the cards of all devices of the cohort. Replaces the previous roster and prints its mark.
 
-    A sum counts only devices whose keys are here, so that nobody can invent some.
-    Exit codes: 0 done; 1 failed; 2 a bad line, configuration or private store; 7 there is no such file.
+    Only devices on the roster count in a sealed sum, so invented devices are excluded.
+    Exit codes: 0 done; 1 failed; 2 bad line, or configuration or private store can't be used; 7 file not found.
 
     Example: fedcg cohort roster roster.txt
     """
@@ -192,7 +193,7 @@ def roster_command(
     store.save_roster(roster)
     mark, names = roster_mark(roster, federation), sorted(roster.keys)
     least = settings.policy.least_sum
-    few = "" if len(names) >= least else f"\nA sealed sum needs {least} devices: get the cards of the others too."
+    few = "" if len(names) >= least else f"\nA sealed sum needs {least} devices: add the cards of the other devices."
     text = f"{len(names)} devices: {', '.join(names)}\n{_consents(roster)}mark of the roster {mark}\n{COMPARE}.{few}"
     return {"devices": names, "alone": sorted(roster.alone), "mark": mark}, text
 
@@ -203,39 +204,39 @@ def resume_sums_command(
     last: Annotated[
         int,
         typer.Argument(
-            metavar="ROUND", min=0, max=1 << 53, help="the highest last round with a sum of the other devices"
+            metavar="ROUND", min=0, max=1 << 53, help="Highest `last round with a sum` of the other devices."
         ),
     ],
     config: ConfigOption = Path("agent.toml"),
 ) -> Result:
-    """Let this device be in sums again, above ROUND, after its private store was restored or its record of sums was lost.
+    """Allow sealed sums above ROUND again, after the private store was restored or its record of sums was lost.
 
-    Such a store does not know the last sums that this device was in, and two sums of one round could show what one hides. The other devices
-    know them: ROUND is the highest number that `fedcg cohort status` shows on any of them. The coordinator's word is no proof.
-    The agent must not run meanwhile. Exit codes: 0 done, also when sums were not blocked; 1 failed; 2 configuration or private store can't be used;
-    5 an agent runs.
+    The restored store lacks the latest sums of this device, and two sums of one round could reveal what one hides. Run `fedcg cohort status`
+    on the other devices: ROUND is the highest number shown. Don't rely on the coordinator for it. Stop the agent first.
+    Exit codes: 0 done, or sums were not blocked; 1 failed; 2 configuration or private store can't be used; 5 an agent runs;
+    7 no private store.
 
     Example: fedcg cohort resume-sums 17
     """
     with alone_with_store(read_config(config)) as store:
         known = store.sum_gate.first_round
-        is_due = known is None or 1 < known <= last  # a number that was too low is corrected
+        is_due = known is None or 1 < known <= last  # corrects a number that was too low
         first = store.sum_gate.resume(max(last, store.seen()[1])) if is_due else known
-    text = "" if is_due else "Sums are not blocked here. "
+    text = "" if is_due else "Sums were not blocked. "
     return (
         {"was_blocked": known is None, "first_round": first},
-        f"{text}This device takes part in sums from round {first} on.\nNext: fedcg agent run --config {config}",
+        f"{text}This device joins sums from round {first} on.\nNext: fedcg agent run --config {config}",
     )
 
 
 def _consents(roster: Roster) -> str:
-    """The line of the devices whose owners consent to be seen alone, if there are any."""
-    return f"Members may see alone the numbers of: {', '.join(sorted(roster.alone))}\n" if roster.alone else ""
+    """The line that lists devices whose owners agreed to be seen individually, if any."""
+    return f"Members may see individual numbers of: {', '.join(sorted(roster.alone))}\n" if roster.alone else ""
 
 
 @contextmanager
 def _replacing(config: Path, *, yes: bool, code: str | None) -> Iterator[PrivateStore]:
-    """A store whose secret is about to be replaced: confirmed by its owner, while no agent uses it."""
+    """The store whose secret is about to be replaced, locked and confirmed by the owner."""
     from edge_client.store.cohort_secret import secret_of
 
     settings = read_config(config)
@@ -243,28 +244,28 @@ def _replacing(config: Path, *, yes: bool, code: str | None) -> Iterator[Private
         kept = store.cohort_secret()
         if kept is None and code is None:
             raise BadInputError(
-                f"{store.root} has no cohort secret to renew: `fedcg cohort create` makes the first one",
+                f"{store.root} has no cohort secret to renew: create one with `fedcg cohort create`",
                 exit_code=NOT_FOUND,
             )
         if kept is not None and (code is None or kept != secret_of(code)):
             if settings.data.defence_params.get("key") == "cohort":
                 raise BadInputError(
-                    "data.defence encrypts this device's images with a key of the cohort's secret (key = cohort), and trained networks "
-                    "know no other: open a new federation, with a new secret"
+                    "data.defence encrypts this device's images with a key from the cohort secret (key = cohort). Trained networks "
+                    "only work with that key: open a new federation, with a new secret"
                 )
             if not yes:
-                confirm(f"This replaces the cohort secret of {settings.device}. {_REPLACED}\nGo on?")
+                confirm(f"This replaces the cohort secret of {settings.device}. {_REPLACED}\nContinue?")
         yield store
 
 
 def _with_code(code: str, store: PrivateStore, config: Path, following: str) -> Result:
-    """The result of a command that made a secret."""
+    """The result of a command that created a secret."""
     from edge_client.store.cohort_secret import mark_in
 
     mark = mark_in(store, read_config(config).federation)
     return {"code": code, "mark": mark}, (
-        f"Code of this cohort, shown this once:\n\n  {code}\n\n"
-        f"Devices have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}\n{following}"
+        f"Code of this cohort, shown only once:\n\n  {code}\n\n"
+        f"Check that `fedcg cohort status` prints this mark on every device: {mark}\n{following}"
     )
 
 

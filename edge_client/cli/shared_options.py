@@ -1,4 +1,4 @@
-"""What the commands of a device share: options, the configuration and the private store. Importing this loads no torch."""
+"""Shared by the commands of a device: options, configuration and private store. Importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from edge_client.config import AgentConfig
     from edge_client.store.private_store import PrivateStore
 
-ConfigOption = Annotated[Path, typer.Option("--config", envvar="FEDCG_CONFIG", help="The device's agent.toml.")]
+ConfigOption = Annotated[Path, typer.Option("--config", envvar="FEDCG_CONFIG", help="Path of the device's agent.toml.")]
 
 
 def read_config(path: Path) -> AgentConfig:
     """The device's configuration.
 
     Raises:
-        ConfigError: names every problem in it.
+        ConfigError: lists every problem in the file.
     """
     from edge_client.config import load_config
 
@@ -30,7 +30,7 @@ def read_config(path: Path) -> AgentConfig:
 
 @contextmanager
 def alone_with_store(settings: AgentConfig) -> Iterator[PrivateStore]:
-    """The store, while no agent and no training process uses it."""
+    """The store, locked against the agent and the training process."""
     from edge_client.store.private_store import existing_store, open_store
 
     existing_store(settings)

@@ -1,4 +1,4 @@
-"""The state of a private store for its operator, read without disturbing the agent that uses it."""
+"""The state of a private store for the device's owner, read without disturbing the running agent."""
 
 import contextlib
 import time
@@ -28,12 +28,12 @@ from fedcg.wire.parts import PrivacySpent
 
 Status = dict[str, EventValue]
 LISTED = 20
-LEFT_OUT_ADVICE = "repair or remove them; training leaves them out"
-WAITS = "waits until another federation's training on this device is done"
+LEFT_OUT_ADVICE = "repair or remove them; training skips them"
+WAITS = "waits for another federation's training on this device"
 ENDS_OF_TRAINING = frozenset(
     {"agent_started", "committed", "round_failed", "trainer_died", "finalised", "finalise_failed"}
 )
-_SHOWN = {  # one field of these events is shown unchanged
+_SHOWN = {  # events of which one field is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
     "welcomed": ("last_welcomed", "t"),
@@ -42,15 +42,15 @@ _SHOWN = {  # one field of these events is shown unchanged
     "cohort": ("last_cohort", "others"),
     "finished": ("finished", "summary"),
 }
-# A round after the end: the federation was extended.
+# An invitation after the end means that the federation was extended.
 _ENDS = {"link": "link_problem", "welcomed": "link_problem", "invited": "finished"}
 
 
 def read_status(config: AgentConfig) -> Status:
-    """The state of a device's store; a damaged file is named, and what does not come from it is there.
+    """The state of a device's store. Damaged files are listed as problems, and the other fields are still read.
 
     Raises:
-        StoreFormatError: there is no private store at the configured place, or it is another device's.
+        StoreFormatError: no private store at the configured path, or it is another device's.
     """
     root, store = config.store, existing_store(config)
     status: Status = {
@@ -78,7 +78,7 @@ def read_status(config: AgentConfig) -> Status:
     ):
         try:
             status |= read()
-        except errors.DamagedFileError as error:  # noqa: PERF203 - what does not come from that file is shown
+        except errors.DamagedFileError as error:  # noqa: PERF203 - the other fields are still shown
             problems.append(str(error))
     problems += damage_that_matters(config, store)
     # The file lags behind a running agent.
@@ -88,18 +88,18 @@ def read_status(config: AgentConfig) -> Status:
 
 
 def damage_that_matters(config: AgentConfig, store: PrivateStore) -> list[str]:
-    """Every file without which the device can't go on: keys, certificates, secrets and the private store; each with what to do about it."""
+    """Problems with files that the device needs to continue: keys, certificates, secrets and the private store. Each has a remedy."""
     found: list[str] = []
     for check in (lambda: load_keys(config), lambda: mqtt_config(config), store.take_over, store.check_small_files):
         try:
             check()
-        except (errors.EdgeError, OSError) as error:  # noqa: PERF203 - all are named
+        except (errors.EdgeError, OSError) as error:  # noqa: PERF203 - all are listed
             found.append(in_words(error))
     return found
 
 
 def status_table(status: Status) -> str:
-    """The state for people: a line for each field that has a value."""
+    """The state as a table with a line for each field that has a value."""
     shown = {name.replace("_", " "): _in_words(name, value) for name, value in status.items()}
     rows = [(name, log_text(text, len(text))) for name, text in shown.items() if text]
     return table(("about", "state"), rows, "")
@@ -120,11 +120,11 @@ def _in_words(name: str, value: EventValue) -> str:
 
 
 def is_revoked(config: AgentConfig) -> bool:
-    """Whether the coordinator has told this device that it is revoked."""
+    """Whether the coordinator has revoked this device, by its last statement."""
     try:
         key = load_keys(config).signing.public.hex
     except errors.EdgeError:
-        return False  # without a key there is no device that could be
+        return False  # without a key, no device can be revoked
     return PrivateStore(config.store).is_revoked(key)
 
 
@@ -157,7 +157,7 @@ def _model(root: Path) -> Status:
 
 
 def _live(root: Path) -> Status:
-    """What the agent does now, as it answers itself; nothing where none runs."""
+    """The running agent's own answer about its state. Empty if no agent runs."""
     try:
         return {f"agent_{name}": value for name, value in ask_agent(root, StatusRequest()).items()}
     except errors.NotRunningError:
@@ -212,7 +212,7 @@ def _receipts(store: PrivateStore, generation: Generation | None) -> Status:
 
 
 def _images(store: PrivateStore, generation: Generation | None) -> Status:
-    """Images of the round that was trained last, by class, and those that were left out; their reasons name them."""
+    """Images of the last trained round by class, and skipped images with reasons."""
     count, reasons = store.left_out()
     more = f" and {count - LISTED} more" if count > LISTED else ""
     named = f"{count}: {'; '.join(list(reasons.values())[:LISTED])}{more}; {LEFT_OUT_ADVICE}"
@@ -236,7 +236,7 @@ def _spent(store: PrivateStore) -> str | None:
     except ValidationError:
         return f"unknown: {PRIVACY_FILE} in the store is damaged"
     budget = "" if found.budget is None else f" of {found.budget:g}"
-    rest = "" if record.get("covered") else "; rounds that were sent without DP-SGD are not covered"
+    rest = "" if record.get("covered") else "; updates sent without DP-SGD are not covered"
     return f"epsilon {found.epsilon:.3g}{budget} at delta {found.delta:g}{rest}"
 
 

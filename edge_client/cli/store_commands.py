@@ -1,4 +1,4 @@
-"""Commands on a device's private store: `fedcg agent logs|sent|ledger|diagnose|backup|restore|store`. Importing this loads no torch."""
+"""Commands for a device's private store: `fedcg agent logs|sent|ledger|diagnose|backup|restore|store`. Importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ store_app = typer.Typer(help="Check this device's private store.", no_args_is_he
 @store_app.command("migrate")
 @prints
 def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
-    """Check the private store, with its secrets; changes nothing. The agent must not run meanwhile.
+    """Check the private store and its secrets. Changes nothing. Stop the agent first.
 
-    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 5 an agent runs.
+    Exit codes: 0 done; 1 failed; 2 configuration or private store can't be used; 5 an agent runs; 7 no private store.
 
     Example: fedcg agent store migrate
     """
@@ -34,8 +34,8 @@ def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
     settings = read_config(config)
     if settings.store.exists() and (owner := settings.store.stat().st_uid) != os.geteuid():
         raise BadInputError(
-            f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...), "
-            "otherwise its agent could not read the files any more"
+            f"{settings.store} belongs to the user with id {owner}: run this as that user (sudo -u '#{owner}' ...). "
+            "Otherwise the agent could no longer read its files"
         )
     with alone_with_store(settings) as store:
         generation, problems = store.generations.current()
@@ -43,19 +43,20 @@ def migrate_command(config: ConfigOption = Path("agent.toml")) -> Result:
         store.take_over()
     trained = None if generation is None else generation.round_attempt.round
     values = {"store": str(settings.store), "format": STORE_FORMAT, "round": trained, "problems": list(problems)}
-    stands = "nothing was trained yet" if trained is None else f"trained up to round {trained}"
+    stands = "not trained yet" if trained is None else f"trained up to round {trained}"
     return values, "; ".join((f"{settings.store} has format {STORE_FORMAT}, {stands}", *problems))
 
 
 @prints
 def backup_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="the file to write; must not exist")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write. Must not exist.")],
     config: ConfigOption = Path("agent.toml"),
     passphrase_file: PassphraseFile = None,
 ) -> Result:
-    """Write private store, keys, certificate and agent.toml into one encrypted file, for a box that replaces this one.
+    """Write private store, keys, certificate and agent.toml into one encrypted file, to restore on replacement hardware.
 
-    The agent must not run meanwhile. Images are not part of it. A box with damaged files is not backed up. Exit codes: 0 done; 1 refused; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists.
+    Stop the agent first. Images are not included. A device with damaged files is not backed up.
+    Exit codes: 0 done; 1 failed; 2 bad input, or a damaged store; 5 an agent runs; 6 the file exists; 7 no agent.toml, store or key.
 
     Example: fedcg agent backup --out /backup/line-4 --passphrase-file /secure/passphrase
     """
@@ -70,20 +71,20 @@ def backup_command(
         facts = write_backup(settings, config, store, out, passphrase_of(passphrase_file, is_new=True))
     return {"file": str(out), "bytes": out.stat().st_size, **facts.model_dump()}, (
         f"Wrote {out}: device {facts.device} of {facts.federation}, trained up to round {facts.round}.\n"
-        "It holds the device's keys and private weights: keep the passphrase apart from it.\n"
-        f"Next: on the box that replaces this one, fedcg agent restore {out.name} --config {config}"
+        "It holds the device's keys and private weights: store the passphrase separately.\n"
+        f"Next: on the replacement machine, fedcg agent restore {out.name} --config {config}"
     )
 
 
 @prints
 def restore_command(
-    file: Annotated[Path, typer.Argument(help="a file of `fedcg agent backup`")],
+    file: Annotated[Path, typer.Argument(help="File written by `fedcg agent backup`.")],
     config: ConfigOption = Path("agent.toml"),
     passphrase_file: PassphraseFile = None,
 ) -> Result:
-    """Make this box the device of a backup. Overwrites nothing; an agent.toml that is there already names the places.
+    """Restore a device from a backup on this machine. Overwrites nothing. An existing agent.toml sets the paths.
 
-    Exit codes: 0 done; 1 refused, nothing was written; 2 bad input; 6 something is there already; 7 there is no such file.
+    Exit codes: 0 done; 1 failed, nothing was written; 2 bad input; 6 a target exists; 7 file not found.
 
     Example: fedcg agent restore /backup/line-4 --config /etc/fedcg/casting/agent.toml
     """
@@ -93,17 +94,17 @@ def restore_command(
     facts, settings = read_backup(file, config, passphrase, os.environ)
     lines = [
         f"Restored device {facts.device} of {facts.federation}, trained up to round {facts.round}: {settings.store}",
-        "The box that it was taken from must not run again: of two agents of one device the first update of a round counts,",
-        "and the other one gets the receipt `conflict`. Where the old box was stolen, have the operator revoke the device, and enrol this one anew.",
+        "The old machine must not run again. If two agents of one device send an update for a round, the first one counts",
+        "and the second one gets the receipt `conflict`. If the old machine was stolen, have the operator revoke the device, then enrol this one again.",
     ]
     if (settings.store / "privacy.json").exists():
         lines.append(
-            "Rounds that were trained with DP-SGD after the backup are not in its record of spent privacy: count them in by hand, or "
-            "enrol the device anew."
+            "The record of spent privacy lacks rounds trained with DP-SGD after the backup. Add them by hand, or "
+            "enrol the device again."
         )
     if (settings.store / "roster.json").exists():
         lines.append(
-            "It is in no sum of its cohort until you confirm: look at `fedcg cohort status` on the other devices, then here type "
+            "Sealed sums are blocked until you confirm the round: run `fedcg cohort status` on the other devices, then here "
             f"fedcg cohort resume-sums ROUND --config {config}"
         )
     values = {"config": str(config), "store": str(settings.store), **facts.model_dump()}
@@ -117,26 +118,26 @@ LoggedEvent = dict[str, EventValue]
 
 def logs_command(
     config: ConfigOption = Path("agent.toml"),
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines as they come.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines as they arrive.")] = False,
     since: Annotated[
         str | None,
-        typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
+        typer.Option("--since", metavar="SPAN", help="E.g. 10m, 2h, 3d, or a time such as 2026-11-22T08:00 (UTC)."),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also lines of level debug.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also print lines of level debug.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The events with all their fields, one object a line.")
+        bool, typer.Option("--json", help="Print events with all fields, one JSON object per line.")
     ] = False,
 ) -> None:
-    """Print what this device did, from its event log; the agent may run meanwhile.
+    """Print this device's event log. The agent may run meanwhile.
 
-    Exit codes: 0 printed; 2 --since is no time; 7 there is no event log.
+    Exit codes: 0 printed; 2 --since is not a time; 7 no event log.
 
     Example: fedcg agent logs --since 2h --follow
     """
     store = read_config(config).store
     path = store / "events.jsonl"
     if not path.exists():
-        raise BadInputError(f"{path} is not there yet: `fedcg agent run` writes it", exit_code=NOT_FOUND)
+        raise BadInputError(f"{path} not found: `fedcg agent run` writes it", exit_code=NOT_FOUND)
     first = 0.0 if since is None else moment_of(since, time.time(), "--since")
     for event in _events_of(path, follow=follow):
         if isinstance(at := event.get("t"), int | float) and at >= first:
@@ -159,18 +160,18 @@ def _event_line(event: LoggedEvent, at: float, *, verbose: bool) -> str:
 
 
 MOST_EVENTS = 100_000
-UNLISTED = """enrolment and renewals (token, name of the device, certificate request, public message key, signatures, a random number),
+UNLISTED = """enrolment and renewals (token, device name, certificate request, public message key, signatures, a random number),
 and the hello of `fedcg doctor` before the first run."""
 SinceOption = Annotated[
-    str | None, typer.Option("--since", metavar="SPAN", help="10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
+    str | None, typer.Option("--since", metavar="SPAN", help="E.g. 10m, 2h, 3d, or a time such as 2026-11-22 (UTC).")
 ]
 
 
 @prints
 def sent_command(config: ConfigOption = Path("agent.toml"), since: SinceOption = None) -> Result:
-    """List every update and every report about itself that has left this device, from its own record; the agent may run meanwhile.
+    """List every update and self-report that has left this device, from its own record. The agent may run meanwhile.
 
-    Exit codes: 0 listed; 2 --since is no time.
+    Exit codes: 0 listed; 2 --since is not a time.
 
     Example: fedcg agent sent --since 3d
     """
@@ -184,7 +185,7 @@ def sent_command(config: ConfigOption = Path("agent.toml"), since: SinceOption =
     lines = [_sent_line(item).rstrip() for item in items]
     lines += [
         f"{federation}: {counts['updates']} updates, {counts['bytes']} bytes, {counts['receipts']} with a receipt; "
-        f"{counts['self_reports']} reports about the device; {counts['message_bytes']} bytes of control messages"
+        f"{counts['self_reports']} self-reports; {counts['message_bytes']} bytes of control messages"
         for federation, counts in sums.items()
     ]
     if not items:
@@ -209,9 +210,9 @@ def _sent_line(item: dict[str, Any]) -> str:
     at = moment(item["t"])
     report = ", ".join(f"{name} {_plain(value)}" for name, value in item.get("report", {}).items()) or "nothing"
     messages = ", ".join(f"{kind} {size} bytes" for kind, size in item.get("messages", {}).items())
-    before = f"{at}  control messages until then: {messages}\n" if messages else ""
+    before = f"{at}  earlier control messages: {messages}\n" if messages else ""
     if item["kind"] != "update":
-        return before + (f"{at}  report about the device: {report}" if item["kind"] == "self_report" else "")
+        return before + (f"{at}  self-report: {report}" if item["kind"] == "self_report" else "")
     parts = ", ".join(f"{name} {size} bytes" for name, size in item.get("parts", {}).items())
     receipt = item["receipt"] or "no receipt"
     facts = ", ".join(f"{name} {value}" for name, value in item.get("facts", {}).items())
@@ -223,9 +224,9 @@ def _sent_line(item: dict[str, Any]) -> str:
 
 @prints
 def ledger_command(config: ConfigOption = Path("agent.toml"), since: SinceOption = None) -> Result:
-    """List what each round cost this device: seconds, bytes of the update, and energy where a sensor measures it; the agent may run meanwhile.
+    """List the cost of each round on this device: seconds, update bytes, and energy if a sensor measures it. The agent may run meanwhile.
 
-    Exit codes: 0 listed; 2 --since is no time.
+    Exit codes: 0 listed; 2 --since is not a time.
 
     Example: fedcg agent ledger --since 7d
     """
@@ -258,18 +259,18 @@ def ledger_command(config: ConfigOption = Path("agent.toml"), since: SinceOption
 
 @prints
 def diagnose_command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="The file to write; must not exist.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.zip", help="File to write. Must not exist.")],
     config: ConfigOption = Path("agent.toml"),
     events: Annotated[
-        int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Newest events that go into it.")
+        int, typer.Option("--events", min=0, max=MOST_EVENTS, help="Number of newest events to include.")
     ] = 2000,
     with_class_names: Annotated[
-        bool, typer.Option("--with-class-names", help="Leave the names of classes in; else they are numbered.")
+        bool, typer.Option("--with-class-names", help="Include class names. Default: classes are numbered.")
     ] = False,
 ) -> Result:
-    """Write one file to send to support: settings, status, doctor, events, versions, sizes of files; no key, secret, image or weight.
+    """Write a support file: settings, status, doctor, events, versions and file sizes. No keys, secrets, images or weights.
 
-    Exit codes: 0 written; 1 failed; 2 the configuration is wrong, or --out is no .zip; 6 the file exists.
+    Exit codes: 0 written; 1 failed; 2 invalid configuration, or --out is not a .zip; 6 the file exists; 7 no agent.toml.
 
     Example: fedcg agent diagnose --out support.zip
     """
@@ -278,10 +279,10 @@ def diagnose_command(
 
     settings = read_config(config)
     if out.suffix != ".zip" or not out.absolute().parent.is_dir():
-        raise BadInputError(f"--out {out}: give a file that ends in .zip, in a folder that exists")
+        raise BadInputError(f"--out {out}: give a file name ending in .zip, in an existing folder")
     if out.exists():
-        raise BadInputError(f"{out} exists already; name another file", exit_code=EXISTS)
+        raise BadInputError(f"{out} exists already; choose another file", exit_code=EXISTS)
     content, names = support_file(settings, events, with_class_names=with_class_names)
     write_durably(out, content, is_new=True)
     values = {"device": settings.device, "file": str(out), "bytes": len(content), "holds": list(names)}
-    return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: read it, then send it to support."
+    return values, f"{out} ({len(content)} bytes) holds {', '.join(names)}.\nNext: review it, then send it to support."

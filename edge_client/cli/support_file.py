@@ -1,9 +1,9 @@
-"""The content of `fedcg agent diagnose`: what support needs to know of a device, and nothing private. Torch-free.
+"""The content of `fedcg agent diagnose`: the state of a device for support, without private data. Torch-free.
 
-Chosen by name: the configuration (paths of keys, never their content), status, the doctor's findings, the newest events, versions and the
-sizes of the store's files. Texts about images, and the owner's own words, are left out. Then content of secret files and values of secret
-environment variables are replaced in every text. Names of images, folders and, unless asked for, classes are replaced in every text that may
-hold one (`PrivateNames`). Keys and fields of ours stay.
+Included: the configuration (paths of keys, never their content), status, the doctor's findings, the newest events, versions and the sizes of
+the store's files. Texts about images and the owner's own words are left out. The content of secret files and the values of secret environment
+variables are replaced in every text. Names of images, folders and (by default) classes are replaced in every text that may contain one
+(`PrivateNames`). This program's own keys and fields stay.
 """
 
 import base64
@@ -38,26 +38,26 @@ from fedcg.event_log import EventValue, log_text, read_events
 from fedcg.files import SECRET_BYTES
 
 IMAGE, FOLDER = "[image]", "[folder]"
-_SMALL_NUMBER = re.compile(r"\d{1,3}")  # says no more than a number
+_SMALL_NUMBER = re.compile(r"\d{1,3}")  # reveals nothing as a name
 _EDGE = r"(?:(?<![A-Za-z0-9_])|(?<=%[0-9A-Fa-f]{2})|(?<=\\[nrt]))"  # where a name may begin
 _END = r"(?![A-Za-z0-9_])"
-_OPENED = r"(?:^|(?<=[\"'`])|(?<=[:;] ))"  # before an image's name: what no longer name has there
+_OPENED = r"(?:^|(?<=[\"'`])|(?<=[:;] ))"  # before an image's name, where a longer name can't continue
 _SLASH = r"(?:/|%2[Ff])"
-_CLOSED = rf"(?={_SLASH}|$|[:;,]|[\"'`](?!\w))"  # behind a path, where no longer name goes on
+_CLOSED = rf"(?={_SLASH}|$|[:;,]|[\"'`](?!\w))"  # after a path, where a longer name can't continue
 _UP_TO_IMAGE = r"(?s:.*)\.(?i:png|jpe?g|bmp|webp|tiff?|gif)(?![A-Za-z0-9])"
 
 
 class PrivateNames:
-    """What texts must not show, by the folders of images and the specs of this device.
+    """Names that texts must not show, from the image folders and the specs of this device.
 
-    The end of a name that is not known any more, because its image was deleted, can't be found. So everything goes from where it may begin,
-    behind the folder of images or at the text's start, to the last suffix of an image, or to the text's end.
+    For a deleted image, the end of its name can't be found. So the text is removed from the name's possible start to its possible end. The
+    start is after the image folder, or at the start of the text. The end is the last image suffix, or the end of the text.
 
     Args:
         config: of the device.
-        store: its private store, or where it will be.
-        texts: JSON of all texts in which names are looked for.
-        with_class_names: names of classes are not private.
+        store: its private store, which may not exist yet.
+        texts: JSON of all texts to search for names.
+        with_class_names: class names are not private.
     """
 
     def __init__(self, config: AgentConfig, store: PrivateStore, texts: str, *, with_class_names: bool) -> None:
@@ -87,8 +87,8 @@ class PrivateNames:
         self._part, self._word = (re.compile(f"{_EDGE}{_any_of(one)}{_END}") for one in (self._shown, self._words))
 
     def hidden_in(self, text: str) -> str:
-        """The text without them."""
-        if text.endswith("…"):  # it was cut, maybe in a name
+        """The text with all private names replaced."""
+        if text.endswith("…"):  # cut, maybe inside a name
             edges = (edge.start() for edge in re.finditer(f"{_EDGE}(?=..)", text))
             text = f"{text[: next((at for at in edges if self._begins(text[at:-1])), -1)]}…"
         pieces, done = list[str](), 0
@@ -113,20 +113,20 @@ class PrivateNames:
 
 
 def _occurring(names: Mapping[str, str], texts: str) -> dict[str, str]:
-    """What stands for each name, by each of its forms that the texts hold."""
+    """The replacement for each form of each name that occurs in the texts."""
     forms = ((form, instead) for name, instead in names.items() for form in _forms_of(name))
     return {form: instead for form, instead in forms if json.dumps(form, ensure_ascii=False)[1:-1] in texts}
 
 
 def _any_of(forms: Iterable[str]) -> str:
-    """A pattern of one of these, the longest that fits; a number is no piece of an address, a time or a version."""
+    """A pattern that matches the longest of these forms. Numbers inside addresses, times and versions don't match."""
     longest_first = sorted(forms, key=len, reverse=True)
     patterns = (rf"(?<!\d[.:-]){one}(?![.:-]\d)" if one.isdecimal() else re.escape(one) for one in longest_first)
     return f"(?:{'|'.join(patterns) or '(?!)'})"
 
 
 def _forms_of(name: str) -> set[str]:
-    """A name as it is, and as logs, errors, JSON and URLs write it."""
+    """A name in plain form, and as logs, errors, JSON and URLs write it."""
     raw = os.fsencode(name)
     forms = {name, log_text(name, len(name)), repr(name)[1:-1], repr(f"{name}\"'")[1:-4], ascii(name)[1:-1]}
     forms |= {repr(raw)[2:-1], json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1]}
@@ -138,13 +138,13 @@ MAX_SECRET_BYTES = 64 * 1024
 LEAST_SECRET = 6  # characters; shorter values occur by chance
 REMOVED = "[removed]"
 VERBATIM = frozenset({"about.json", "configuration.json", "files.json"})
-"""Members with words of this program and the owner's paths alone: no image or class is named there."""
+"""Members with only this program's words and the owner's paths. They contain no names of images or classes."""
 OURS = frozenset({"check", "state", "event", "phase", "what", "outcome", "way", "others", "device", "federation"})
-"""Fields of the other members with words of this program; any other text may hold a name."""
+"""Fields of the other members with only this program's words. Any other text may contain a name."""
 NAMING = "data"
-"""The one check of the doctor that names images and classes."""
+"""The only check of the doctor that names images and classes."""
 CODED = frozenset({"declined", "refused", "round_failed", "paused", "approval_needed"})
-"""Events whose `reason` is one of a closed list."""
+"""Events whose `reason` is from a closed list."""
 DETAILED = frozenset(
     {
         "link_problem",
@@ -158,19 +158,19 @@ DETAILED = frozenset(
         "paused",
     }
 )
-"""Events whose `detail` goes in. That of any other one may be about images, also of a folder that was set earlier."""
+"""Events whose `detail` is included. The `detail` of other events may be about images, even of a folder configured earlier."""
 OWNERS = frozenset({"pause_reason", "last_declined", "images_left_out"})
-"""Fields of the status that hold such texts, or words of the owner."""
+"""Status fields with such texts, or with the owner's words."""
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def support_file(config: AgentConfig, newest_events: int, *, with_class_names: bool) -> tuple[bytes, tuple[str, ...]]:
-    """A zip file with everything, and the names of its members.
+    """The support file as zip bytes, and the names of its members.
 
     Args:
         config: of the device.
-        newest_events: how many events of the log go into it.
-        with_class_names: leave names of classes as they are.
+        newest_events: number of log events to include.
+        with_class_names: keep class names.
     """
     store = _store(config)
     members: dict[str, object] = {
@@ -194,7 +194,7 @@ def support_file(config: AgentConfig, newest_events: int, *, with_class_names: b
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
-            # bytes that are no text, as JSON escapes them
+            # bytes that are not valid text become JSON escapes
             archive.writestr(name, text.encode("utf-8", "backslashreplace"))
     return packed.getvalue(), tuple(texts)
 
@@ -206,7 +206,7 @@ def _without_private_text(event: Mapping[str, EventValue]) -> dict[str, EventVal
 
 
 def _cleaned(value: Any, hide: Callable[[str], str], secrets: tuple[str, ...]) -> Any:
-    """A JSON value whose texts hold no secret and, where they may, no name."""
+    """A JSON value without secrets, and without private names in texts that may contain one."""
     if isinstance(value, Mapping):
         hide = str if value.get("check", NAMING) != NAMING else hide
         ours = OURS | {"reason"} if value.get("event") in CODED else OURS
@@ -249,18 +249,18 @@ def _sizes(store: PrivateStore) -> Iterator[tuple[str, int]]:
 def _store(config: AgentConfig) -> PrivateStore:
     try:
         return open_store(config)
-    except StoreError:  # a reason to write this file; what is whole can be read all the same
+    except StoreError:  # support files are written for damaged stores too; intact parts are readable
         return PrivateStore(config.store)
 
 
 def _secrets(config: AgentConfig) -> Iterator[str]:
-    """Everything that must not be in the file, in each form in which it could be."""
+    """All secrets, in every form in which a text could contain them."""
     for path in (config.keys.signing, *(() if config.tls is None else (config.tls.key,))):
         with suppress(OSError), path.open("rb") as file:
             yield from _forms(file.read(MAX_SECRET_BYTES))
     for path in sorted((config.store / "secrets").glob("*")):
         with suppress(OSError):
-            yield from _forms(path.read_bytes()[:SECRET_BYTES])  # behind it is the file's check
+            yield from _forms(path.read_bytes()[:SECRET_BYTES])  # the file's checksum follows
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= LEAST_SECRET:
             yield from (value, json.dumps(value)[1:-1])

@@ -1,6 +1,6 @@
-"""One short session with the coordinator by a program that is not the agent: to check that it answers, or to leave for good.
+"""A short session with the coordinator without the agent: to check that it answers, or to leave permanently.
 
-Leaving is a signed Leave, the coordinator's confirmation, then the removal of this device's data.
+To leave, the device sends a signed Leave, waits for the coordinator's confirmation, then erases its data.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from fedcg.wire.transport.transport import Delivery, Transport
 TICK_S = 0.25
 REPEAT_S = 2.0  # until a hello or a Leave without an answer is sent again
 QUEUE_MAX = 256
-UNANSWERED = {  # by the coordinator's retained status, None where none is received
+UNANSWERED = {  # by the coordinator's retained status; None if not received
     None: "the broker delivers nothing to this device: its federation is not started (`fedcg federation start`), the coordinator has "
     "never run (`fedcg coordinator run`), or this device is missing in the broker's access list (`fedcg device show`)",
-    False: "the coordinator does not run, by its last status",
-    True: "the coordinator runs and does not accept this device: it was revoked or enrolled anew, or its access list is wrong",
+    False: "the coordinator is not running, according to its last status",
+    True: "the coordinator is running but does not accept this device: it was revoked or enrolled again, or its access list is wrong",
 }
 
 
 def converse(
     config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, wait_s: float, *, is_leaving: bool
 ) -> float | None:
-    """Open a session: messages get through in both directions. Then leave the federation for good, where the device leaves.
+    """Open a session, which tests messages in both directions. Then leave the federation if `is_leaving` is set.
 
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
-        store: its private store; nothing is saved in it, but a line of the record of what was sent.
+        store: its private store. Only a line in the record of sent messages is saved.
         transport: not started yet.
         wait_s: how long to wait.
-        is_leaving: whether it leaves; else it only greets, and does not count as online.
+        is_leaving: leave the federation; otherwise only say hello, which does not count as online.
 
     Returns:
-        The seconds by which this box's clock is ahead of the coordinator's, by its welcome.
+        How many seconds this device's clock is ahead of the coordinator's, from its welcome; None if unknown.
 
     Raises:
-        NoAnswerError: the coordinator has not answered in time; names the step that messages reached.
+        NoAnswerError: the coordinator has not answered in time; names the last step that worked.
     """
     trust = CoordinatorTrust(store, config.federation, keys.coordinator)
     mark = mark_in(store, config.federation)
@@ -68,7 +68,7 @@ def converse(
     items: queue.Queue[Delivery | signals.LinkChanged] = queue.Queue(QUEUE_MAX)
 
     def put(item: Delivery | signals.LinkChanged) -> None:
-        with contextlib.suppress(queue.Full):  # both sides repeat messages that were not answered
+        with contextlib.suppress(queue.Full):  # both sides repeat unanswered messages
             items.put_nowait(item)
 
     link.subscribe(chunks=False)
@@ -82,7 +82,7 @@ def converse(
                 is_up, due = event.up, now
             elif isinstance(event, signals.CoordinatorSeen):
                 is_online = event.online
-                if event.online and event.epoch > epoch and link.handshake.is_open:  # it was another one's session
+                if event.online and event.epoch > epoch and link.handshake.is_open:  # of an earlier coordinator
                     link.handshake.close()
                     due = now
             elif isinstance(event, signals.Welcomed):
@@ -105,10 +105,10 @@ def converse(
 
 
 def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: CoordinatorLink) -> signals.Input:
-    """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick.
+    """The event of a delivery. Refused or irrelevant deliveries count as a tick.
 
     Raises:
-        NoAnswerError: the coordinator does not take this device.
+        NoAnswerError: the coordinator does not accept this device.
     """
     try:
         item = items.get(timeout=TICK_S)
@@ -128,10 +128,10 @@ class Departure:
     """The result of leaving.
 
     Attributes:
-        confirmed: whether the coordinator confirmed that the device is no member any more.
-        erased: the paths that were removed from this device.
-        kept: what lies in the store's folder, was not made by this program, and stays.
-        aside: private stores that were moved aside, as `store.before`, and stay.
+        confirmed: whether the coordinator confirmed that the device is no longer a member.
+        erased: paths that were erased.
+        kept: paths in the store's folder that were not created by this program, and remain.
+        aside: private stores that were moved aside, e.g. as `store.before`, and remain.
     """
 
     confirmed: bool
@@ -145,25 +145,23 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
 
     Args:
         config: of this device.
-        erase: afterwards remove the private store, keys and certificates.
-        notify: send the coordinator a signed Leave; nothing is erased unless it confirms.
-        timeout_s: how long to wait for it.
+        erase: afterwards erase the private store, keys and certificates.
+        notify: send the coordinator a signed Leave. Nothing is erased unless it confirms.
+        timeout_s: how long to wait for the confirmation.
 
     Raises:
-        EnrolError: the coordinator did not confirm in time, or the images lie in the store; nothing was erased.
+        EnrolError: the coordinator did not confirm in time, or the images are in the store; nothing was erased.
         StoreLockedError: an agent runs with this store.
         EdgeError: keys or store can't be used.
         WireError: the TLS files can't be used.
     """
     store = open_store(config)
     if not store.is_made and not notify:
-        raise StoreFormatError(
-            f"{config.store} holds no private store: there is nothing to leave behind", exit_code=NOT_FOUND
-        )
+        raise StoreFormatError(f"{config.store} contains no private store: nothing to leave", exit_code=NOT_FOUND)
     if erase:
         _check_images_are_elsewhere(config)
     with TemporaryDirectory() as empty:
-        used = store if store.is_made else PrivateStore(Path(empty))  # none is made only to leave
+        used = store if store.is_made else PrivateStore(Path(empty))  # don't create a store just to leave
         with used.alone():
             if notify:
                 _leave_coordinator(config, used, timeout_s)
@@ -183,24 +181,24 @@ def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: floa
         converse(config, keys, store, transport, timeout_s, is_leaving=True)
     except NoAnswerError as error:
         raise LateAnswerError(
-            f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
-            f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
+            f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, ask the operator "
+            f"to run `fedcg device revoke {config.device}`, or use --without-coordinator"
         ) from error
 
 
 def _check_images_are_elsewhere(config: AgentConfig) -> None:
     data, root = config.data.root.resolve(), config.store.resolve()
     if root in (data, *data.parents):
-        raise EnrolError(f"the images in {data} lie in the private store {root}: move them first, nothing was erased")
+        raise EnrolError(f"the images in {data} are in the private store {root}: move them first. Nothing was erased")
 
 
 def _erase(config: AgentConfig, store: PrivateStore) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Remove keys and certificates first, then what the program made in the private store; images and other files are not touched."""
+    """Erase keys and certificates first, then the program's files in the private store. Images and other files are not touched."""
     files = [config.keys.signing, config.keys.coordinator]
     if config.tls is not None:
         pair = (config.tls.key, config.tls.cert)
         files += [*pair, *map(pending, pair), config.tls.cert.with_name(".renewal.lock")]
-        if config.tls.ca.parent == config.tls.cert.parent:  # elsewhere it is another's, such as the system's bundle
+        if config.tls.ca.parent == config.tls.cert.parent:  # otherwise shared, e.g. the system's bundle
             files.append(config.tls.ca)
     erased = [path for path in files if path.exists()]
     for path in erased:
@@ -214,6 +212,6 @@ def _erase(config: AgentConfig, store: PrivateStore) -> tuple[tuple[Path, ...], 
         else:
             path.unlink()
     kept = tuple(sorted(store.root.iterdir()))
-    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; it is emptied, not removed
+    with contextlib.suppress(OSError):  # a service's state directory belongs to the system and is only emptied
         store.root.rmdir()
     return (*erased, store.root), kept

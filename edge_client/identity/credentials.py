@@ -1,7 +1,7 @@
-"""A device's own keys and certificate, and its connection to the broker with them.
+"""A device's keys and certificate, and its broker connection with them.
 
-Keys are made and kept here. A renewal takes a new key, and no power cut leaves a certificate without its key. How a new box gets its first
-certificate is in `enrol`.
+Keys are created and stored on the device. A renewal uses a new key. A power cut never leaves a certificate without its key. `enrol` gets the
+first certificate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedcg.wire.transport.mqtt_config import MqttConfig, connection_name
 from fedcg.worker_process import repeating
 
 RENEW_AT = 1 / 3
-"""A certificate is renewed when less than this part of its life is left."""
+"""A certificate is renewed when less than this fraction of its validity is left."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class TlsKey:
         """Read a key.
 
         Raises:
-            EnrolError: the file holds none.
+            EnrolError: the file contains no usable key.
         """
         try:
             private = serialization.load_pem_private_key(read_checked(path), password=None)
         except (ValueError, TypeError) as error:
-            raise EnrolError(f"{path} can't be used: it holds no private key in PEM form") from error
+            raise EnrolError(f"{path} can't be used: it contains no private key in PEM format") from error
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise EnrolError(f"{path} holds no elliptic-curve key")
+            raise EnrolError(f"{path} contains no elliptic-curve key")
         return TlsKey(private)
 
     @property
@@ -70,7 +70,7 @@ class TlsKey:
         return enrolment_messages.key_digest(self.private.public_key())
 
     def pem(self) -> bytes:
-        """The private key, to be written with mode 0600."""
+        """The private key in PEM. Write it with mode 0600."""
         return self.private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -83,10 +83,10 @@ class TlsKey:
 
 
 def check_issued(certificate: str, authority: x509.Certificate, device: str, key: TlsKey) -> x509.Certificate:
-    """The certificate, when it answers the request.
+    """Parse an issued certificate and check that it matches the request.
 
     Raises:
-        EnrolError: it is for another name or key, or not signed by the authority.
+        EnrolError: it is for another name or key, or is not signed by the authority.
     """
     try:
         issued = enrolment_messages.load_certificate(certificate)
@@ -96,9 +96,9 @@ def check_issued(certificate: str, authority: x509.Certificate, device: str, key
             and enrolment_messages.certificate_key_digest(issued) == key.digest
         )
     except (MalformedError, ValueError, TypeError, InvalidSignature) as error:
-        raise EnrolError("the certificate that came is not signed by the authority") from error
+        raise EnrolError("the received certificate is not signed by the authority") from error
     if not is_ours:
-        raise EnrolError(f"the certificate that came is not for {device} and its key")
+        raise EnrolError(f"the received certificate is not for {device} and its key")
     return issued
 
 
@@ -106,7 +106,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     """The certificate in a file.
 
     Raises:
-        EnrolError: the file holds none, or can't be read.
+        EnrolError: the file contains no certificate, or can't be read.
     """
     try:
         return enrolment_messages.load_certificate(read_checked(path))
@@ -115,10 +115,10 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_checked(path: Path) -> bytes:
-    """What is behind the check of a file, where it has one.
+    """The content of a file after verifying its checksum, if it has one.
 
     Raises:
-        EnrolError: it is damaged, or can't be read.
+        EnrolError: the file is damaged, or can't be read.
     """
     try:
         content = checked(path.read_bytes())
@@ -130,27 +130,27 @@ def read_checked(path: Path) -> bytes:
 
 
 def is_due(certificate: x509.Certificate, now: datetime) -> bool:
-    """Whether less than a third of a certificate's life is left."""
+    """Whether less than a third of a certificate's validity is left."""
     return certificate.not_valid_after_utc - now < life_of(certificate) * RENEW_AT
 
 
 def life_of(certificate: x509.Certificate) -> timedelta:
-    """From the first to the last moment at which a certificate is valid."""
+    """The duration of a certificate's validity."""
     return certificate.not_valid_after_utc - certificate.not_valid_before_utc
 
 
 def replace_pair(certificate: Path, key: Path, new_certificate: bytes, new_key: bytes) -> None:
-    """Replace certificate and key; killed at any point, `settle_pair` makes the old or the new pair whole."""
+    """Replace certificate and key. After an interruption at any point, `settle_pair` restores either the old or the new pair."""
     replace_durably(pending(certificate), with_check(new_certificate))
     replace_durably(pending(key), with_check(new_key))
     settle_pair(certificate, key)
 
 
 def settle_pair(certificate: Path, key: Path) -> None:
-    """Finish, or undo, a replacement that was interrupted.
+    """Finish or undo an interrupted replacement.
 
-    The new certificate is written first and renamed last. So a new certificate that fits a key on disk is kept, with that
-    key; one that fits none had no key yet and is deleted.
+    The new certificate is written first and renamed last. So if a new certificate matches a key on disk, both are kept. If it matches none, its
+    key was not written yet, and the certificate is deleted.
     """
     new_certificate, new_key = pending(certificate), pending(key)
     if not new_certificate.exists():
@@ -167,7 +167,7 @@ def settle_pair(certificate: Path, key: Path) -> None:
 
 
 def pending(path: Path) -> Path:
-    """Where the next certificate or key lies until it takes the place of `path`."""
+    """Path of the next certificate or key until it replaces `path`."""
     return path.with_name(f"{path.name}.next")
 
 
@@ -186,10 +186,10 @@ class AgentKeys:
 
 
 def load_keys(config: AgentConfig) -> AgentKeys:
-    """The keys that the configuration names.
+    """Load the keys named in the configuration.
 
     Raises:
-        EnrolError: names the file that is missing or holds no key.
+        EnrolError: a key file is missing or invalid; names the file.
     """
     try:
         signing = SigningKey.load(config.keys.signing)
@@ -204,14 +204,14 @@ def load_keys(config: AgentConfig) -> AgentKeys:
 
 
 def mqtt_config(config: AgentConfig, keys: AgentKeys | None = None) -> MqttConfig:
-    """How to reach the broker: with keys as the agent, without as another connection of the same device.
+    """The broker settings: with keys for the agent's connection, without for another connection of the same device.
 
     Raises:
         EnrolError: names a TLS file that is damaged.
     """
     tls = None if config.tls is None else config.tls.files
     for path in (tls.ca, tls.cert, tls.key) if tls is not None else ():
-        if path.exists():  # the connection names one that is missing
+        if path.exists():  # connecting reports missing files
             read_checked(path)
     return MqttConfig(
         host=config.broker.host,
@@ -228,29 +228,29 @@ def mqtt_config(config: AgentConfig, keys: AgentKeys | None = None) -> MqttConfi
 
 
 LOOK_AGAIN = timedelta(hours=6)
-"""Longest time between two checks: a device's clock may jump."""
+"""Longest time between two checks, because a device's clock may jump."""
 TRY_AGAIN = timedelta(hours=1)
 TRIES_PER_LIFE = 50
 
 
 def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime] | None = None) -> x509.Certificate:
-    """Get the next certificate, with a new key, and put both in place of the current pair.
+    """Get the next certificate, with a new key, and replace the current pair.
 
     Args:
         config: of the device.
         signing: its message key.
-        clock: do it only if the certificate is due by it: the agent of another federation may have renewed it a moment ago.
+        clock: renew only if the certificate is due by this clock. Another federation's agent may just have renewed it.
 
     Returns:
-        The certificate that is in place now.
+        The certificate now in use.
 
     Raises:
-        EnrolError: its message names the next step; the current pair stays. A `ClockError` where the clocks differ too much.
-        OSError: there is no place for a new pair.
+        EnrolError: the message names the next step, and the current pair is kept. `ClockError` if the clocks differ too much.
+        OSError: the new pair can't be written.
     """
     if config.tls is None or config.enrolment.url is None:
         raise EnrolError(
-            f"agent.toml of {config.device} names no `url` under [enrolment]: ask the operator for a new bundle instead"
+            f"agent.toml of {config.device} has no `url` under [enrolment]: ask the operator for a new bundle instead"
         )
     with _alone(config.tls):
         settle_pair(config.tls.cert, config.tls.key)
@@ -258,7 +258,7 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
             return current
         authority, url = read_certificate(config.tls.ca), config.enrolment.url.rstrip("/")
         _, ahead_s = fetch_authority(url, enrolment_messages.certificate_key_digest(authority))
-        check_clock(ahead_s, f"{SET_CLOCK.capitalize()}; the agent then renews by itself when it is time")
+        check_clock(ahead_s, f"{SET_CLOCK.capitalize()}; the agent then renews the certificate when due")
         context = trusting(authority)
         try:
             context.load_cert_chain(config.tls.cert, config.tls.key)
@@ -277,7 +277,7 @@ def renew(config: AgentConfig, signing: SigningKey, clock: Callable[[], datetime
 
 
 def settle(tls: TlsSection) -> None:
-    """Finish, or undo, a replacement of certificate and key that was interrupted; one that is under way is waited for."""
+    """Finish or undo an interrupted replacement of certificate and key. Waits for a replacement in progress."""
     if any(tls.cert.parent.glob("*.next")):
         with _alone(tls):
             settle_pair(tls.cert, tls.key)
@@ -285,14 +285,14 @@ def settle(tls: TlsSection) -> None:
 
 @dataclass(eq=False)
 class Renewer:
-    """Renews in time, beside a running agent, on a thread of its own.
+    """Renews the certificate when due, on a separate thread of the running agent.
 
     Args:
         config: of the device.
         signing: its message key.
         events: the event log.
-        renewed: called after every renewal, also one by the agent of another federation; must only enqueue.
-        clock: the current time, aware.
+        renewed: called after every renewal, including one by another federation's agent; must only enqueue.
+        clock: returns the current time, timezone-aware.
     """
 
     config: AgentConfig
@@ -304,24 +304,24 @@ class Renewer:
     _is_clock_named: bool = field(default=False, init=False)
 
     def running(self) -> AbstractContextManager[None]:
-        """Renew for as long as the context lasts; does nothing for a device without a URL to renew at."""
+        """Renew while the context is open. Does nothing without a renewal URL."""
         tls = self.config.tls
         if tls is None or self.config.enrolment.url is None:
             return nullcontext()
         return repeating("renewal", lambda: self._next(tls))
 
     def _next(self, tls: TlsSection) -> float:
-        """Look once; the seconds until the next time."""
+        """Check once. Returns the seconds until the next check."""
         try:
             pause_s = self._look(tls).total_seconds()
             self._is_clock_named = False
         except (EnrolError, OSError) as error:
             pause_s = self._failed(tls, error).total_seconds()
-        # devices that were enrolled together don't renew together for ever
+        # jitter, so that devices enrolled together don't always renew together
         return pause_s * (0.9 + 0.2 * random.random())
 
     def _look(self, tls: TlsSection) -> timedelta:
-        """Renew when it is due; returns how long to wait before the next check."""
+        """Renew if due. Returns the time until the next check."""
         certificate = read_certificate(tls.cert)
         if self._serial is None:
             self._serial = certificate.serial_number
@@ -345,5 +345,5 @@ class Renewer:
 
 
 def _alone(tls: TlsSection) -> AbstractContextManager[None]:
-    """Hold the lock that keeps a renewal by hand and the agent's own apart."""
+    """Hold the lock that prevents simultaneous renewals by a command and by agents."""
     return locked(tls.cert.with_name(".renewal.lock"))

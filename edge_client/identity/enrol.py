@@ -1,6 +1,6 @@
-"""Makes this box a device in one step: keys made here, a token shown over a verified connection, everything written ready to run.
+"""Enrols this machine as a device: creates keys, presents a token over a verified connection, writes a configuration that is ready to run.
 
-A device of one federation joins another one of the same coordinator with the same identity, and with a store of its own.
+A device of one federation joins another federation of the same coordinator with the same identity and a separate store.
 """
 
 import secrets
@@ -36,7 +36,7 @@ from fedcg.wire.messages.topics import check_device_id
 from fedcg.wire.tls import SET_CLOCK
 
 MAY_BE_THERE = frozenset({"signing.key", "tls", "data", "store"})
-"""The entries that a new device's folder may hold: keys of an attempt without answer, images, a private store."""
+"""Entries allowed in a new device's folder: keys from an unanswered attempt, images, a private store."""
 STORE = "store"
 
 
@@ -44,12 +44,12 @@ class Folder:
     """A device's folder; a bundle has the same files.
 
     Attributes:
-        config: agent.toml; written last, so its presence means that the device is complete.
+        config: agent.toml. It is written last, so its presence means that the device is complete.
         signing_key: the message key.
         coordinator_key: the coordinator's public message key.
         authority: the authority's certificate.
         certificate: the device's certificate.
-        tls_key: the key of the certificate.
+        tls_key: the certificate's key.
     """
 
     def __init__(self, root: Path) -> None:
@@ -73,20 +73,21 @@ class Enrolled:
 
 
 def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA) -> Enrolled:
-    """Enrol this box.
+    """Enrol this machine.
 
-    The keys are made before anything is requested and stay in `out` when it fails, so that the same command, run again, asks
-    for the same device and gets the same answer even if the first one was lost on the way.
+    Keys are created before the request and stay in `out` if it fails. So the same command can be repeated: it requests the same device and
+    gets the same answer, even if the first answer was lost.
 
     Args:
         token: from the operator.
-        out: the device's folder; must not hold a device yet.
-        url: the enrolment listener; default the token's.
-        device: the id that this box wants; default the token's.
-        data: where the images are, for agent.toml.
+        out: the device's folder; must not contain a device yet.
+        url: the enrolment listener; default: from the token.
+        device: the requested device id; default: from the token.
+        data: path of the images, for agent.toml.
 
     Raises:
-        EnrolError: its message names the next step; also with clocks with which the new certificate would not be valid here. When another authority, or another of its servers, answered, the secret was not sent.
+        EnrolError: the message names the next step. Also raised if the clocks differ so much that the new certificate would not be valid here.
+            If another authority or server answered, the secret was not sent.
     """
     place, name = _wanted(token, url, device)
     folder = Folder(out)
@@ -115,11 +116,11 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
 def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str]:
     place, name = url or token.url, device or token.device
     if place is None:
-        raise EnrolError("the token names no coordinator: give --url https://HOST:PORT")
+        raise EnrolError("the token contains no coordinator address: give --url https://HOST:PORT")
     if name is None:
-        raise EnrolError("the token is for any device: name this one with --device ID")
+        raise EnrolError("the token is for any device: set this device's id with --device ID")
     if token.device is not None and name != token.device:
-        raise EnrolError(f"--device {name}: the token is for device {token.device!r} only; leave --device out")
+        raise EnrolError(f"--device {name}: the token is for device {token.device!r} only; omit --device")
     try:
         return place.rstrip("/"), check_device_id(name)
     except ValueError as error:
@@ -127,16 +128,16 @@ def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str
 
 
 def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:
-    """Check that the coordinator of the token answered this very request."""
+    """Check that the token's coordinator answered this request."""
     if message_key_digest(answer.coordinator_key) != token.coordinator:
         raise EnrolError(
-            "the answer names another message key than the token. Either the coordinator's key was replaced after the token was "
-            "made, or somebody is in between: ask the operator, and for a new token (`fedcg token create`)"
+            "the answer has a different message key than the token. Either the coordinator's key was replaced after the token was "
+            "created, or the connection is intercepted: ask the operator for a new token (`fedcg token create`)"
         )
     key, signature = VerifyKey.from_hex(answer.coordinator_key), bytes.fromhex(answer.signature or "")
     if not key.verifies(signature, answer_statement(request, answer)):
         raise EnrolError(
-            "the answer is not signed by the coordinator for this request: somebody is in between; ask the operator"
+            "the answer is not signed by the coordinator for this request. The connection may be intercepted: ask the operator"
         )
     if answer.device != request.device:
         raise EnrolError(f"the coordinator answered for {answer.device}, not for {request.device}")
@@ -145,17 +146,17 @@ def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> N
 def _check_folder(folder: Folder) -> None:
     if folder.config.exists():
         raise EnrolError(
-            f"{folder.config} exists: this folder holds a device already; choose another --out", exit_code=EXISTS
+            f"{folder.config} exists: this folder already contains a device; choose another --out", exit_code=EXISTS
         )
     if folder.root.exists():
         foreign = sorted(path.name for path in folder.root.iterdir() if path.name not in MAY_BE_THERE)
         if foreign:
-            problem = f"{folder.root} holds other things ({foreign[0]}); give the device a folder of its own, --out"
+            problem = f"{folder.root} contains other files ({foreign[0]}); choose an empty folder with --out"
             raise EnrolError(problem, exit_code=EXISTS)
 
 
 def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:
-    """The keys of an attempt that did not get its answer, or new ones."""
+    """The keys of an earlier unanswered attempt, or new ones."""
     folder.tls_key.parent.mkdir(parents=True, exist_ok=True)
     folder.root.chmod(0o700)
     folder.tls_key.parent.chmod(0o700)
@@ -164,7 +165,7 @@ def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:
             SigningKey.generate().save(folder.signing_key)
         signing_key = SigningKey.load(folder.signing_key)
     except (OSError, WireError) as error:
-        raise EnrolError(f"the message key can't be kept: {error}") from error
+        raise EnrolError(f"the message key can't be saved: {error}") from error
     if not folder.tls_key.exists():
         replace_durably(folder.tls_key, with_check(TlsKey.generate().pem()))
     return TlsKey.load(folder.tls_key), signing_key
@@ -189,33 +190,30 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
 
 
 def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) -> Path:
-    """Write the configuration of this device in another federation.
+    """Write the configuration of this device for another federation.
 
-    It names the keys and certificates of the first federation's folder, so both agents use and renew the same ones; the
-    owner's policy and the settings of the first one are taken over.
+    It refers to the keys and certificates in the first federation's folder, so both agents use and renew the same files. The owner's policy
+    and settings are copied.
 
     Args:
-        config: of the device in its first federation.
+        config: of the device for its first federation.
         text: its agent.toml.
         federation: the federation to join.
-        out: the folder for agent.toml and the private store; must be new or empty.
-        data: where the images are.
+        out: folder for agent.toml and the private store; must be new or empty.
+        data: path of the images.
 
     Returns:
-        The new agent.toml.
-
-    Raises:
-        EnrolError: names what is wrong with the federation or the folder.
+        Path of the new agent.toml.
         EdgeError: the device's keys or private store can't be used.
     """
     try:
         TypeAdapter(Identifier).validate_python(federation)
     except ValidationError as error:
-        raise EnrolError(f"--federation {federation!r}: an id has 1 to 63 small letters, digits and dashes") from error
+        raise EnrolError(f"--federation {federation!r}: use 1 to 63 lowercase letters, digits and dashes") from error
     if federation == config.federation:
-        raise EnrolError(f"--federation {federation}: this device is in it already, by {config.store.parent}")
+        raise EnrolError(f"--federation {federation}: this device is already in it, see {config.store.parent}")
     if out.exists() and any(out.iterdir()):
-        raise EnrolError(f"--out {out} is not empty: give the federation a folder of its own", exit_code=EXISTS)
+        raise EnrolError(f"--out {out} is not empty: choose a separate folder for the federation", exit_code=EXISTS)
     enrolled = load_keys(config).coordinator
     values: dict[tuple[str, str], str | bool | float | list[str]] = {
         ("", "federation"): federation,
@@ -236,7 +234,7 @@ def join(config: AgentConfig, text: str, federation: str, out: Path, data: str) 
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     pinned = open_store(config).pinned_key(enrolled)
     store = PrivateStore.open(out / STORE, federation, config.device)
-    if pinned.key != enrolled:  # the key that counts now, not one that was replaced, and perhaps stolen
+    if pinned.key != enrolled:  # pin the current key, not a replaced one, which may be stolen
         store.save_pinned_key(enrolled, pinned)
     written = out / CONFIG_NAME
     comment = (

@@ -1,4 +1,4 @@
-"""HTTPS to the coordinator's enrolment listener, with the standard library. Trusts one authority, never the system's."""
+"""HTTPS client for the coordinator's enrolment listener, with the standard library. Trusts one authority, never the system's."""
 
 import http.client
 import ssl
@@ -28,14 +28,14 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | None]:
-    """The certificate of the authority that is expected behind `url`, and the seconds by which this box's clock is ahead there.
+    """Fetch the expected authority's certificate from `url`, and how many seconds this machine's clock is ahead of the server's.
 
-    Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
-    expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it. The
-    seconds are None where the answer has no `Date`.
+    Only the request is sent, on an unverified connection. The answer is accepted only if its public key is the expected one. An attacker who
+    relays the true certificate gains nothing, because the next connection is verified against it. The seconds are None if the answer has no
+    `Date`.
 
     Raises:
-        EnrolError: no answer, or an answer of another authority.
+        EnrolError: no answer, or an answer from another authority.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -46,11 +46,11 @@ def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | No
         authority = load_certificate(body)
         found = certificate_key_digest(authority)
     except MalformedError as error:
-        raise EnrolError(f"{url} does not show an authority (status {status}): is this the enrolment URL?") from error
+        raise EnrolError(f"{url} returned no authority (status {status}): is this the enrolment URL?") from error
     if found != digest:
         raise NotAcceptedError(
-            f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
-            "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
+            f"{url} uses another authority than expected (key {found[:16]}..., expected {digest[:16]}...). The "
+            "secret was not sent. Either the URL is wrong, or the connection is intercepted: ask the operator"
         )
     with suppress(ValueError):
         return authority, time.time() - parsedate_to_datetime(date or "").timestamp()
@@ -58,17 +58,17 @@ def fetch_authority(url: str, digest: str) -> tuple[x509.Certificate, float | No
 
 
 def check_clock(ahead_s: float | None, advice: str) -> None:
-    """Check that a certificate of the coordinator would be valid here, by the difference of the clocks.
+    """Check that the clocks are close enough for a new certificate to be valid here.
 
     Raises:
-        ClockError: it would not; with both times and the advice.
+        ClockError: they are not; with both times and the advice.
     """
     if ahead_s is not None and abs(ahead_s) > MOST_CLOCK_OFF_S:
         raise ClockError(f"{clock_difference(ahead_s)}. {advice}")
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:
-    """A TLS 1.3 context that trusts this authority alone, checks names, and accepts the enrolment listener's certificate only."""
+    """A TLS 1.3 context that trusts only this authority, checks names, and accepts only the enrolment listener's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.public_bytes(Encoding.PEM).decode())
@@ -88,13 +88,13 @@ def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context:
             raise NotAcceptedError(f"the coordinator refused: {Refusal.model_validate_json(body).error}")
         return answer.model_validate_json(body)
     except ValidationError as error:
-        raise EnrolError(f"{url}{path} answered {status} with something that is not of this protocol") from error
+        raise EnrolError(f"{url}{path} answered {status} with an invalid response for this protocol") from error
 
 
 def _exchange(
     url: str, method: str, path: str, body: bytes | None, context: ssl.SSLContext
 ) -> tuple[int, bytes, str | None]:
-    """Status, body and date of an answer."""
+    """Send a request. Returns status, body and date of the answer."""
     place = urlsplit(url)
     if place.scheme != "https" or place.hostname is None or place.path not in ("", "/") or place.query:
         raise EnrolError(f"--url {url}: write https://HOST:PORT")
@@ -107,10 +107,8 @@ def _exchange(
         response = connection.getresponse()
         status, data, date = response.status, response.read(MAX_BODY_BYTES + 1), response.getheader("Date")
     except ssl.SSLCertVerificationError as error:
-        cause = explain_dates(error) or f"{error.verify_message}. Check the URL; else somebody is in between"
-        raise NotAcceptedError(
-            f"{url} is not what the authority vouches for: {cause}. Nothing secret was sent"
-        ) from error
+        cause = explain_dates(error) or f"{error.verify_message}. Check the URL, or the connection may be intercepted"
+        raise NotAcceptedError(f"the certificate of {url} is not valid: {cause}. Nothing secret was sent") from error
     except TimeoutError as error:
         raise LateAnswerError(f"no answer from {url}: {_cause(error)}") from error
     except (OSError, http.client.HTTPException) as error:
@@ -118,17 +116,17 @@ def _exchange(
     finally:
         connection.close()
     if len(data) > MAX_BODY_BYTES:
-        raise EnrolError(f"{url}{path} answers with more than {MAX_BODY_BYTES} bytes")
+        raise EnrolError(f"{url}{path} answered with more than {MAX_BODY_BYTES} bytes")
     return status, data, date
 
 
 def _cause(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there: does the coordinator run, with a port under [enrolment]?"
+        return "connection refused: is the coordinator running, with a port under [enrolment]?"
     if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error).upper():
-        return f"it does not accept this device's certificate (expired, revoked, or of another authority): {error}"
+        return f"it does not accept this device's certificate (expired, revoked, or from another authority): {error}"
     if isinstance(error, ConnectionError | ssl.SSLEOFError):
-        return "it ended the connection: perhaps this device's certificate is expired or revoked, or the coordinator is overloaded"
+        return "it closed the connection: this device's certificate may be expired or revoked, or the coordinator overloaded"
     if isinstance(error, TimeoutError):
         return "it took too long: check address, route and firewalls"
     return str(error) or type(error).__name__

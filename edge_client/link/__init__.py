@@ -1,1 +1,1 @@
-"""Messages and artifacts between this device and its coordinator: the session's link over MQTT, transfers, and the HTTPS carrier."""
+"""Messages and artifacts between this device and its coordinator: the MQTT link, transfers and the HTTPS carrier."""

@@ -1,8 +1,8 @@
-"""Transfers of a device's artifacts: the update up, spec and aggregates down, over the configured carrier.
+"""Transfers of a device's artifacts over the configured carrier: uploads of updates, downloads of specs and aggregates.
 
-`MqttCarrier` carries chunks that the receiving side has granted; `HttpsCarrier` is in `https_client`. Chunks of downloads go to disk as they
-arrive, missing ones are asked for, and silence is noticed. Chunks that a killed agent had received are found again
-(`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
+`MqttCarrier` sends chunks that the receiver has granted. `HttpsCarrier` is in `https_client`. Downloaded chunks are written to disk as they
+arrive. Missing chunks are requested, and silence is detected. Chunks received before a crash are reused
+(`fedcg.wire.transfer.partial_files`). A full or failing disk pauses a download.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,16 +24,16 @@ from fedcg.wire.transport.transport import Transport
 
 MAX_SPEC_BYTES = 8 * 1024 * 1024
 DISK_PATIENCE_S = 5.0  # after the disk failed
-SLOWNESS = 3.0  # a link is silent when it pauses so many times longer than it did before
+SLOWNESS = 3.0  # a link counts as silent when a pause is this many times longer than the longest so far
 
 
 @dataclass(frozen=True)
 class Downloaded:
-    """A complete, verified artifact, and how it came; `kept` or `failed` must follow.
+    """A complete, verified artifact, with statistics. Call `kept` or `failed` afterwards.
 
     Attributes:
-        file: where it lies until it is taken over.
-        counts: its chunks, as of `DurableReceiver.counts`.
+        file: its path until it is moved to the store.
+        counts: chunk counts from `DurableReceiver.counts`.
     """
 
     wanted: Wanted
@@ -54,12 +54,12 @@ class _Download:
 
 
 class Downloads:
-    """The receivers of everything that is wanted now.
+    """The receivers of all wanted artifacts.
 
     Args:
-        partials: where half-received artifacts lie.
-        window: what one download may have under way.
-        max_bytes: of the largest artifact.
+        partials: the folder of partly received artifacts.
+        window: bounds the data in transit per download.
+        max_bytes: size limit of an artifact.
     """
 
     def __init__(self, partials: Partials, window: Window | None = None, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
@@ -74,14 +74,14 @@ class Downloads:
         return bool(self._active)
 
     def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
-        """Replace the wanted downloads by these; chunks of them that were received already are kept.
+        """Replace the wanted downloads. Chunks that were already received are kept.
 
         Raises:
-            TooLargeError: a spec larger than any real one, or an aggregate above the bound; nothing is fetched.
+            TooLargeError: a spec or aggregate exceeds its size limit; nothing is fetched.
         """
         for wanted in downloads:
             if wanted.what == "spec" and wanted.ref.size > MAX_SPEC_BYTES:
-                raise TooLargeError(f"a spec of {wanted.ref.size} bytes is over the bound of {MAX_SPEC_BYTES}")
+                raise TooLargeError(f"a spec of {wanted.ref.size} bytes exceeds the limit of {MAX_SPEC_BYTES}")
             if wanted.ref.size > self._max_bytes:
                 raise TooLargeError(
                     f"an aggregate of {wanted.ref.size} bytes; policy.max_download_mb of this device is "
@@ -102,11 +102,11 @@ class Downloads:
                 self._partials.discard(artifact)
 
     def feed(self, chunk: Chunk, now: float) -> None:
-        """Take a chunk.
+        """Store a received chunk.
 
         Raises:
-            MalformedError: a chunk that its artifact can't have.
-            OSError: the disk does not take it; the download pauses.
+            MalformedError: the artifact can't have this chunk.
+            OSError: the disk can't store it; the download pauses.
         """
         download = self._active.get(chunk.artifact)
         receiver = None if download is None else self._receiver(download, now)
@@ -123,11 +123,11 @@ class Downloads:
             download.moved_at = now
 
     def completed(self, now: float) -> Downloaded | None:
-        """An artifact whose last chunk has come.
+        """An artifact whose last chunk has arrived, or None.
 
         Raises:
-            IntegrityError: the chunks don't add up to the artifact, which is fetched again.
-            OSError: the disk failed; tried again later.
+            IntegrityError: the chunks don't match the artifact's digest; it is fetched again.
+            OSError: the disk failed; retried later.
         """
         for download in self._active.values():
             receiver = download.receiver
@@ -145,18 +145,18 @@ class Downloads:
         return None
 
     def kept(self, artifact: str) -> None:
-        """A completed download was taken over."""
+        """A completed download was moved to the store."""
         del self._active[artifact]
         self._partials.discard(artifact)
 
     def failed(self, artifact: str, now: float) -> None:
-        """A completed download could not be taken over: tried again later."""
+        """A completed download could not be moved to the store. Retry later."""
         download = self._active[artifact]
         download.receiver = None
         download.not_before = now + DISK_PATIENCE_S
 
     def needs(self, now: float) -> Iterator[tuple[ArtifactRef, Ranges]]:
-        """The next request to the coordinator: artifact and chunk ranges.
+        """The next requests to the coordinator: artifacts and chunk ranges.
 
         Raises:
             OSError: the disk failed; the download pauses.
@@ -172,7 +172,7 @@ class Downloads:
                 yield download.wanted.ref, ranges
 
     def is_silent(self, now: float) -> bool:
-        """Whether a requested download has not moved for a while; the time is measured anew afterwards."""
+        """Whether a requested download has made no progress for a while. Restarts the measurement if so."""
         silent = [
             download
             for download in self._active.values()
@@ -184,12 +184,12 @@ class Downloads:
         return bool(silent)
 
     def close(self) -> None:
-        """Close all files; received chunks stay on disk."""
+        """Close all files. Received chunks stay on disk."""
         for download in self._active.values():
             self._close(download)
 
     def _receiver(self, download: _Download, now: float) -> DurableReceiver | None:
-        """The files of a download, opened at their first use; None while the disk is paused after an error."""
+        """The receiver of a download, opened on first use; None during the pause after a disk error."""
         if now < download.not_before:
             return None
         if download.receiver is None:
@@ -208,16 +208,16 @@ class Downloads:
 
 
 class MqttCarrier:
-    """Moves chunks; every call but `close` returns soon. Chunks that come are delivered by the transport.
+    """Transfers chunks over MQTT. Every method except `close` returns quickly. The transport delivers received chunks.
 
     Args:
         transport: the connection to the broker.
-        topic: of this device's chunks.
-        ask: sends the coordinator a `need` for chunks of an artifact.
+        topic: topic for this device's chunks.
+        ask: sends the coordinator a `need` message for chunks of an artifact.
     """
 
     is_answered_in_session = True
-    """Whether silence may mean that the coordinator has forgotten the session."""
+    """Whether silence can mean that the coordinator has lost the session."""
 
     def __init__(self, transport: Transport, topic: str, ask: Callable[[ArtifactRef, Ranges], None]) -> None:
         self._topic = topic
@@ -225,7 +225,7 @@ class MqttCarrier:
         self.fetch = ask
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         self._sender.start()
 
     def close(self) -> None:
@@ -233,39 +233,39 @@ class MqttCarrier:
         self._sender.close()
 
     def send(self, update: ChunkFile, ranges: Ranges) -> None:
-        """Send granted chunks of the update, as the link takes them."""
+        """Send granted chunks of the update at the link's speed."""
         self._sender.serve(self._topic, update, ranges)
 
     @property
     def is_sending(self) -> bool:
-        """Whether granted chunks still wait for the link."""
+        """Whether granted chunks are still waiting to be sent."""
         return self._sender.is_busy
 
     def end(self, artifact: str) -> int:
-        """Send nothing more of an update; returns how many chunks of it were sent."""
+        """Stop sending an update. Returns how many of its chunks were sent."""
         sent = self._sender.sent[artifact]
         self._sender.forget(artifact)
         return sent
 
 
 ArtifactCarrier = MqttCarrier | HttpsCarrier
-"""How chunks travel."""
+"""How chunks are transferred."""
 
 
 class ArtifactTransfer:
-    """Moves the artifacts of one device.
+    """Transfers the artifacts of one device.
 
     Args:
         store: its private store.
-        carrier: moves chunks.
-        window: what one download may have under way; None for no bound.
-        max_bytes: of the largest artifact that is fetched.
-        refusals: counts specs that are none.
+        carrier: transfers chunks.
+        window: bounds the data in transit per download; None: unbounded.
+        max_bytes: size limit of a downloaded artifact.
+        refusals: counts invalid specs.
         events: the event log.
 
     Attributes:
-        carrier: moves the chunks of the update, and asks for those of downloads.
-        downloads: what is being fetched.
+        carrier: sends the update's chunks and requests chunks of downloads.
+        downloads: the current downloads.
     """
 
     def __init__(
@@ -284,25 +284,25 @@ class ArtifactTransfer:
         self._events = events
 
     def start(self) -> None:
-        """Begin to carry; files of expired transfers are deleted."""
+        """Start the carrier, and delete files of expired transfers."""
         self._store.partials.collect()
         self.carrier.start()
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
-        """Take over a download that has become complete.
+        """Move a completed download to the store, if there is one.
 
         Raises:
-            IntegrityError: its chunks don't add up to the artifact, which is fetched again.
-            OSError: the disk failed, or is full; tried again later.
+            IntegrityError: its chunks don't match the artifact's digest; it is fetched again.
+            OSError: the disk failed or is full; retried later.
         """
         download = self.downloads.completed(now)
         return None if download is None else self._keep(download, state, now)
 
     def ask(self, now: float) -> Event | None:
-        """Ask for missing chunks; returns an event when none of them comes.
+        """Request missing chunks. Returns an event if none arrive.
 
         Raises:
-            WireError: a chunk can't be asked for.
+            WireError: the request can't be sent.
             OSError: the disk failed; the download pauses.
         """
         for ref, ranges in list(self.downloads.needs(now)):
@@ -317,10 +317,10 @@ class ArtifactTransfer:
                 self._store.save_spec(download.file.read_bytes())
             else:
                 self._store.artifacts.adopt(download.file, ref.id)
-        except ValueError as error:  # not a spec: the check that follows refuses it
+        except ValueError as error:  # not a spec: the following check refuses it
             self._refusals.note("spec", error)
         except OSError:
-            self.downloads.failed(ref.id, now)  # a full disk: tried again when there is room
+            self.downloads.failed(ref.id, now)  # e.g. a full disk: retried later
             raise
         self.downloads.kept(ref.id)
         self._events.write(

@@ -1,8 +1,8 @@
-"""The link to the coordinator: hello and welcome, messages signed and stamped on their way out and checked on their way in.
+"""The link to the coordinator: hello and welcome, signing of outgoing messages, checks of incoming messages.
 
-Signature, addressee, topic, session and order are checked here; a message that fails a check is refused with its reason and changes nothing.
-Messages sent while the link is down are dropped; the protocol repeats them. One nonce serves a hello and its repetitions, so a late answer
-still counts; a coordinator's nonce is taken once, so a recorded welcome can't bring back an old session.
+Signature, recipient, topic, session and order are checked. A message that fails a check is refused with a reason and has no effect.
+Messages sent while the link is down are dropped, because the protocol repeats them. A hello and its repetitions use the same nonce, so a late
+answer is still valid. A coordinator's nonce is accepted once, so a recorded welcome can't restore an old session.
 """
 
 import secrets
@@ -29,10 +29,10 @@ class Handshake:
         federation: the federation's id.
         device: this device's id.
         agent: program version for the hello.
-        cohort: mark of the cohort secret, None without one.
-        heartbeat_s: this device promises that it is never silent for longer.
-        carrier: how its artifacts travel.
-        is_check: it only wants to know whether it is answered.
+        cohort: mark of the cohort secret; None without one.
+        heartbeat_s: the longest silence that this device promises.
+        carrier: how its artifacts are transferred.
+        is_check: only test whether the coordinator answers.
     """
 
     federation: str
@@ -48,18 +48,18 @@ class Handshake:
 
     @property
     def is_open(self) -> bool:
-        """Whether a session stands."""
+        """Whether a session is open."""
         return self._session is not None
 
     def close(self) -> None:
-        """Forget the session; the next hello opens a new one."""
+        """Close the session. The next hello opens a new one."""
         if self._session is not None:
             self._session, self._nonce = None, None
 
     def hello(
         self, epoch: int, committed: schemas.RoundAttempt = schemas.NO_ATTEMPT, key: str | None = None
     ) -> schemas.Hello:
-        """The hello to send now: with the highest epoch that came, the last round attempt that was trained, and the coordinator's key that counts."""
+        """The hello to send: with the highest received epoch, the last trained round attempt and the coordinator's current key."""
         self.close()
         if self._nonce is None:
             self._nonce, self._answers = secrets.token_hex(16), set()
@@ -81,11 +81,11 @@ class Handshake:
         )
 
     def welcome(self, message: schemas.Welcome) -> None:
-        """Open the session that a welcome answers.
+        """Open the session of a welcome.
 
         Raises:
             ReplayError: it answers no hello of this device, or was used before.
-            MalformedError: it picks a version that was not offered.
+            VersionError: it selects a version that was not offered.
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
             raise errors.ReplayError("a welcome that answers no hello of this device, or answers one again")
@@ -97,7 +97,7 @@ class Handshake:
         self._session = envelopes.Session(envelopes.session_id(message.device_nonce, message.nonce))
 
     def refusal(self, message: schemas.Refusal) -> str:
-        """The reason why a hello was not answered with a welcome, for people.
+        """The reason for refusing a hello, as text.
 
         Raises:
             ReplayError: it answers no hello of this device.
@@ -107,10 +107,10 @@ class Handshake:
         return schemas.explain_versions(message.device_versions, message.versions)
 
     def stamp(self, message: MessageT) -> MessageT:
-        """The message with session and counter.
+        """Add session and counter to a message.
 
         Raises:
-            OtherSessionError: there is no session.
+            OtherSessionError: no session is open.
         """
         if self._session is None:
             raise errors.OtherSessionError(f"a {message.kind} message can't be sent without a session")
@@ -120,7 +120,8 @@ class Handshake:
         """Check that a message belongs to the session and is new.
 
         Raises:
-            OrderError: it does not, is not, or there is no session.
+            OrderError: it does not belong to the session or is not new.
+            OtherSessionError: no session is open.
         """
         if self._session is None:
             raise errors.OtherSessionError(f"a {message.kind} message came without a session")
@@ -128,15 +129,15 @@ class Handshake:
 
 
 class CoordinatorTrust:
-    """Order and key; a change counts at once and is made durable by `save`.
+    """The order of broadcasts and the coordinator's key. Changes apply immediately and become durable with `save`.
 
-    A key that was followed and not saved before a crash is followed again: the coordinator keeps the whole chain.
+    A key change that was lost in a crash is followed again, because the coordinator keeps the whole chain.
 
     Args:
-        store: where it is kept.
+        store: where the state is saved.
         federation: the federation's id.
-        enrolled: the coordinator's key as it came at enrolment. Another one than before means that the device was enrolled
-            anew, and keys that were followed from the earlier one are void.
+        enrolled: the coordinator's key from enrolment. If it has changed, the device was enrolled again, and keys followed from the earlier
+            one are void.
     """
 
     def __init__(self, store: PrivateStore, federation: str, enrolled: envelopes.VerifyKey) -> None:
@@ -150,14 +151,14 @@ class CoordinatorTrust:
 
     @property
     def key(self) -> envelopes.VerifyKey:
-        """The coordinator's key that counts now."""
+        """The coordinator's current key."""
         return self._pinned.key
 
     def follow(self, data: bytes) -> envelopes.PinnedKey | None:
-        """Take an envelope with the coordinator's chain of keys; returns the key that is pinned now when it is another one.
+        """Process an envelope with the coordinator's key chain. Returns the newly pinned key if it has changed.
 
         Raises:
-            WireError: it is refused, with the reason.
+            WireError: it is refused; the message has the reason.
         """
         before, self._pinned = self._pinned, envelopes.open_key_chain(data, self._federation, self._pinned)
         chain = envelopes.read_envelope(data).message
@@ -166,10 +167,10 @@ class CoordinatorTrust:
         return None if before.key == self._pinned.key else self._pinned
 
     def is_of_replaced_key(self, data: bytes) -> bool:
-        """Whether an envelope is signed by a key that the pinned one has replaced: it counts no more, and is no forgery.
+        """Whether an envelope is signed by a key that has been replaced: it is outdated, but not a forgery.
 
         Raises:
-            WireError: it is no envelope.
+            WireError: it is not an envelope.
         """
         envelope = envelopes.read_envelope(data)
         return not envelope.is_signed_by(self.key) and any(
@@ -177,10 +178,10 @@ class CoordinatorTrust:
         )
 
     def save(self) -> None:
-        """Make changes durable.
+        """Save changes durably.
 
         Raises:
-            OSError: the disk did not take it; the next call tries again.
+            OSError: the disk failed; the next call retries.
         """
         highest, pinned = self._saved
         if self._pinned != pinned:
@@ -192,7 +193,7 @@ class CoordinatorTrust:
 
 
 def offline_will(federation: str, device: str, key: envelopes.SigningKey) -> Will:
-    """The message that the broker publishes when this device vanishes; signed beforehand."""
+    """The message that the broker publishes when this device disconnects unexpectedly, signed in advance."""
     return Will(Topics(federation).status(device), _status(federation, device, key, online=False), retain=True)
 
 
@@ -211,12 +212,12 @@ class CoordinatorLink:
         device: this device's id.
         key: signs every message.
         transport: the connection to the broker.
-        trust: the coordinator's key, and the highest broadcast; the caller makes it durable.
+        trust: the coordinator's key and the highest broadcast. The caller saves it.
         handshake: the open session.
-        on_sent: called with the kind and the bytes of each message that was handed to the transport.
+        on_sent: called with kind and size in bytes of each message passed to the transport.
 
     Attributes:
-        older_epoch: of the coordinator that runs, by its refused status; None where it is not behind what this device knows.
+        older_epoch: epoch of the running coordinator, if its refused status is behind the epoch known here; else None.
     """
 
     federation: str
@@ -235,7 +236,7 @@ class CoordinatorLink:
     # Out
 
     def subscribe(self, *, chunks: bool) -> None:
-        """Subscribe to every topic that a device reads, with or without the chunks of artifacts."""
+        """Subscribe to all topics of a device, with or without artifact chunks."""
         topics = self._topics
         for topic in (topics.keys, topics.down_control(self.device)):
             self.transport.subscribe(topic)
@@ -245,27 +246,27 @@ class CoordinatorLink:
             self.transport.subscribe(topics.aggregate, 0)
 
     def ask_for_broadcasts(self) -> None:
-        """Subscribe to the retained broadcasts, again when they were refused because the coordinator's new key was missing."""
+        """Subscribe to the retained broadcasts. Also called again if they were refused because the coordinator's new key was missing."""
         for topic in (self._topics.offer, self._topics.coordinator):
             self.transport.subscribe(topic)
 
     @property
     def why_refused(self) -> str:
-        """Why this device refuses the coordinator that runs, for people; empty where it does not."""
+        """Why this device refuses the running coordinator, as text; empty if it does not."""
         if self.older_epoch is None:
             return ""
         return (
-            f"the coordinator that runs is at epoch {self.older_epoch}, behind epoch {self._order.highest[0]} that this device knows, and is "
-            "refused; ask the operator: `fedcg coordinator status` has the remedy under `devices are ahead`"
+            f"the running coordinator is at epoch {self.older_epoch}, behind epoch {self._order.highest[0]} that this device has seen, and is "
+            "refused; ask the operator: `fedcg coordinator status` shows the remedy under `devices are ahead`"
         )
 
     def hello(self, epoch: int, committed: schemas.RoundAttempt | None = None) -> None:
-        """Open a session; names the highest epoch that came and the last round attempt that was trained."""
+        """Send a hello with the highest received epoch and the last trained round attempt."""
         hello = self.handshake.hello(epoch, committed or schemas.NO_ATTEMPT, self.trust.key.hex)
         self._publish("hello", self._topics.up_control(self.device), envelopes.seal(hello, self.key))
 
     def send(self, message: schemas.AnyMessage) -> None:
-        """Send a control message inside the session; without one it is dropped, and repeated in the next."""
+        """Send a control message in the session. Without a session it is dropped, and repeated in the next one."""
         if self.handshake.is_open:
             stamped = self.handshake.stamp(message)
             self._publish(message.kind, self._topics.up_control(self.device), envelopes.seal(stamped, self.key))
@@ -285,15 +286,15 @@ class CoordinatorLink:
     # In
 
     def name_of(self, delivery: Delivery) -> str:
-        """The topic of a delivery, for a log: one that this device does not read is not spelled there."""
+        """The topic of a delivery for logs. Topics that this device does not read are not logged verbatim."""
         is_ours = self._topics.may_read(self.device, delivery.topic)
         return delivery.topic if is_ours else "a topic that this device does not read"
 
     def open(self, delivery: Delivery) -> signals.Input | envelopes.PinnedKey | Chunk | None:
-        """Check a delivery: an event, another key of the coordinator, or a chunk; None for what is known or is no news.
+        """Check a delivery. Returns an event, a new key of the coordinator, a chunk, or None if it has no effect.
 
         Raises:
-            WireError: it is refused, with the reason.
+            WireError: it is refused; the message has the reason.
         """
         parsed = self._topics.parse(delivery.topic)
         if parsed is None:
@@ -304,7 +305,7 @@ class CoordinatorLink:
             return self.trust.follow(delivery.payload)
         is_broadcast = parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR)
         if delivery.retained and is_broadcast and self.trust.is_of_replaced_key(delivery.payload):
-            return None  # the broker kept it from before the new key; the coordinator replaces it
+            return None  # retained from before the new key; the coordinator will replace it
         message = envelopes.open_envelope(
             delivery.payload, lambda sender: self.trust.key if sender == schemas.COORDINATOR else None
         )
@@ -318,7 +319,7 @@ class CoordinatorLink:
     def _check_address(self, message: schemas.AnyMessage) -> None:
         if message.sender != schemas.COORDINATOR:
             raise errors.OtherDeviceError(
-                f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
+                f"a {message.kind} message from {message.sender!r}; devices only accept messages from the coordinator"
             )
         if message.federation != self.federation:
             raise errors.OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
@@ -341,7 +342,7 @@ class CoordinatorLink:
         raise errors.MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: schemas.AnyMessage) -> signals.Input | None:
-        if isinstance(message, schemas.Revoked):  # of the device that had this one's name, where the key is another one
+        if isinstance(message, schemas.Revoked):  # of an earlier device with this name, if the key differs
             return signals.Revoked() if message.key == self.key.public.hex else None
         if isinstance(message, schemas.Welcome | schemas.Refusal):
             if message.epoch < self._order.highest[0]:

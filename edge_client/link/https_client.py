@@ -1,7 +1,7 @@
-"""Carries artifacts between this device and its coordinator over HTTPS: down by `Range`, up by `Content-Range`.
+"""Transfers artifacts between this device and its coordinator over HTTPS: downloads with `Range`, uploads with `Content-Range`.
 
-Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept while it works. There is no window:
-the missing part of an artifact is fetched or put as a whole, and after a failure the rest of it.
+Uses mutual TLS 1.3 with the device's certificate and one persistent connection per direction. There is no window: the missing part of an
+artifact is transferred as a whole, and after a failure only the rest.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from fedcg.wire.transport.mqtt_config import TlsFiles
 CONNECT_S = 10.0
 JOIN_S = 2.0
 SEND_BYTES = 16 * 1024
-"""Bytes handed to the connection at once: they must get through within `HTTPS_STALL_S`."""
+"""Bytes passed to the connection at once. They must be sent within `HTTPS_STALL_S`."""
 MAX_REFUSAL_BYTES = 4096
 MAX_REST_BYTES = 4096
-"""What is read behind the expected part of an answer to keep the connection; with more of it the connection is closed."""
+"""Bytes read after the expected part of an answer to keep the connection. If there are more, the connection is closed."""
 _log = logging.getLogger(__name__)
 SourceT = TypeVar("SourceT")
 
 
 class HttpsCarrier:
-    """Moves artifacts; every call but `close` returns at once.
+    """Transfers artifacts. Every method except `close` returns immediately.
 
     Args:
         url: of the coordinator's listener.
-        tls: authority, and this device's pair; read again for every connection, because the pair is renewed.
-        deliver: takes a chunk that came, on a thread of this carrier; may wait.
-        events: the event log; gets a line when the carrier fails and when it works again.
+        tls: authority, and this device's certificate and key. They are read for every connection, because they are renewed.
+        deliver: called with each received chunk, on a thread of this carrier; may wait.
+        events: the event log, which records when the carrier fails and when it works again.
     """
 
-    is_answered_in_session = False  # chunks that do not come are asked for again, with longer and longer pauses
+    is_answered_in_session = False  # missing chunks are requested again, with increasing pauses
 
     def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
         self._deliver = deliver
@@ -63,17 +63,17 @@ class HttpsCarrier:
         self._down: Direction[ArtifactRef] = Direction("down", Line(url, tls), self._get, self._report)
 
     def start(self) -> None:
-        """Begin to carry."""
+        """Start the transfers."""
         self._up.start()
         self._down.start()
 
     def close(self) -> None:
-        """Stop soon; received chunks were delivered already."""
+        """Stop soon. Received chunks have already been delivered."""
         self._up.close()
         self._down.close()
 
     def send(self, update: ChunkFile, ranges: Ranges) -> None:
-        """Put these chunks of the update."""
+        """Upload these chunks of the update."""
         self._up.add(update, update.ref, ranges)
 
     @property
@@ -82,12 +82,12 @@ class HttpsCarrier:
         return self._up.is_busy
 
     def end(self, artifact: str) -> int:
-        """Put nothing more of an update; returns how many chunks of it were put."""
+        """Stop uploading an update. Returns how many of its chunks were sent."""
         self._up.forget(artifact)
         return self._sent.pop(artifact, 0)
 
     def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Get these chunks of the spec or an aggregate."""
+        """Download these chunks of the spec or an aggregate."""
         self._down.add(ref, ref, ranges)
 
     def _put(self, line: Line, update: ChunkFile, first: int, count: int) -> None:
@@ -97,7 +97,7 @@ class HttpsCarrier:
         line.get(ref, first, count, self._deliver)
 
     def _report(self, way: str, error: Exception | None) -> None:
-        """Write a line when a direction begins to fail, fails otherwise, or works (again)."""
+        """Write an event when a direction starts to fail, fails with another error, or works (again)."""
         trouble = None if error is None else str(error) or type(error).__name__
         if trouble != self._trouble[way]:
             self._trouble[way] = trouble
@@ -105,16 +105,16 @@ class HttpsCarrier:
 
 
 class Direction(Generic[SourceT]):
-    """The artifacts that wait for one connection, and the thread that carries them, one after the other.
+    """The queue of artifacts for one connection, and the thread that transfers them one after the other.
 
-    An artifact that waits or is under way is not taken twice, and a failure forgets it: the side that misses it asks again, ever
-    more slowly when nothing comes.
+    An artifact that is queued or in transfer is not added twice. After a failure it is dropped: the side that needs it asks again, with
+    increasing pauses.
 
     Args:
         way: "up" or "down".
         line: the connection.
-        carry: carries `count` chunks of a source from index `first` on; returns when they have arrived.
-        report: gets the way and, after every artifact, None or the error that ended it.
+        carry: transfers `count` chunks of a source from index `first` on; returns when they have arrived.
+        report: called after every artifact with the way and None, or the error that ended it.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class Direction(Generic[SourceT]):
         self._line = line
         self._carry = partial(carry, line)
         self._report = partial(report, way)
-        self._jobs: dict[str, tuple[SourceT, Ranges]] = {}  # the first one is under way
+        self._jobs: dict[str, tuple[SourceT, Ranges]] = {}  # the first one is in transfer
         self._filled = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"https-{way}", daemon=True)
 
     def start(self) -> None:
-        """Begin to carry."""
+        """Start the transfers."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop at once; artifacts that were not carried are forgotten."""
+        """Stop immediately. Queued artifacts are dropped."""
         with self._filled:
             self._closing = True
             self._filled.notify()
@@ -147,11 +147,11 @@ class Direction(Generic[SourceT]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an artifact waits or is under way."""
+        """Whether an artifact is queued or in transfer."""
         return bool(self._jobs)
 
     def add(self, source: SourceT, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Carry chunks; indices behind the last one are left out, they come from the other side."""
+        """Queue chunks. Indices after the last chunk are dropped, because they come from the other side."""
         sound = tuple((first, min(count, ref.chunks - first)) for first, count in ranges if first < ref.chunks)
         with self._filled:
             if sound and ref.id not in self._jobs:
@@ -159,7 +159,7 @@ class Direction(Generic[SourceT]):
                 self._filled.notify()
 
     def forget(self, artifact: str) -> None:
-        """Carry nothing more of an artifact."""
+        """Remove an artifact from the queue."""
         with self._filled:
             self._jobs.pop(artifact, None)
 
@@ -178,7 +178,7 @@ class Direction(Generic[SourceT]):
             except (OSError, http.client.HTTPException, WireError) as failure:
                 error = failure
             except Exception as failure:  # noqa: BLE001 - the run loop of a thread; logged with its traceback
-                _log.exception("an artifact could not be carried; it is asked for again")
+                _log.exception("an artifact could not be transferred; it will be requested again")
                 error = failure
             self.forget(artifact)
             if not self._closing:
@@ -186,24 +186,24 @@ class Direction(Generic[SourceT]):
 
 
 def https_carrier(config: AgentConfig, deliver: Callable[[Chunk], None], events: EventLog) -> HttpsCarrier | None:
-    """The carrier that the configuration names; None when artifacts travel over MQTT."""
+    """The HTTPS carrier, if configured; None if artifacts are sent over MQTT."""
     if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
         return None
     return HttpsCarrier(config.carrier_url, config.tls.files, deliver, events)
 
 
 def check_ready(url: str, tls: TlsFiles) -> None:
-    """Ask the coordinator's listener whether it lets this device in.
+    """Ask the coordinator's listener whether it accepts this device.
 
     Raises:
-        TransportError, OSError, HTTPException: it does not answer, or refuses, with the reason.
+        TransportError, OSError, HTTPException: it does not answer, or refuses with a reason.
     """
     with contextlib.closing(Line(url, tls)) as line:
         line.ready()
 
 
 class Line:
-    """One connection to the coordinator, made anew when it broke. Used by one thread; only `hang_up` comes from any."""
+    """One connection to the coordinator, reopened after a failure. Used by one thread. Only `hang_up` may be called from any thread."""
 
     def __init__(self, url: str, tls: TlsFiles) -> None:
         place = urlsplit(url)
@@ -212,25 +212,25 @@ class Line:
         self._connection: http.client.HTTPSConnection | None = None
 
     def hang_up(self) -> None:
-        """Make a thread that waits for the network stop soon."""
+        """Make a thread that is waiting for the network stop soon."""
         connection = self._connection
         secured = None if connection is None else connection.sock
         if secured is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own, which another thread may be using
+                socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own: another thread may be using it
 
     def close(self) -> None:
-        """Close the connection; the next request makes a new one."""
+        """Close the connection. The next request opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def ready(self) -> None:
-        """Ask whether this device is let in."""
+        """Ask whether this device is accepted."""
         self._exchange(lambda connection: connection.request("GET", READY_PATH), lambda response: None)
 
     def put(self, update: ChunkFile, first: int, count: int, sent: Callable[[], object] = lambda: None) -> None:
-        """Put chunks of an announced update, calling `sent` after each; they have arrived when it returns."""
+        """Upload chunks of an announced update, calling `sent` after each. Returns when they have arrived."""
         span = span_of(update.ref, first, count)
 
         def ask(connection: http.client.HTTPSConnection) -> None:
@@ -247,7 +247,7 @@ class Line:
         self._exchange(ask, lambda response: None)
 
     def get(self, ref: ArtifactRef, first: int, count: int, deliver: Callable[[Chunk], None]) -> None:
-        """Get chunks of an artifact and deliver each as soon as it is received."""
+        """Download chunks of an artifact, and deliver each when it is received."""
         span = span_of(ref, first, count)
 
         def take(response: http.client.HTTPResponse) -> None:
@@ -268,7 +268,7 @@ class Line:
     def _exchange(
         self, ask: Callable[[http.client.HTTPSConnection], None], take: Callable[[http.client.HTTPResponse], None]
     ) -> None:
-        """One request and its answer. A kept connection that turns out to be dead is replaced once: every request may be repeated."""
+        """Send a request and handle its answer. A dead persistent connection is replaced once, because every request may be repeated."""
         kept = self._connection is not None
         try:
             response = self._ask(ask)

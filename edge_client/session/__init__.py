@@ -1,1 +1,1 @@
-"""The pure state machine of the protocol; knows no clock, disk or network."""
+"""The pure state machine of the protocol, without clock, disk or network."""

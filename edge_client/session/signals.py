@@ -1,4 +1,4 @@
-"""The signals of the agent's state machine: the events that it takes and the commands that it gives. Values only."""
+"""The signals of the agent's state machine: its input events and output commands. Values only."""
 
 from dataclasses import dataclass
 
@@ -7,30 +7,30 @@ from fedcg.wire.messages import schemas
 
 
 class Event:
-    """Something that happens to the agent, for its state machine."""
+    """An input of the agent's state machine."""
 
 
 Input = Event | schemas.Need | schemas.Receipt | schemas.Finished
-"""What the state machine takes: events, and the coordinator's messages that are events as they are."""
+"""All inputs of the state machine: events, and the coordinator's messages that are used directly as events."""
 
 
 class Command:
-    """Something that the state machine has the agent do."""
+    """An output of the state machine that the agent executes."""
 
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time went on."""
+    """Time has passed."""
 
 
 @dataclass(frozen=True)
 class Sending(Event):
-    """Time went on, and chunks of the update still wait for the link: the coordinator can't have answered them yet."""
+    """Time has passed, and chunks of the update are still waiting to be sent, so the coordinator can't have answered yet."""
 
 
 @dataclass(frozen=True)
 class LinkChanged(Event):
-    """The connection to the broker came up (subscriptions stand) or was lost."""
+    """The connection to the broker was established (with subscriptions) or lost."""
 
     up: bool
 
@@ -45,7 +45,7 @@ class CoordinatorSeen(Event):
 
 @dataclass(frozen=True)
 class Welcomed(Event):
-    """The coordinator answered the hello; a new session is open."""
+    """The coordinator answered the hello, and a new session is open."""
 
     epoch: int
     cohort: schemas.CohortVerdict = schemas.CohortVerdict.ALONE
@@ -55,7 +55,7 @@ class Welcomed(Event):
 
 @dataclass(frozen=True)
 class HelloRefused(Event):
-    """The coordinator supports none of this device's protocol versions; `reason` names the side to update."""
+    """The coordinator supports none of this device's protocol versions. `reason` names the side to update."""
 
     reason: str
 
@@ -70,11 +70,11 @@ class Offered(Event):
 
 @dataclass(frozen=True)
 class Invited(Event):
-    """The coordinator asks this device to take part.
+    """The coordinator invites this device to a round.
 
     Attributes:
         share: of the spec's local steps.
-        predicted_s: how long that will take here, to be told; None: it is not known, or stays here.
+        predicted_s: predicted duration of training, to report; None: unknown or not allowed to leave.
     """
 
     round_attempt: schemas.RoundAttempt
@@ -92,21 +92,21 @@ class ArtifactStored(Event):
 
 @dataclass(frozen=True)
 class ArtifactLost(Event):
-    """The aggregate of the job that was just commanded turned out to be damaged and was deleted; the job did not start."""
+    """The aggregate of a commanded job is missing or damaged, so the job did not start."""
 
     artifact: str
 
 
 @dataclass(frozen=True)
 class SessionLost(Event):
-    """The session seems to be over: requested chunks have not come for a while, or the broker refuses what this device publishes (`refused`)."""
+    """The session appears to be over: requested chunks are missing for a while, or the broker refuses this device's messages (`refused`)."""
 
     refused: bool = False
 
 
 @dataclass(frozen=True)
 class SpecChecked(Event):
-    """The firewall checked a spec; `is_sealed`: what it asks for is sealed in part."""
+    """The firewall checked a spec. `is_sealed`: the spec has sealed parts."""
 
     digest: str
     refusal: schemas.DeclineReason | None
@@ -115,7 +115,7 @@ class SpecChecked(Event):
 
 @dataclass(frozen=True)
 class Weighed(Event):
-    """The images of a round are fixed and counted, and the vote is given; comes from the training process as it is."""
+    """The images of a round are fixed and counted, and the vote is given. Sent by the training process."""
 
     round_attempt: schemas.RoundAttempt
     images: int
@@ -124,7 +124,7 @@ class Weighed(Event):
 
 @dataclass(frozen=True)
 class SumStepped(Event):
-    """The coordinator takes a step of the sealed sum of a round attempt."""
+    """The coordinator sent a step of a round attempt's sealed sum."""
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
@@ -133,28 +133,28 @@ class SumStepped(Event):
 
 @dataclass(frozen=True)
 class SumReady(Event):
-    """The masks of a round attempt are agreed on, or it has no sum on this device: it can be trained."""
+    """The round attempt can be trained: its masks are agreed, or it has no sum on this device."""
 
     round_attempt: schemas.RoundAttempt
 
 
 @dataclass(frozen=True)
 class TrainerReady(Event):
-    """The training process has loaded torch and waits for work; comes from it as it is."""
+    """The training process has loaded torch and waits for work. Sent by the training process."""
 
 
 @dataclass(frozen=True)
 class TrainerDied(Event):
-    """The training process is gone; its commits were reported before this."""
+    """The training process has ended. Its commits were reported before."""
 
 
 @dataclass(frozen=True)
 class RoundCommitted(Event):
-    """A round is trained and durable; comes from the training process as it is.
+    """A round is trained and saved. Sent by the training process.
 
     Attributes:
-        spec: that of the job under way when None.
-        update: waits in the outbox; None while it has to be read.
+        spec: None: the spec of the current job.
+        update: the update in the outbox; None until it has been read.
     """
 
     round_attempt: schemas.RoundAttempt
@@ -164,7 +164,7 @@ class RoundCommitted(Event):
 
 @dataclass(frozen=True)
 class OutboxFound(Event):
-    """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
+    """An update waits in the outbox. `update` is None until it has been read and cut into chunks for the link."""
 
     round_attempt: schemas.RoundAttempt
     update: schemas.ArtifactRef | None = None
@@ -172,10 +172,10 @@ class OutboxFound(Event):
 
 @dataclass(frozen=True)
 class RoundFailed(Event):
-    """A round can't be trained here; the state before it still stands. Comes from the training process as it is.
+    """A round can't be trained here. The previous state is unchanged. Sent by the training process.
 
     Attributes:
-        detail: why, in words that stay on the device.
+        detail: the reason as text, which stays on the device.
     """
 
     round_attempt: schemas.RoundAttempt
@@ -185,7 +185,7 @@ class RoundFailed(Event):
 
 @dataclass(frozen=True)
 class Chosen(Event):
-    """The personal model is chosen and exported, or `succeeded` is False; comes from the training process as it is."""
+    """The personal model is chosen and exported, or `succeeded` is False. Sent by the training process."""
 
     aggregate: str
     succeeded: bool
@@ -193,22 +193,22 @@ class Chosen(Event):
 
 @dataclass(frozen=True)
 class ObstacleChanged(Event):
-    """No new round is trained, for a reason of the box or of its owner; or again, when it is None."""
+    """No new round is trained, for a reason of the hardware or the owner. None: rounds are trained again."""
 
     reason: schemas.DeclineReason | None
 
 
 @dataclass(frozen=True)
 class TrainingAbandoned(Event):
-    """The training process was ended on the owner's request; its commits were reported before this."""
+    """The training process was ended at the owner's request. Its commits were reported before."""
 
 
 @dataclass(frozen=True)
 class ConsentChanged(Event):
-    """The owner approved a spec, or revoked an approval: specs are checked again.
+    """The owner approved a spec or revoked an approval, so specs are checked again.
 
     Attributes:
-        is_withheld: the update in the outbox may not leave any more, and is recorded as withheld.
+        is_withheld: the update in the outbox may no longer leave and is recorded as withheld.
     """
 
     is_withheld: bool = False
@@ -216,12 +216,12 @@ class ConsentChanged(Event):
 
 @dataclass(frozen=True)
 class Stopping(Event):
-    """The agent is about to end: its owner stops it."""
+    """The agent is being stopped."""
 
 
 @dataclass(frozen=True)
 class Left(Event):
-    """The coordinator confirms that this device is no member any more."""
+    """The coordinator confirms that this device is no longer a member."""
 
 
 @dataclass(frozen=True)
@@ -230,32 +230,32 @@ class Revoked(Event):
 
 
 WorkReport = RoundCommitted | RoundFailed | Weighed | Chosen
-"""How a piece of work of the training process ends."""
+"""The possible results of the training process's work."""
 
 
-# Other reports of the training process, which are no events of the state machine.
+# Other reports of the training process, which are not events of the state machine.
 
 
 @dataclass(frozen=True)
 class Working:
-    """A sign of life while it works; ends at the handle."""
+    """A sign of life from the training process, consumed by its handle."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """An event that the process has written into the event log; the agent's log and status have it too."""
+    """An event that the process has written to the event log, for the agent's log and status."""
 
     event: dict[str, EventValue]
 
 
 @dataclass(frozen=True)
 class SendHello(Command):
-    """Open a session; the caller chooses the nonce."""
+    """Open a session. The caller chooses the nonce."""
 
 
 @dataclass(frozen=True)
 class Send(Command):
-    """Send a control message inside the session; session and counter are still to be stamped."""
+    """Send a control message in the session. Session and counter are added later."""
 
     message: schemas.AnyMessage
 
@@ -274,7 +274,7 @@ class Wanted:
 
     Attributes:
         what: "spec" or "aggregate".
-        ask_after_s: silence after which missing chunks are asked for; None = only listen to the broadcast.
+        ask_after_s: silence after which missing chunks are requested; None = only use the broadcast.
     """
 
     what: str
@@ -284,14 +284,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Want(Command):
-    """Replace the list of wanted downloads by this one."""
+    """Replace the list of wanted downloads."""
 
     downloads: tuple[Wanted, ...]
 
 
 @dataclass(frozen=True)
 class LoadUpdate(Command):
-    """Read the update in the outbox and cut it for the link; repeated until that works."""
+    """Read the update in the outbox and cut it into chunks for the link. Repeated until it succeeds."""
 
 
 @dataclass(frozen=True)
@@ -308,14 +308,14 @@ class StartTrainer(Command):
 
 @dataclass(frozen=True)
 class ReleaseTrainer(Command):
-    """End the training process after what it still does, e.g. an export: its memory is freed; goes to the process as it is."""
+    """End the training process after its current work, e.g. an export, to free its memory. Sent to the process."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class WeighRound(Command):
-    """Fix the images of this round attempt, count them and vote on the aggregate; goes to the training process as it is."""
+    """Fix the images of this round attempt, count them and vote on the aggregate. Sent to the training process."""
 
     round_attempt: schemas.RoundAttempt
     spec: str
@@ -324,7 +324,7 @@ class WeighRound(Command):
 
 @dataclass(frozen=True)
 class AnnounceSum(Command):
-    """Announce this device's keys for the sealed sum of a round attempt, with the images that its numbers count for, and its vote."""
+    """Announce this device's keys for a round attempt's sealed sum, with its image count and vote."""
 
     round_attempt: schemas.RoundAttempt
     images: int
@@ -333,7 +333,7 @@ class AnnounceSum(Command):
 
 @dataclass(frozen=True)
 class AnswerSum(Command):
-    """Answer a step of the coordinator's in the sealed sum of a round attempt."""
+    """Answer the coordinator's step in a round attempt's sealed sum."""
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
@@ -342,7 +342,7 @@ class AnswerSum(Command):
 
 @dataclass(frozen=True)
 class TrainRound(Command):
-    """Train this round attempt and commit it; goes to the training process as it is. `share`: of the spec's local steps."""
+    """Train this round attempt and commit it. `share`: of the spec's local steps. Sent to the training process."""
 
     round_attempt: schemas.RoundAttempt
     spec: str
@@ -352,7 +352,7 @@ class TrainRound(Command):
 
 @dataclass(frozen=True)
 class ChooseModel(Command):
-    """The federation is over: choose and export the personal model; goes to the training process as it is."""
+    """The federation is over: choose and export the personal model. Sent to the training process."""
 
     spec: str
     aggregate: str
@@ -360,7 +360,7 @@ class ChooseModel(Command):
 
 @dataclass(frozen=True)
 class RecordDelivery(Command):
-    """Store durably that an update got its receipt."""
+    """Save durably that an update got its receipt."""
 
     round_attempt: schemas.RoundAttempt
     artifact: str
@@ -370,7 +370,7 @@ class RecordDelivery(Command):
 
 @dataclass(frozen=True)
 class RecordReason(Command):
-    """Store durably what became of an update that was accepted before."""
+    """Save durably what happened to an earlier accepted update."""
 
     artifact: str
     reason: str
@@ -378,7 +378,7 @@ class RecordReason(Command):
 
 @dataclass(frozen=True)
 class Note(Command):
-    """Write one line of the event log, for the operator."""
+    """Write one line to the event log."""
 
     event: str
     round_attempt: schemas.RoundAttempt
@@ -387,7 +387,7 @@ class Note(Command):
 
 @dataclass(frozen=True)
 class Done(Command):
-    """The federation is over, and this device has done what is left to do, or failed at it."""
+    """The federation is over, and this device has finished its remaining work or failed."""
 
     succeeded: bool
 
@@ -397,7 +397,7 @@ TrainerCommand = Work | ReleaseTrainer
 
 
 def given_up(command: Command) -> Event | None:
-    """The event that stands for a command that could not be carried out; None for one that is repeated, or that a message asks for again."""
+    """The event for a command that could not be executed; None if the command is repeated or a message requests it again."""
     if isinstance(command, TrainRound | WeighRound | AnnounceSum):
         return RoundFailed(command.round_attempt, schemas.DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):

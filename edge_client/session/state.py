@@ -1,4 +1,4 @@
-"""The state of the agent's protocol, as one frozen value; `state_machine` holds the rules that change it."""
+"""The state of the agent's protocol, as one frozen value. `state_machine` has the rules that change it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,10 +7,10 @@ from typing import Any
 from edge_client.session.signals import Wanted
 from fedcg.wire.messages import schemas
 
-# between two tries of a revoked device: its coordinator may be restored from an earlier backup
+# between retries of a revoked device, because its coordinator may be restored from an earlier backup
 REVOKED_RETRY_S = 3600.0
 MANIFEST_FIRST_S = 1.0
-SILENCE_S = 6.0  # an unanswered manifest or download of this age means that the coordinator lost the session
+SILENCE_S = 6.0  # a manifest or download unanswered for this long means that the coordinator lost the session
 
 
 class TrainerState(str, Enum):
@@ -27,10 +27,10 @@ class Delivery:
     """An update in the outbox and the repetition of its manifest.
 
     Attributes:
-        update: None until it has been read; then `manifest_at` is when that is tried again.
+        update: None until it has been read; until then, `manifest_at` is the time of the next attempt to read it.
         manifest_at: when the manifest is due (again).
         delay_s: pause after the next manifest; doubles up to 30 s.
-        silent_since: when the first manifest was sent that is not answered yet.
+        silent_since: when the first unanswered manifest was sent.
     """
 
     round_attempt: schemas.RoundAttempt
@@ -46,23 +46,23 @@ class SessionState:
 
     Attributes:
         epoch: highest coordinator epoch received.
-        hello_at: when the next hello is due while there is no session.
-        share, predicted_s: as the last invitation (`Invited`) has them.
-        live: whether the target's chunks are being broadcast now.
-        declined: the last refused attempt and why; repeated when the invite is.
-        obstacle: why no new round is trained now, None: rounds are; of the box as of its last invitation. A decline for it is reconsidered when
-            the invite is repeated.
-        obstructed: the attempt that was declined for it.
-        stored: digests of specs and aggregates at hand.
+        hello_at: when the next hello is due without a session.
+        share, predicted_s: from the last invitation (`Invited`).
+        live: whether the aggregate's chunks are currently being broadcast.
+        declined: the last declined attempt and the reason; repeated when the invite is repeated.
+        obstacle: why no new round is trained now; None if rounds are trained. For the hardware, as of the last invitation. A decline for an
+            obstacle is reconsidered when the invite is repeated.
+        obstructed: the attempt declined because of the obstacle.
+        stored: digests of stored specs and aggregates.
         verdict: the firewall's decision on a spec: (digest, refusal or None).
-        is_sealed: whether what that spec asks for is sealed in part.
-        weighed: of the last round attempt that is sealed, how many images count for it, and the vote.
-        sum_at: when keys for that sum are due (again); `sum_ready`: the attempt whose masks are agreed on.
-        bound_spec: the spec that the private state belongs to.
-        committed: the last round attempt that was trained, `committed_epoch` is of the coordinator that offered it, or a later one.
-        superseded: that attempt, where a later coordinator went back behind it: one that was restored, or lost commits.
-        job: the trainer's work: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
-        finalised: final aggregate whose personal model is chosen; `succeeded` is the result.
+        is_sealed: whether that spec has sealed parts.
+        weighed: the last round attempt with a sealed sum, its image count and the vote.
+        sum_at: when keys for that sum are due (again); `sum_ready`: the attempt whose masks are agreed.
+        bound_spec: the spec of the private state.
+        committed: the last trained round attempt; `committed_epoch` is the epoch of the coordinator that offered it, or a later one.
+        superseded: that attempt, if a later coordinator returned to an earlier round because it was restored or lost commits.
+        job: the trainer's current work: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
+        finalised: the final aggregate for which a personal model was chosen; `succeeded` is the result.
     """
 
     federation: str
@@ -104,29 +104,29 @@ class SessionState:
 
     @property
     def offered(self) -> schemas.RoundAttempt | None:
-        """The round attempt that is open, by the last offer."""
+        """The open round attempt, from the last offer."""
         return None if self.offer is None else self.offer.at
 
     @property
     def trained(self) -> schemas.RoundAttempt | None:
-        """The last round attempt of the coordinator's rounds as it has them now that was trained."""
+        """The last trained round attempt, unless the coordinator has returned to an earlier round."""
         return None if self.committed == self.superseded else self.committed
 
     @property
     def awaits_sum(self) -> bool:
-        """Whether the open attempt's images are counted, and its masks not agreed on yet."""
+        """Whether the open attempt's images are counted but its masks are not agreed yet."""
         is_counted = self.weighed is not None and self.weighed[0] == self.offered
         return self.is_sealed and is_counted and self.sum_ready != self.offered
 
     @property
     def release_reason(self) -> str:
-        """Why no training process is needed; empty where one is."""
+        """Why no training process is needed; empty if one is."""
         if self.done:
             return "the federation has ended"
         return "paused" if self.obstacle is schemas.DeclineReason.PAUSED else ""
 
     def addressed(self, round_attempt: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> dict[str, Any]:
-        """The fields that every message of this device has, about a round attempt or about none."""
+        """The fields of every message of this device, with or without a round attempt."""
         return {
             "federation": self.federation,
             "sender": self.device,
@@ -138,7 +138,7 @@ class SessionState:
 
 
 def next_deadline(state: SessionState) -> float | None:
-    """The earliest time at which a `Tick` would do something, or None."""
+    """The earliest time at which a `Tick` would have an effect, or None."""
     times: list[float] = []
     if state.up and not state.welcomed:
         times.append(state.hello_at)

@@ -1,11 +1,11 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes the state (`_CHANGES`, `_HANDLERS`), then `_ADVANCES` give the
-commands that now follow from the state. Laws (property-tested over random event orders):
-  * a round attempt that was committed is never started again;
-  * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
-  * only a receipt for exactly that artifact ends an outbox entry;
-  * control messages other than hello are sent only inside a session.
+No clock, no randomness, no I/O. An event first changes the state (`_CHANGES`, `_HANDLERS`). Then `_ADVANCES` return the
+commands that follow from the state. Laws (property-tested over random event orders):
+  * a committed round attempt is never started again;
+  * nothing is started while an update waits for its receipt, so the outbox is never overwritten;
+  * an outbox entry ends only with a receipt for exactly its artifact;
+  * control messages other than hello are sent only in a session.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from edge_client.session.state import MANIFEST_FIRST_S, REVOKED_RETRY_S, SILENCE
 from fedcg.wire.messages import schemas
 
 HELLO_EVERY_S = 2.0
-REFUSED_PUBLISH_S = 10.0  # until another hello after the broker refused a message: it may refuse that one again
-REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
+REFUSED_PUBLISH_S = 10.0  # until the next hello after the broker refused a message: it may refuse it again
+REFUSED_HELLO_S = 60.0  # until the next hello after a refused one: a person has to update one side
 MANIFEST_MAX_S = 30.0
-GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
-BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
-SUM_EVERY_S = 4.0  # until keys for a sealed sum are announced again that nobody has answered
-TRAINER_DEATHS = 5  # in one job, before it is given up
+GRANT_PATIENCE_S = 2.0  # after chunks were granted, until the manifest is repeated
+BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long has ended or lost chunks
+SUM_EVERY_S = 4.0  # until unanswered keys for a sealed sum are announced again
+TRAINER_DEATHS = 5  # in one job, before the agent gives up
 TRAINER_BACKOFF_S = 0.5
 TRAINER_BACKOFF_MAX_S = 30.0
 
@@ -49,7 +49,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
     offer, round_attempt = state.offer, state.offered
     if offer is None or round_attempt is None or not is_asked(state, round_attempt):
         return state, ()
-    if state.obstacle is not None and state.job != round_attempt:  # a round under way is finished
+    if state.obstacle is not None and state.job != round_attempt:  # the current round is finished
         return decline(replace(state, obstructed=round_attempt), round_attempt, state.obstacle)
     if state.bound_spec not in (None, offer.spec.id):
         return decline(state, round_attempt, schemas.DeclineReason.SPEC_REFUSED)
@@ -74,7 +74,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
 
 
 def _advance_sum(state: SessionState, round_attempt: schemas.RoundAttempt, offer: schemas.Offer, now: float) -> Step:
-    """What comes before training where the update is sealed in part: count the images, announce keys, wait for the others' ones."""
+    """Prepare a round with sealed parts: count the images, announce keys, wait for the other devices' keys."""
     if state.weighed is None or state.weighed[0] != round_attempt:
         state = replace(state, trainer=TrainerState.BUSY, job=round_attempt, job_spec=offer.spec.id, sum_at=now)
         return state, (signals.WeighRound(round_attempt, offer.spec.id, offer.aggregate.id),)
@@ -148,14 +148,14 @@ def _downloads(state: SessionState) -> tuple[signals.Wanted, ...]:
 
 
 def is_asked(state: SessionState, round_attempt: schemas.RoundAttempt) -> bool:
-    """Whether this device should train this attempt: invited, not trained yet, not refused."""
+    """Whether this device should train this attempt: invited, not yet trained, not declined."""
     is_refused = state.declined is not None and state.declined[0] == round_attempt
     is_behind = state.trained is not None and round_attempt <= state.trained
     return state.invited == round_attempt and not is_refused and not is_behind
 
 
 def decline(state: SessionState, round_attempt: schemas.RoundAttempt, reason: schemas.DeclineReason) -> Step:
-    """Decline a round attempt, now and whenever its invite is repeated."""
+    """Decline a round attempt, now and when its invite is repeated."""
     state = replace(state, declined=(round_attempt, reason))
     commands: tuple[signals.Command, ...] = (signals.Note("declined", round_attempt, reason.value),)
     if state.welcomed:
@@ -164,15 +164,15 @@ def decline(state: SessionState, round_attempt: schemas.RoundAttempt, reason: sc
 
 
 def step(state: SessionState, event: signals.Input, now: float) -> Step:
-    """The state and the commands after an event.
+    """Apply an event.
 
     Args:
         state: before the event.
-        event: what happened.
+        event: the event.
         now: monotonic seconds.
 
     Returns:
-        The new state, and the commands to carry out in their order.
+        The new state, and the commands to execute in order.
     """
     commands: tuple[signals.Command, ...] = ()
     if change := _CHANGES.get(type(event)):
@@ -199,13 +199,13 @@ def _sending(state: SessionState, event: signals.Sending, now: float) -> Step:
 def _coordinator_seen(state: SessionState, event: signals.CoordinatorSeen, now: float) -> Step:
     if not event.online or event.epoch <= state.epoch:
         return state, ()
-    # A hello is on its way, and repeated when it is not answered; one that waits after a refused message is for the coordinator before.
+    # A sent hello is repeated if unanswered. A hello delayed after a refusal was meant for the earlier coordinator process.
     is_under_way = not state.welcomed and now < state.hello_at <= now + HELLO_EVERY_S
     return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_under_way else now), ()
 
 
 def _welcomed(state: SessionState, event: signals.Welcomed, now: float) -> Step:
-    if not state.up:  # it was still queued when the link broke; a hello is sent again on the next link
+    if not state.up:  # it was queued when the link broke; the next link sends a new hello
         return state, ()
     delivery = state.delivery
     if delivery is not None:
@@ -218,7 +218,7 @@ def _offered(state: SessionState, event: signals.Offered, now: float) -> Step:
     live = event.live or (state.live and state.offer is not None and state.offer.aggregate == event.offer.aggregate)
     epoch = max(state.epoch, event.offer.epoch)
     if state.committed is not None and event.offer.at < state.committed and event.offer.epoch > state.committed_epoch:
-        state = replace(state, superseded=state.committed)  # within an epoch no offer goes back
+        state = replace(state, superseded=state.committed)  # offers never return to an earlier round within an epoch
     return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
 
 
@@ -239,7 +239,7 @@ def _invited(state: SessionState, event: signals.Invited, now: float) -> Step:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
-    # Trained and receipted already, or an earlier attempt: there is nothing left to deliver for it.
+    # Already trained and receipted, or an earlier attempt: there is nothing to deliver.
     return decline(state, round_attempt, schemas.DeclineReason.NOT_ELIGIBLE)
 
 
@@ -274,7 +274,7 @@ def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float)
 
 def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
-    # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
+    # The first restart is immediate. A process that keeps dying is restarted with increasing pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
     state = replace(state, trainer=TrainerState.GONE, trainer_at=now + pause, job=None, deaths=deaths)
     if deaths < TRAINER_DEATHS:
@@ -287,7 +287,7 @@ def _trainer_died(state: SessionState, event: signals.TrainerDied, now: float) -
 
 
 def _promised(state: SessionState) -> schemas.RoundAttempt | None:
-    """The open round attempt that this device has accepted, and has not trained yet."""
+    """The open round attempt that this device has accepted but not yet trained."""
     offered = state.offered
     return offered if offered is not None and offered == state.accepted and is_asked(state, offered) else None
 
@@ -346,7 +346,7 @@ _CHANGES: dict[type[Any], Callable[[SessionState, Any, float], SessionState]] = 
         _idle(state), finalised=event.aggregate, succeeded=event.succeeded
     ),
 }
-"""Events that have no commands of their own: the state after them."""
+"""Events without direct commands: functions that return the new state."""
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     signals.Sending: _sending,
     signals.CoordinatorSeen: _coordinator_seen,

@@ -1,1 +1,1 @@
-"""The data that survives a power cut: private state, generations, snapshot, cohort secret."""
+"""Data that survives a power cut: private state, generations, snapshot, cohort secret."""

@@ -1,7 +1,7 @@
-"""Backup and restore of one device: private store, identity and configuration in one encrypted file. Torch-free.
+"""Backup and restore of a device: private store, identity and configuration in one encrypted file. Torch-free.
 
-The file is a tar stream in frames under a passphrase (`fedcg.sealing`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`.
-Images are not part of it.
+The file is a tar stream, encrypted with a passphrase (`fedcg.sealing`): `backup.json`, `agent.toml`, `identity/NAME`, `store/PATH`.
+Images are not included.
 """
 
 import os
@@ -30,7 +30,7 @@ _LEFT_OUT = {"lock", "trainer.lock", f"{CONTROL_FOLDER}/lock", CHECKPOINT_FILE}
 
 
 class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
-    """`backup.json`; `round` is the one that was trained last, 0 before the first."""
+    """`backup.json`. `round` is the last trained round, 0 before the first."""
 
     federation: Identifier
     device: Identifier
@@ -41,17 +41,17 @@ class BackupFacts(BaseModel, frozen=True, extra="forbid", strict=True):
 def write_backup(
     config: AgentConfig, config_path: Path, store: PrivateStore, target: Path, passphrase: str
 ) -> BackupFacts:
-    """Write a backup of a device whose agent does not run; the caller holds the store's locks.
+    """Write a backup of a device whose agent does not run. The caller holds the store's locks.
 
     Raises:
-        BackupError: the file exists, or a file of the identity is missing: a restored box could not go on as this device.
-        StoreError: the store has no whole generation: a backup of it would be worth nothing.
-        OSError: the disk of the file is full.
+        BackupError: the file exists, or a file of the identity is missing, so a restored machine could not act as this device.
+        StoreError: the store has no intact generation, so a backup would be useless.
+        OSError: the target disk is full.
     """
     identity = identity_files(config)
     if missing := [str(path) for path in identity.values() if not path.exists()]:
         raise BackupError(
-            f"{', '.join(missing)}: not there, so the backup would not be of this device", exit_code=NOT_FOUND
+            f"{', '.join(missing)} not found: the backup would lack this device's identity", exit_code=NOT_FOUND
         )
     generation, _ = store.generations.current()
     trained = 0 if generation is None else generation.round_attempt.round
@@ -69,7 +69,7 @@ def write_backup(
 
 
 def identity_files(config: AgentConfig) -> dict[str, Path]:
-    """The files that make a box this device, by their name in a backup."""
+    """The files of this device's identity, by their name in a backup."""
     files = {"signing": config.keys.signing, "coordinator": config.keys.coordinator}
     if config.tls is not None:
         files |= {"ca": config.tls.ca, "cert": config.tls.cert, "key": config.tls.key}
@@ -79,12 +79,12 @@ def identity_files(config: AgentConfig) -> dict[str, Path]:
 def read_backup(
     source: Path, config_path: Path, passphrase: str, environment: Mapping[str, str]
 ) -> tuple[BackupFacts, AgentConfig]:
-    """Put a backup's content where its agent.toml, or the one that is there already, names the places.
+    """Restore a backup to the paths in its agent.toml, or in the existing one.
 
-    The whole file is checked before anything is written; the store appears last and in one step.
+    The whole file is checked before anything is written. The store is created last, in one step.
 
     Raises:
-        BackupError: a wrong passphrase, a damaged file, a store or an identity that is there already; nothing was overwritten.
+        BackupError: wrong passphrase, damaged file, or a store or identity exists; nothing was overwritten.
         ConfigError: agent.toml can't be read.
     """
     seal = Seal(MAGIC, passphrase, BackupError)
@@ -96,7 +96,7 @@ def read_backup(
         config = load_config(draft, environment)
         if (config.federation, config.device) != (facts.federation, facts.device):
             raise BackupError(
-                f"{config_path} is of device {config.device!r} of {config.federation!r}, the backup of {facts.device!r} of "
+                f"{config_path} is for device {config.device!r} of {config.federation!r}, but the backup is for {facts.device!r} of "
                 f"{facts.federation!r}; nothing was written"
             )
         _restore(source, seal, config)
@@ -113,14 +113,14 @@ def read_backup(
 def _restore(source: Path, seal: Seal, config: AgentConfig) -> None:
     if config.store.exists() and (not config.store.is_dir() or any(config.store.iterdir())):
         raise BackupError(
-            f"{config.store} is there already and is not overwritten; move it away, or set another `store` in agent.toml",
+            f"{config.store} exists and is not overwritten; move it away, or set another `store` in agent.toml",
             exit_code=EXISTS,
         )
     places = identity_files(config)
     for name, kept in _identity(source, seal):
         if places[name].exists() and places[name].read_bytes() != kept:
             raise BackupError(
-                f"{places[name]} is there already and differs; move it away. Nothing was overwritten", exit_code=EXISTS
+                f"{places[name]} exists and differs; move it away. Nothing was overwritten", exit_code=EXISTS
             )
     staging = config.store.with_name(f".{config.store.name}.restoring")
     shutil.rmtree(staging, ignore_errors=True)
@@ -155,7 +155,7 @@ def _identity(source: Path, seal: Seal) -> Iterator[tuple[str, bytes]]:
 
 
 def _checked(source: Path, seal: Seal) -> tuple[BackupFacts, bytes]:
-    """Read the whole file, and check each name in it; the facts and agent.toml."""
+    """Read the whole file and check each name in it. Returns the facts and agent.toml."""
     facts, toml = None, None
     known = {"signing", "coordinator", "ca", "cert", "key"}
     for number, (entry, content) in enumerate(sealed_entries(source, seal)):
@@ -163,13 +163,13 @@ def _checked(source: Path, seal: Seal) -> tuple[BackupFacts, bytes]:
             try:
                 facts = BackupFacts.model_validate_json(read_small(content, entry.name, MAX_SMALL_BYTES, BackupError))
             except ValidationError as error:
-                raise BackupError(f"{source} is a backup of another version of this program") from error
+                raise BackupError(f"{source} is a backup from another version of this program") from error
         elif ENTRY.fullmatch(entry.name) is None or ".." in entry.name:
-            raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
+            raise BackupError(f"{source} contains {entry.name!r}, which is not a backup file")
         elif entry.name == "agent.toml":
             toml = read_small(content, entry.name, MAX_SMALL_BYTES, BackupError)
         elif entry.name.startswith("identity/") and entry.name.removeprefix("identity/") not in known:
-            raise BackupError(f"{source} holds {entry.name!r}, which is no file of a backup")
+            raise BackupError(f"{source} contains {entry.name!r}, which is not a backup file")
     if facts is None or toml is None:
-        raise BackupError(f"{source} does not begin as a backup of a device does")
+        raise BackupError(f"{source} is not a backup of a device")
     return facts, toml

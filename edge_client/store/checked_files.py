@@ -1,10 +1,9 @@
-"""The checked files of a private store: small JSON files, each replaced whole, and append-only records of lines. Torch-free.
+"""The checksummed files of a private store: small JSON files that are replaced atomically, and append-only records. Torch-free.
 
-A damaged file comes with a sentence about what is lost with it. `sent.jsonl` records everything that has left this device in updates and
-reports about itself, ever; it is never rotated. A line is durable before the first byte that it describes leaves. Lines of kind `update`,
-`receipt` (the coordinator has ended the update) and `self_report` (when its content changes; of readings only which ones). `messages` of a
-line has the bytes of control messages since the line before, by kind; a power cut loses at most `MESSAGES_EVERY_BYTES` of that count. Not in
-it: keys at enrolment.
+For each damaged file, the error states what is lost. `sent.jsonl` records all updates and self-reports that have ever left this device. It is
+never rotated. A line is durable before the first byte that it describes leaves. Kinds of lines: `update`, `receipt` (the coordinator's final
+answer to the update) and `self_report` (when its content changes; of readings only the names). `messages` in a line counts the bytes of control
+messages since the previous line, by kind. A power cut loses at most `MESSAGES_EVERY_BYTES` of that count. Keys sent at enrolment are not recorded.
 """
 
 import contextlib
@@ -30,48 +29,48 @@ _RESTORE = "restore the whole store from a backup (`fedcg agent restore`), or en
 
 
 _MADE_ANEW = frozenset({"accepted.json", "left_out.json", "memory.json"})
-"""The files that are written anew where they are damaged: nothing that was trained depends on them."""
+"""Files that are recreated if damaged, because no trained state depends on them."""
 _COUNTED = frozenset({"seen.json", "sums.json", "weights.json", "sum_gate.json", "coordinator.json", "privacy.json"})
-"""The files whose older copies undo a promise. Each write of one takes the next number, which the file and `COUNTER` keep."""
+"""Files whose older copies must be refused. Each write gets the next number, which is stored in the file and in `COUNTER`."""
 
 
 def damaged(path: Path, what: str = "is damaged") -> StoreError:
-    """The error for a damaged file: what is lost with it, and what to do."""
+    """The error for a damaged file, with what is lost and what to do."""
     return DamagedFileError(f"{path} {what}. {texts().lost_files.get(path.name, _RESTORE.capitalize())}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON file of the store; only an absent one counts as empty.
+    """Read a small JSON file of the store. Only a missing file counts as empty.
 
     Raises:
-        StoreError: it is there and can't be read, or its content is damaged, or it is an older copy: an empty one in its place
-            would start the order of broadcasts anew, or trust a key that was rotated away.
+        StoreError: the file can't be read, is damaged, or is an older copy. Treating it as empty would reset the order of broadcasts, or trust
+            a replaced key.
     """
     if path.name not in _COUNTED:
         return _read(path)
     counter = path.with_name(COUNTER)
-    before = _read(counter)  # first: a writer may go on meanwhile
+    before = _read(counter)  # read first, because another process may write meanwhile
     values = _read(path)
     number = _count(values, _NUMBER)
     values.pop(_NUMBER, None)
     may_be_deleted = _RESTORE not in texts().lost_files.get(path.name, _RESTORE)
     if number < _count(before, path.name) and not (may_be_deleted and not values):
-        raise damaged(path, "is an older copy, put back without the rest of the store" if values else "is missing")
+        raise damaged(path, "is an older copy, restored without the rest of the store" if values else "is missing")
     if number > _count(before, _NUMBER) + 1 and number > _count(_read(counter), _NUMBER) + 1:
         raise damaged(counter, f"is missing, or older than {path.name}")
     return values
 
 
 def is_gone(path: Path) -> bool:
-    """Whether a file whose older copies are refused was there once and is not any more."""
+    """Whether a counted file existed once and is missing now."""
     return not path.exists() and _count(_read(path.with_name(COUNTER)), path.name) > 0
 
 
 def damage_of(path: Path) -> str:
-    """The sentence about a damaged file whose content is written anew or does not count; nothing about a whole one.
+    """A sentence about a damaged file whose content can be recreated or ignored; empty if the file is intact.
 
     Raises:
-        StoreError: it is another file, and damaged.
+        StoreError: another kind of file is damaged.
     """
     if path.suffix == ".jsonl":
         return lost_lines(path)
@@ -105,20 +104,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Give a small JSON file new content, with its check; several processes may do so at once."""
+    """Replace the content of a small JSON file, with a checksum. Safe for several processes at once."""
     if path.name not in _COUNTED:
         _write(path, values)
         return
     with writing_alone(path.parent):
         kept = _read(path.with_name(COUNTER))
         number = _count(kept, _NUMBER) + 1
-        _write(path, {**values, _NUMBER: number})  # first: a crash between both leaves the counter one behind
+        _write(path, {**values, _NUMBER: number})  # written first: after a crash in between, the counter is one behind
         _write(path.with_name(COUNTER), {**kept, _NUMBER: number, path.name: number})
 
 
 @contextlib.contextmanager
 def writing_alone(folder: Path) -> Iterator[None]:
-    """Wait until no other thread or process writes in a folder this way, and keep them out meanwhile."""
+    """Hold a lock on a folder against other writing threads and processes."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -132,22 +131,22 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def checked_text(values: Mapping[str, Any]) -> str:
-    """Values as JSON with their check."""
+    """Values as JSON with a checksum."""
     whole = {"format": 1, **values}
     return json.dumps({**whole, _CHECK: _check_of(json.loads(json.dumps(whole)))})
 
 
 def lost_lines(path: Path) -> str:
-    """The sentence about lines of a record that are damaged, and so are left out of what is read from it; nothing about a whole or absent one."""
+    """A sentence about damaged lines of a record, which reading skips; empty if the record is intact or missing."""
     if not path.exists():
         return ""
     with path.open("rb") as lines:
         lost = sum(checked_values(line) is None for line in lines)
-    return f"{path} is damaged: {lost} of its lines do not count" if lost else ""
+    return f"{path} is damaged: {lost} of its lines are ignored" if lost else ""
 
 
 def checked_values(text: bytes | str) -> dict[str, Any] | None:
-    """The values in a text of `checked_text`, None where it is damaged."""
+    """The values in a text from `checked_text`; None if it is damaged."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -162,10 +161,10 @@ def _check_of(values: Mapping[str, Any]) -> str:
 
 SENT_FILE = "sent.jsonl"
 LEDGER_FILE = "ledger.jsonl"
-"""What each round cost this device; its lines are of kind `round`."""
+"""The cost of each round on this device, in lines of kind `round`."""
 Line = dict[str, Any]
 MESSAGES_EVERY_BYTES = 100_000
-"""Control messages of so many bytes have a line of their own."""
+"""After this many bytes of control messages, the count is written as a separate line."""
 
 
 class SentRecord:
@@ -186,13 +185,13 @@ class SentRecord:
         self._messages = Counter[str]()
 
     def update(self, data: bytes) -> bool:
-        """Record an update whose first byte is about to leave; returns False for one that is recorded already.
+        """Record an update before its first byte leaves. Returns False if it is already recorded.
 
         Args:
-            data: its bytes as they are sent.
+            data: its bytes as sent.
 
         Raises:
-            OSError: it could not be made durable; the update must not be sent now.
+            OSError: the record could not be saved, so the update must not be sent now.
         """
         if self._updates is None:
             self._updates = {str(line.get("artifact")) for line in read_lines(self._path) if line["kind"] == "update"}
@@ -210,11 +209,11 @@ class SentRecord:
         return True
 
     def receipt(self, artifact: str, outcome: str) -> None:
-        """Record how the coordinator ended an update."""
+        """Record the coordinator's final answer to an update."""
         self._append({"kind": "receipt", "artifact": artifact, "outcome": outcome})
 
     def self_report(self, condition: Mapping[str, Any]) -> None:
-        """Record what the device is about to report of itself, where that has changed."""
+        """Record a self-report before it is sent, if it has changed."""
         report = {name: value for name, value in condition.items() if value is not None}
         if report and report != self._report:
             self._append({"kind": "self_report", "report": report})
@@ -227,14 +226,14 @@ class SentRecord:
             self.close()
 
     def close(self) -> None:
-        """Make the count of control messages durable, where there is room."""
+        """Save the count of control messages, if the disk has room."""
         with contextlib.suppress(OSError):
             if self._messages:
                 self._append({"kind": "messages"})
 
     def _append(self, line: Line) -> None:
         about = {"t": round(self._wall(), 3), "federation": self._federation, **line}
-        if line["kind"] == "receipt":  # is no item of its own
+        if line["kind"] == "receipt":  # not an item in the list
             append_line(self._path, about)
             return
         append_line(self._path, {**about, "messages": dict(self._messages)})
@@ -242,23 +241,23 @@ class SentRecord:
 
 
 def append_line(path: Path, line: Line) -> None:
-    """Append a line to a record; durable when this returns.
+    """Append a line to a record. It is durable when this returns.
 
     Raises:
-        OSError: it could not be made durable.
+        OSError: the line could not be saved.
     """
     files.append_line(path, checked_text(line))
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a record, oldest first; one that is torn or damaged is left out."""
+    """All intact lines of a record, oldest first. Damaged lines are skipped."""
     if path.exists():
         with path.open("rb") as lines:
             yield from filter(None, map(checked_values, lines))
 
 
 def sent_items(path: Path, since: float = 0.0) -> list[Line]:
-    """Updates and reports that left since a time, each update with its receipt: its outcome, or None while there is none."""
+    """Updates and self-reports sent since a time. Each update has the outcome in its receipt, or None without a receipt."""
     items: list[Line] = []
     updates: dict[object, Line] = {}
     for line in read_lines(path):
@@ -274,7 +273,7 @@ def sent_items(path: Path, since: float = 0.0) -> list[Line]:
 
 
 def totals(items: list[Line]) -> dict[str, dict[str, int]]:
-    """By federation: updates, their bytes, those with a receipt, and reports of the device about itself."""
+    """By federation: number of updates, their bytes, updates with a receipt, and self-reports."""
     found: dict[str, Counter[str]] = {}
     for item in items:
         counts = found.setdefault(str(item.get("federation")), Counter())

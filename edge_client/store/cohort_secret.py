@@ -1,8 +1,8 @@
-"""The cohort's secret: 32 random bytes that all devices of a federation have and the coordinator never sees.
+"""The cohort secret: 32 random bytes that all devices of a federation share and the coordinator never sees.
 
 The private networks of all devices start from it (design §5), and it opens the cohort's sealed sums. People carry it from the first device to
-the others as a code, which is the secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal
-secrets are recognised. A revoked device keeps the secret that it had, so the others then get another one.
+the others as a code: the secret and a checksum, in letters that can be read aloud. Only a mark leaves the device, which identifies equal
+secrets. A revoked device keeps its secret, so the other devices then get a new one.
 """
 
 import base64
@@ -19,15 +19,15 @@ from fedcg.files import SECRET_BYTES
 _CHECK_BYTES = 3
 _GROUP = 4
 _LETTERS = -(-(SECRET_BYTES + _CHECK_BYTES) * 8 // 5)
-# What is misread most often; neither 0, 1, 8 nor 9 is a letter of base32.
+# The most commonly misread characters. Base32 does not use 0, 1, 8 and 9.
 _MISREAD = str.maketrans({"0": "O", "1": "I", "8": "B"})
 
 
 def create(store: PrivateStore, *, replace: bool = False) -> str:
-    """Make the cohort's secret on its first device, or with `replace` another one on any; the code to carry to the others.
+    """Create the cohort secret on the first device or, with `replace`, a new one on any device. Returns the code for the others.
 
     Raises:
-        StoreError: there is one here, or private networks of this store have started without it.
+        StoreError: a secret exists, or private networks of this store have started without one.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     _keep(store, secret, replace=replace)
@@ -35,16 +35,16 @@ def create(store: PrivateStore, *, replace: bool = False) -> str:
 
 
 def join(store: PrivateStore, code: str, *, replace: bool = False) -> bool:
-    """Put the secret that a code holds into the store; False when it was there already.
+    """Save the secret from a code. Returns False if it was already there.
 
     Args:
         store: of the device.
-        code: of `create`.
-        replace: also in the place of another secret.
+        code: from `create`.
+        replace: replace an existing secret.
 
     Raises:
         CohortError: the text is not a cohort code.
-        StoreError: another secret is here, or private networks of this store have started without it.
+        StoreError: another secret exists, or private networks of this store have started without one.
     """
     secret = secret_of(code)
     if store.cohort_secret() == secret:
@@ -54,17 +54,17 @@ def join(store: PrivateStore, code: str, *, replace: bool = False) -> bool:
 
 
 def _keep(store: PrivateStore, secret: bytes, *, replace: bool) -> None:
-    anew = f"To begin anew with an empty store: stop the agent, `mv {store.root} {store.root}.before`, give this command again, start the agent"
+    anew = f"To start again with an empty store: stop the agent, `mv {store.root} {store.root}.before`, repeat this command, start the agent"
     has_one = store.cohort_secret() is not None
     if has_one and not replace:
         raise StoreError(
-            f"{store.root} has a cohort secret already. Where the whole cohort gets another one: `fedcg cohort renew` on one device, "
+            f"{store.root} already has a cohort secret. To replace it for the whole cohort: `fedcg cohort renew` on one device, "
             f"`fedcg cohort join --replace` on the others. {anew}",
             exit_code=EXISTS,
         )
     if not has_one and store.generations.current()[0] is not None:
         raise StoreError(
-            f"{store.root}: private networks have started here without a cohort secret, and can't change their start. {anew}"
+            f"{store.root}: private networks have started here without a cohort secret and can't change their start. {anew}"
         )
     store.keep_cohort_secret(secret)
 
@@ -76,10 +76,10 @@ def code_of(secret: bytes) -> str:
 
 
 def secret_of(code: str) -> bytes:
-    """The secret in a code, however it is spaced and in capitals or not.
+    """The secret in a code. Spacing and case are ignored.
 
     Raises:
-        CohortError: too short, too long, a strange letter, or mistyped.
+        CohortError: wrong length, invalid character or wrong checksum.
     """
     letters = re.sub(r"[\s-]+", "", code).upper().translate(_MISREAD)
     strange = sorted(set(re.findall(r"[^A-Z2-7]", letters)))
@@ -97,16 +97,16 @@ def secret_of(code: str) -> bytes:
 
 
 def mark_of(secret: bytes, federation: str) -> str:
-    """The mark of a secret that a device publishes: equal for equal secrets of a federation, 32 hex digits.
+    """The mark of a secret that a device publishes: 32 hex digits, equal for equal secrets of a federation.
 
-    An HMAC of 256 random bits can't be inverted or tried out, and the federation's name in it keeps two federations of the same
-    secret apart.
+    An HMAC of 256 random bits can't be inverted or brute-forced. It includes the federation's name, so the same secret has different marks in
+    different federations.
     """
     return hmac.new(secret, b"fedcg cohort mark 1\0" + federation.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def mark_in(store: PrivateStore, federation: str) -> str | None:
-    """The mark of a store's secret, None without one."""
+    """The mark of a store's secret; None without a secret."""
     secret = store.cohort_secret()
     return None if secret is None else mark_of(secret, federation)
 

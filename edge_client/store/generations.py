@@ -1,15 +1,14 @@
-"""Generations of the private state: written whole, switched to by one atomic rename of `CURRENT`, two of them kept.
+"""Generations of the private state: written completely, activated by one atomic rename of `CURRENT`. Two are kept.
 
     generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight, and extras/group/name
-    generations/<n>/snapshot.json       the data that the round was trained on: which files, with which content, in which split
-    generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
+    generations/<n>/snapshot.json       the round's training data: files, their digests and splits
+    generations/<n>/update.bin          the outbox: the packed update of the round, if any
     generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
-    CURRENT                             the number of the generation that counts, and its check
-    checkpoint.bin                      the round that is being trained; worth nothing once it is committed
+    CURRENT                             the number of the active generation, and a checksum
+    checkpoint.bin                      the round in training; useless once it is committed
 
-A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
-that fails its checksums falls back to the one before it. A disk that does not answer is not treated as damage: falling back would
-train a round twice.
+After a crash before the rename, the old generation is active; after it, the new one. If the newest generation fails its checksums, the one
+before it is used. An unreadable disk is not treated as damage, because falling back would train a round twice.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class SnapshotFile:
 class Snapshot:
     """All images of a round, ordered by path within each split.
 
-    Accepting a round fixes its snapshot; the round and every repeat of it use only that, even if the folder grows meanwhile.
+    Accepting a round fixes its snapshot. The round and all its repetitions use only this snapshot, even if the folder changes meanwhile.
 
     Attributes:
-        defence: the data defence that the training images went through, with its parameters; empty without one.
-        defended: digest of the images that were trained on in their place.
+        defence: the data defence applied to the training images, with its parameters; empty without one.
+        defended: digest of the defended training images.
     """
 
     files: tuple[SnapshotFile, ...]
@@ -85,7 +84,7 @@ class Snapshot:
         return {name: len(self.split(name)) for name in SPLITS}
 
     def encode(self) -> bytes:
-        """Canonical JSON; the same snapshot always gives the same bytes."""
+        """Canonical JSON. The same snapshot always gives the same bytes."""
         files = [asdict(file) for file in self.files]
         whole = {"defence": self.defence, "defended": self.defended, "files": files} if self.defence else files
         return json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
@@ -129,10 +128,10 @@ class Generation:
 
     Attributes:
         number: counts up with every commit.
-        round_attempt: the round attempt that was trained last.
-        spec: digest of the spec it belongs to.
-        scores: figures that outlive the round, e.g. the best validation accuracy.
-        backbone: of the private extractor where the spec lists several; else empty.
+        round_attempt: the last trained round attempt.
+        spec: digest of its spec.
+        scores: figures kept across rounds, e.g. the best validation accuracy.
+        backbone: of the private extractor if the spec lists several; else empty.
     """
 
     number: int
@@ -147,12 +146,12 @@ class Generation:
 
 _GENERATION = TypeAdapter(Generation)
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
-"""The errors of a description or a file that was altered; any other OSError is the disk's."""
+"""Errors that mean an altered description or file. Any other OSError is a disk error."""
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """A generation with its tensors, per slot (`personal`, `shadow`, `best`, ...) and part; `extras` of its method, by name."""
+    """A generation with its tensors per slot (`personal`, `shadow`, `best`, ...) and part, and its method's `extras` by name."""
 
     generation: Generation
     slots: Mapping[str, PartArrays]
@@ -161,7 +160,7 @@ class StoredState:
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """Everything that one commit makes durable together."""
+    """Everything that one commit saves together."""
 
     round_attempt: RoundAttempt
     spec: str
@@ -180,18 +179,18 @@ class Generations:
         self._root = root
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
-        # the content of CURRENT, and the generation found for it
+        # the content of CURRENT, and its verified generation
         self._verified: tuple[int | None, Generation] | None = None
 
     def newest(self) -> Generation | None:
-        """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.
+        """The newest committed generation, from its description only. For the agent's loop, which hashes no state.
 
-        A generation is verified by `current` when a process starts and by `load` before it is trained on. One that was
-        committed since then was written by the trainer just now.
+        A generation is verified by `current` when a process starts, and by `load` before training. Later generations were just written by the
+        trainer.
 
         Raises:
             StoreDamagedError: see `current`.
-            StoreError: the disk does not answer.
+            StoreError: the disk can't be read.
         """
         try:
             pointed = self._pointed()
@@ -200,21 +199,21 @@ class Generations:
             if pointed is not None:
                 return self._described(pointed)
         except _DAMAGE:
-            pass  # `current` finds out whether nothing was committed or something is damaged
+            pass  # `current` distinguishes an empty store from damage
         return self.current()[0]
 
     def current(self) -> tuple[Generation | None, tuple[str, ...]]:
         """The newest committed generation that passes its checksums, and the problems of newer ones.
 
         Raises:
-            StoreDamagedError: something was committed, and no generation is whole.
-            StoreError: the disk does not answer; its content is not known.
+            StoreDamagedError: there were commits, but no generation is intact.
+            StoreError: the disk can't be read, so its content is unknown.
         """
         try:
             pointed = self._pointed()
         except FileNotFoundError:
             return None, ()
-        problems = [] if pointed is not None else ["CURRENT is damaged; the newest whole generation counts"]
+        problems = [] if pointed is not None else ["CURRENT is damaged; the newest intact generation is used"]
         for number in self._candidates(pointed):
             found = self._read(number)
             if isinstance(found, Generation):
@@ -222,8 +221,8 @@ class Generations:
                 return found, tuple(problems)
             problems.append(f"generation {number} is damaged: {found}")
         raise StoreDamagedError(
-            f"{self._root}: {'; '.join(problems) or 'CURRENT names nothing'}. Restore the folder from a backup, "
-            "or move it away to let this device start anew."
+            f"{self._root}: {'; '.join(problems) or 'CURRENT names no generation'}. Restore the folder from a backup, "
+            "or move it away to let this device start from the beginning."
         )
 
     def load(self) -> StoredState | None:
@@ -252,7 +251,7 @@ class Generations:
         return Snapshot.decode((self._path(generation.number) / "snapshot.json").read_bytes())
 
     def commit(self, new: NewGeneration) -> Generation:
-        """Make a new generation the current one, in one atomic and durable step."""
+        """Make a new generation the current one, atomically and durably."""
         before = self.newest()
         number = max([*self._numbers(), 0 if before is None else before.number]) + 1
         files = {"state.safetensors": _join_names(new.slots, new.extras), "snapshot.json": new.snapshot.encode()}
@@ -277,7 +276,7 @@ class Generations:
         for name, data in files.items():
             write_durably(unfinished / name, data)
         described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
-        if not generation.backbone:  # as before there was a choice
+        if not generation.backbone:  # keeps the format from before backbones could be chosen
             del described["backbone"]
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
@@ -287,7 +286,7 @@ class Generations:
         fsync_path(self._folder)
 
     def _read(self, number: int) -> Generation | Exception:
-        """A generation that passes its checksums, or the error in it."""
+        """A generation that passes its checksums, or its error."""
         try:
             generation = self._described(number)
             for name, expected in generation.checksums.items():
@@ -311,20 +310,20 @@ class Generations:
 
     def _candidates(self, pointed: int | None) -> list[int]:
         numbers = sorted(self._numbers(), reverse=True)
-        # Numbers above the pointer were never committed; an unreadable pointer leaves all of them to be tried.
+        # Numbers above the pointer were never committed. If the pointer is unreadable, all numbers are tried.
         return [number for number in numbers if pointed is None or number <= pointed]
 
     def _pointed(self) -> int | None:
-        """The number in CURRENT; None when it holds none, or none that can be believed.
+        """The number in CURRENT; None if the file is damaged or lost.
 
         Raises:
             FileNotFoundError: nothing was committed yet.
-            StoreError: the disk does not answer.
+            StoreError: the disk can't be read.
         """
         try:
             found = _POINTER.fullmatch(self._pointer.read_bytes())
         except FileNotFoundError:
-            if max(self._numbers(), default=0) > 1:  # an earlier commit is then certain, and the file is lost
+            if max(self._numbers(), default=0) > 1:  # there was an earlier commit, so the file is lost
                 return None
             raise
         except OSError as error:
@@ -372,18 +371,18 @@ def _split_names(
 class CheckpointFile:
     """The file `checkpoint.bin` of one private store.
 
-    Its content is tensors by name, behind the sha256 of everything after it and a mark of all that the round depends on. A file that is
-    damaged, or of another round, or of the same round under other settings, is no checkpoint: the round then begins anew.
+    Its content: a sha256 of the rest, a mark of everything that the round depends on, and tensors by name. If the file is damaged, or is for
+    another round or other settings, the round starts from the beginning.
     """
 
     def __init__(self, root: Path) -> None:
         self._path = root / CHECKPOINT_FILE
 
     def load(self, mark: bytes) -> tuple[Mapping[str, Array], str]:
-        """The tensors that were kept last under this mark, else none; and what is wrong with the file, else nothing.
+        """The last tensors saved under this mark, or none; and the problem with the file, or an empty string.
 
         Args:
-            mark: 32 bytes, a digest of all that the round depends on.
+            mark: 32 bytes, a digest of everything that the round depends on.
         """
         try:
             payload = self._path.read_bytes()
@@ -397,14 +396,14 @@ class CheckpointFile:
             return {}, str(error)
 
     def save(self, mark: bytes, tensors: Mapping[str, Array]) -> None:
-        """Keep tensors under a mark, in place of earlier ones.
+        """Save tensors under a mark, replacing earlier ones.
 
         Raises:
-            OSError: the disk is full or broken; the earlier ones are untouched.
+            OSError: the disk is full or failing; the earlier ones are unchanged.
         """
         body = mark + save_safetensors(dict(tensors))
         replace_durably(self._path, hashlib.sha256(body).digest() + body)
 
     def delete(self) -> None:
-        """Forget it."""
+        """Delete the checkpoint."""
         self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which of the backbones that a spec lists this device trains (`[training] backbone`). Torch-free: agent and trainer both choose."""
+"""Chooses this device's backbone from a spec's list (`[training] backbone`). Torch-free, because agent and trainer both use it."""
 
 import contextlib
 
@@ -17,33 +17,33 @@ _FEW_CPUS = 4
 def choose_backbone(network: NetworkChoice, wanted: str, kept: str, *, small: bool) -> str:
     """The backbone of this device, one of `network.backbone_names`.
 
-    `auto` stays with what was trained before; else it is the split's own, and on a small box the one with the least work.
+    `auto` keeps the backbone trained before. Otherwise it is the split's default or, on a small device, the backbone with the least work.
 
     Args:
         network: of the spec.
         wanted: `[training] backbone`.
-        kept: what the private state was trained with; empty: nothing was.
-        small: whether the box is small (`is_small`).
+        kept: the backbone of the private state; empty if nothing was trained.
+        small: whether the device is small (`is_small`).
 
     Raises:
-        NetworkError: the spec does not list what is wanted, or the private state has another backbone.
+        NetworkError: the spec does not list the wanted backbone, or the private state has another one.
     """
     names = network.backbone_names
     if wanted != AUTO and wanted not in names:
         raise NetworkError(
-            f'[training] backbone = "{wanted}" is none of those that the federation allows: {", ".join(names)}; or set "{AUTO}"'
+            f'[training] backbone = "{wanted}" is not allowed by the federation. Use one of {", ".join(names)}, or "{AUTO}"'
         )
     chosen = wanted if wanted != AUTO else kept or (least_work(names) if small else names[0])
     if kept and chosen != kept:
         raise NetworkError(
-            f"the private networks of this device were trained with {kept}, and [training] backbone is now {chosen}: set it back, or leave "
-            "the federation and enrol again to begin anew"
+            f"the private networks of this device were trained with {kept}, but [training] backbone is now {chosen}: set it back, or leave "
+            "the federation and enrol again to start from the beginning"
         )
     return chosen
 
 
 def is_small(box: DeviceProfile, device: str) -> bool:
-    """Whether a box trains on fewer than 4 CPUs and no GPU, or has memory for a share of the batch only, as an Orin Nano 4GB.
+    """Whether a device trains on fewer than 4 CPUs without a GPU, or has memory for only a share of the batch, like an Orin Nano 4GB.
 
     Args:
         box: the hardware.
@@ -57,23 +57,23 @@ def is_small(box: DeviceProfile, device: str) -> bool:
 
 
 def known_spec(store: PrivateStore) -> FederationSpec | None:
-    """The federation's spec: that of the newest round, or the only one at hand."""
+    """The federation's spec: the one of the newest round, or the only stored one."""
     generation = store.generations.newest()
     digests = store.spec_digests() if generation is None else frozenset({generation.spec})
     return store.spec(next(iter(digests))) if len(digests) == 1 else None
 
 
 def private_start(config: AgentConfig, store: PrivateStore) -> str:
-    """Where this device's private networks start, in words (`NetworkChoice.private_start`)."""
+    """How this device's private networks were initialised, as text (`NetworkChoice.private_start`)."""
     spec, has_secret = known_spec(store), store.cohort_secret() is not None
     network = NetworkChoice() if spec is None else spec.network
-    with contextlib.suppress(NetworkError):  # its own; of all that the spec allows where [training] names none of them
+    with contextlib.suppress(NetworkError):  # falls back to all allowed backbones if [training] names none of them
         network = network if spec is None else network.with_backbone(own_backbone(config, store, spec))
     return network.private_start(has_secret)
 
 
 def own_backbone(config: AgentConfig, store: PrivateStore, spec: FederationSpec) -> str:
-    """The backbone of this device under a spec; the split's own where the spec lists no others.
+    """The backbone of this device under a spec; the split's default if the spec lists no others.
 
     Raises:
         NetworkError: see `choose_backbone`.

@@ -1,8 +1,8 @@
-"""What a device's owner decided, and the bytes of the day; small files beside the private store's own, each replaced in one step.
+"""The owner's decisions and the day's byte counts, in small files in the private store that are replaced atomically.
 
-consent.json    specs beyond the policy: which wait for approval, which were approved, by digest
-pause.json      the pause, where there is one
-traffic.json    bytes of updates and aggregates of the current day (UTC)
+consent.json    specs that exceed the policy, by digest: waiting for approval, or approved
+pause.json      the pause, if any
+traffic.json    bytes of updates and aggregates on the current day (UTC)
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ WRITTEN_EVERY_BYTES = 1_000_000
 MAX_REASON = 200
 MOST_WAITING = 32
 NO_CODE = "0" * 64
-"""In the place of a program's digest: its owner took the permission back."""
+"""Instead of a program's digest: the owner revoked the permission."""
 _Seconds = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
 
 
@@ -34,7 +34,7 @@ _Kept = TypeVar("_Kept", bound=_File)
 
 
 class WaitingSpec(_File):
-    """A spec beyond the policy; `since` in unix seconds."""
+    """A spec that exceeds the policy. `since` in unix seconds."""
 
     since: _Seconds
     reason: Annotated[str, Field(max_length=64)]
@@ -42,7 +42,7 @@ class WaitingSpec(_File):
 
 
 class ConsentFile(_File):
-    """Specs by digest: those that wait, when others were approved, in unix seconds, and the digest of the program that may run under each."""
+    """Specs by digest: waiting specs, approval times in unix seconds, and the digest of the program that may run under each spec."""
 
     waiting: dict[Sha256, WaitingSpec] = {}
     approved: dict[Sha256, _Seconds] = {}
@@ -50,7 +50,7 @@ class ConsentFile(_File):
 
 
 class Pause(_File):
-    """A pause by the owner; times are unix seconds, `until` None where only `fedcg agent resume` ends it."""
+    """A pause by the owner. Times in unix seconds; with `until` None, only `fedcg agent resume` ends it."""
 
     since: _Seconds
     until: _Seconds | None = None
@@ -72,7 +72,7 @@ class Consent:
         self._path = root / "consent.json"
 
     def read(self) -> ConsentFile:
-        """What waits, and what is approved.
+        """Waiting and approved specs.
 
         Raises:
             StoreError: the file is damaged or can't be read.
@@ -80,12 +80,12 @@ class Consent:
         return _read(self._path, ConsentFile) or ConsentFile()
 
     def policy_for(self, policy: PolicySection, spec: FederationSpec | None) -> PolicySection:
-        """The policy under which a spec is carried out: with what it asks for where exactly this spec was approved."""
+        """The policy that applies to a spec, widened if exactly this spec was approved."""
         is_approved = spec is not None and spec.digest in self.read().approved
         return widened(policy, spec) if spec is not None and is_approved else policy
 
     def wait_for(self, digest: str, reason: DeclineReason, detail: str, now: float) -> bool:
-        """Record that a spec waits for approval; returns whether that is new."""
+        """Record that a spec waits for approval. Returns whether that is new."""
         kept = self.read()
         if digest in kept.waiting and kept.waiting[digest].detail == detail[:4096]:
             return False
@@ -95,7 +95,7 @@ class Consent:
         return True
 
     def settle(self, digest: str) -> None:
-        """Forget that a spec waits: the policy allows it now."""
+        """Remove a spec from the waiting list, because the policy allows it now."""
         kept = self.read()
         if digest in kept.waiting:
             waiting = {name: one for name, one in kept.waiting.items() if name != digest}
@@ -108,12 +108,12 @@ class Consent:
         self._write(kept.model_copy(update={"approved": {**kept.approved, digest: now}}))
 
     def allow_program(self, digest: str, program: str) -> None:
-        """Let a program, by the sha256 of its code, run under a spec."""
+        """Allow a program, identified by the sha256 of its code, under a spec."""
         kept = self.read()
         self._write(kept.model_copy(update={"programs": {**kept.programs, digest: program}}))
 
     def revoke(self, digest: str) -> bool:
-        """Revoke the approval of a spec and the permission of the program under it; returns whether there was one."""
+        """Revoke the approval of a spec and the permission of its program. Returns whether there was one."""
         kept = self.read()
         approved = {name: at for name, at in kept.approved.items() if name != digest}
         programs = {name: NO_CODE if name == digest else code for name, code in kept.programs.items()}
@@ -125,7 +125,7 @@ class Consent:
 
 
 class PauseFile:
-    """The owner's pause, which outlives the agent."""
+    """The owner's pause, which survives restarts of the agent."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "pause.json"
@@ -139,7 +139,7 @@ class PauseFile:
         return _read(self._path, Pause)
 
     def write(self, pause: Pause | None) -> None:
-        """Store a pause, or its end."""
+        """Save a pause, or remove it with None."""
         if pause is None:
             self._path.unlink(missing_ok=True)
         else:
@@ -155,7 +155,7 @@ class DayTraffic(_File):
 
 
 class TrafficCounter:
-    """Counts the bytes of the day; after a power cut at most 1 MB of received bytes is missing.
+    """Counts the day's bytes. After a power cut, at most 1 MB of received bytes is missing.
 
     Args:
         root: of the store.
@@ -176,13 +176,13 @@ class TrafficCounter:
         return self._kept
 
     def sent(self, count: int) -> None:
-        """An update of so many bytes is about to be sent; durable when this returns."""
+        """Count the bytes of an update about to be sent. Saved when this returns."""
         today = self.today()
         self._kept = today.model_copy(update={"up": today.up + count})
         self.write()
 
     def received(self, count: int) -> None:
-        """So many bytes came."""
+        """Count received bytes."""
         today = self.today()
         self._kept = today.model_copy(update={"down": today.down + count})
         self._unwritten += count
@@ -190,7 +190,7 @@ class TrafficCounter:
             self.write()
 
     def write(self) -> None:
-        """Make the count durable."""
+        """Save the count."""
         self._unwritten = 0
         _write(self._path, self.today())
 

@@ -1,27 +1,27 @@
 """The private store: one folder (0700) with all private data that a device keeps between rounds. Torch-free.
 
-format.json     the format version, and whose store it is
+format.json     the format version, and the store's device and federation
 lock            held by the agent; trainer.lock is held by its training process
-secrets/        device.key and sums.key (made once), cohort.key (given to all devices of a federation, never to the coordinator),
-                cohort.before.key (the one before it was renewed)
-specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
-generations/    private state, see `generations`   CURRENT      which one counts
-checkpoint.bin  the round that is being trained, see `generations`
-accepted.json   the data snapshot of the round that was accepted last
-left_out.json   images that could not be read for it, with reasons
+secrets/        device.key and sums.key (created once), cohort.key (shared by all devices of a federation, never with the coordinator),
+                cohort.before.key (the previous cohort secret)
+specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ unfinished ones
+generations/    private state, see `generations`   CURRENT      the active generation
+checkpoint.bin  the round in training, see `generations`
+accepted.json   the data snapshot of the last accepted round
+left_out.json   its images that could not be read, with reasons
 seen.json       highest (epoch, round, attempt) of a broadcast
-coordinator.json  the coordinator's key that counts, once it was replaced
+coordinator.json  the coordinator's current key, once it was replaced
 roster.json     the keys for sums of the cohort's devices
-sums.json, weights.json   this device's part in sums       sum_gate.json   from which round on it may be in one, see `sum_gate`
-counter.json    the newest numbers of the files whose older copies are refused, see `checked_files`
+sums.json, weights.json   this device's part in sums       sum_gate.json   the first round whose sums it may join, see `sum_gate`
+counter.json    the latest numbers of files whose older copies are refused, see `checked_files`
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
-control/         requests of the owner's commands to the running agent, see `edge_client.agent.owner`
-signing.pub     public keys of this device, by which its models are checked where they are used, see `export.model.manifest`
+control/        requests from the owner's commands to the running agent, see `edge_client.agent.owner`
+signing.pub     public keys of this device, for checking its models where they are used, see `export.model.manifest`
 audit/          the report of the last audit of an update, with pictures
-defence/        what the data defence learned, and sample pictures of what it does
-memory.json     the share of a batch that fits the memory; halved when it ran out, forgotten when the box has another one
-privacy.json    what DP-SGD has spent; written before each round's training
+defence/        the data defence's trained state and sample pictures
+memory.json     the share of a batch that fits the memory; halved when memory runs out, discarded if the memory size changes
+privacy.json    the privacy spent by DP-SGD; written before each round's training
 events.jsonl    see `fedcg.event_log`
 """
 
@@ -81,7 +81,7 @@ _OWN = re.compile(
     r"(sent|ledger|events|events\.old)\.jsonl|(format|accepted|left_out|seen|coordinator|counter|delivered|finalised|memory|privacy|sums|sum_gate|weights|numbers|"
     r"roster|consent|pause|traffic|revoked)\.json|\.[\w.]+\.\w{8}\.new"
 )
-"""Names of everything that the program makes in the folder; the last are files that a power cut left half written."""
+"""Names of everything that the program creates in the folder. The last pattern matches files half written before a power cut."""
 RECEIPTS_KEPT = 64
 LEFT_OUT_KEPT = 200
 AUDIT_FOLDER = "audit"
@@ -96,7 +96,7 @@ PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
 @dataclass(frozen=True)
 class DeliveryRecord:
-    """The end of an update."""
+    """The final outcome of an update."""
 
     artifact: str
     round: int
@@ -121,19 +121,19 @@ class PrivateStore:
 
         Args:
             root: of the store.
-            federation: whose it is.
-            device: whose it is.
-            make: make it when there is none yet; without this, one that is not there reads as an empty one.
+            federation: its federation.
+            device: its device.
+            make: create a missing store; otherwise a missing store reads as empty.
 
         Raises:
-            StoreError: it can't be made.
-            StoreFormatError: it is another device's or federation's, has another format, or is not a private store.
+            StoreError: the store can't be created.
+            StoreFormatError: it belongs to another device or federation, has another format, or is not a private store.
         """
         try:
             if make:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise StoreError(f"the folder {root} can't be made ({error.strerror}): set another `store`") from error
+            raise StoreError(f"the folder {root} can't be created ({error.strerror}): set another `store`") from error
         path, owner = root / FORMAT_FILE, {"federation": federation, "device": device}
         found = read_json(path)
         if not found:
@@ -146,8 +146,8 @@ class PrivateStore:
             write_json(path, found)
         if found.get("format") != STORE_FORMAT:
             raise StoreFormatError(
-                f"{root} has store format {found.get('format')}; this program reads format {STORE_FORMAT} alone. Use the program that "
-                "wrote it, or enrol this device anew with a new store"
+                f"{root} has store format {found.get('format')}; this program only reads format {STORE_FORMAT}. Use the program that "
+                "wrote it, or enrol this device again with a new store"
             )
         if {name: found.get(name) for name in owner} != owner:
             theirs = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
@@ -160,50 +160,50 @@ class PrivateStore:
 
     @cached_property
     def artifacts(self) -> ArtifactStore:
-        """The downloads; their folder is made with the first use."""
+        """The downloads. Their folder is created on first use."""
         return ArtifactStore(self.root / "artifacts")
 
     @property
     def is_made(self) -> bool:
-        """Whether the store is there."""
+        """Whether the store exists."""
         return (self.root / FORMAT_FILE).exists()
 
     def own(self) -> tuple[Path, ...]:
-        """The files and folders in its folder that are the store's, the one that marks it last."""
+        """The store's files and folders, with the format file last."""
         kept = (path for path in self.root.glob("*") if _OWN.fullmatch(path.name))
         return tuple(sorted(kept, key=lambda path: (path.name == FORMAT_FILE, path.name)))
 
     def take_over(self) -> None:
-        """Check the secrets, and that this user alone can read what is private.
+        """Check the secrets, and that only this user can read private files.
 
         Raises:
-            StoreError: names what is open to others, and the command that closes it.
+            StoreError: names files that other users can access, and the command that fixes it.
         """
         if opened := self.open_to_others():
             named = " ".join(map(str, opened[:8]))
             raise StoreError(
-                f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Type: chmod go= {named}"
+                f"other users of this machine may read or change {opened[0]}{' and more' if len(opened) > 1 else ''}. Run: chmod go= {named}"
             )
         for name in SECRET_FILES:
             _secret(self.root / "secrets" / name)
 
     def damage(self) -> tuple[str, ...]:
-        """What is damaged beside the generations and does not matter: it is made anew, fetched again, or does not count.
+        """Harmless damage outside the generations: files that are recreated, fetched again or ignored.
 
         Raises:
-            StoreError: names a file that matters, what is lost with it, and what to do.
+            StoreError: an important file is damaged; names it, what is lost and what to do.
         """
         kept = (path for name in (SENT_FILE, LEDGER_FILE) if (path := self.root / name).exists())
         specs = (path for path in self.root.glob("specs/*.json") if self.spec(path.stem) is None)
         artifacts = filter(_is_altered, map(self.artifacts.path, self.artifacts.ids()))
-        again = (f"{path} is damaged: it is fetched again where it is needed" for path in (*specs, *artifacts))
+        again = (f"{path} is damaged: it is fetched again when needed" for path in (*specs, *artifacts))
         return *self.check_small_files(), *filter(None, map(damage_of, kept)), *again
 
     def check_small_files(self) -> tuple[str, ...]:
-        """What is damaged of the small files and is made anew.
+        """Damage in small files that are recreated.
 
         Raises:
-            StoreError: names another one that is damaged.
+            StoreError: another small file is damaged; names it.
         """
         small = (path for path in self.root.iterdir() if path.suffix in (".json", ".pub") and _OWN.fullmatch(path.name))
         return tuple(filter(None, map(damage_of, sorted(small))))
@@ -216,12 +216,12 @@ class PrivateStore:
 
     @property
     def defence_folder(self) -> Path:
-        """Where the data defence keeps what it learned; there once it was applied."""
+        """The folder of the data defence's trained state. It exists once the defence was applied."""
         return self.root / DEFENCE_FOLDER
 
     @contextmanager
     def locked(self, name: str = "lock", wait_s: float = 0.0) -> Iterator[None]:
-        """Hold a lock file of the store; `lock` for the agent, `trainer.lock` for its training process.
+        """Hold a lock file of the store: `lock` for the agent, `trainer.lock` for its training process.
 
         Raises:
             StoreLockedError: another process holds it for longer than `wait_s`.
@@ -240,20 +240,20 @@ class PrivateStore:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the locks of the agent and of its training process; raises as `locked`."""
+        """Hold the locks of the agent and of its training process. Raises like `locked`."""
         with self.locked("lock"), self.locked("trainer.lock"):
             yield
 
     def device_secret(self) -> bytes:
-        """This device's own root of randomness: made once, never sent."""
+        """This device's root of randomness. Created once, never sent."""
         return self._own_secret("device.key")
 
     def sum_key(self) -> SigningKey:
-        """This device's key for sums alone: made once. Its public half is on the cohort's roster; nothing else derives from it."""
+        """This device's key, used only for sealed sums. Created once. Its public half is on the cohort's roster."""
         return SigningKey(Ed25519PrivateKey.from_private_bytes(self._own_secret("sums.key")))
 
     def _own_secret(self, name: str) -> bytes:
-        """A secret of this device, made at its first use; one, also where two processes come to it at once."""
+        """A secret of this device, created on first use. Two processes at once get the same secret."""
         path = self.root / "secrets" / name
         kept = _secret(path)
         if kept is None:
@@ -271,10 +271,10 @@ class PrivateStore:
         return _secret(self.root / "secrets" / "cohort.key")
 
     def keep_cohort_secret(self, secret: bytes) -> None:
-        """Keep the cohort's secret, for its owner's eyes only.
+        """Save the cohort's secret, readable only by the owner.
 
-        Where it replaces another one, the sums of rounds that this device knows are over for it: they began under the one before,
-        which is kept to open the last of them.
+        If it replaces another secret, this device joins no more sums of rounds it has seen, because they started with the previous secret. That
+        secret is kept to open the last of them.
         """
         if (before := self.cohort_secret()) is not None:
             replace_durably(self.root / "secrets" / "cohort.before.key", checked_secret(before))
@@ -283,7 +283,7 @@ class PrivateStore:
         replace_durably(self.root / "secrets" / "cohort.key", checked_secret(secret))
 
     def secrets_of_sum(self, round_number: int) -> tuple[bytes, ...]:
-        """The secrets that may open a sum of a round: the cohort's, and of rounds from before its renewal the one before, which opens no later one."""
+        """The secrets that may open a round's sum: the cohort's, and for rounds before its renewal also the previous one."""
         first = self.sum_gate.first_round
         before = (
             None if first is None or round_number >= first else _secret(self.root / "secrets" / "cohort.before.key")
@@ -291,7 +291,7 @@ class PrivateStore:
         return tuple(secret for secret in (self.cohort_secret(), before) if secret is not None)
 
     def save_spec(self, payload: bytes) -> FederationSpec:
-        """Keep a spec under its digest.
+        """Save a spec under its digest.
 
         Raises:
             ValueError: the bytes are not a canonical spec.
@@ -303,7 +303,7 @@ class PrivateStore:
         return spec
 
     def spec(self, digest: str) -> FederationSpec | None:
-        """A spec that was kept earlier; a damaged file counts as absent."""
+        """A stored spec. A damaged file counts as missing."""
         path = self.root / "specs" / f"{digest}.json"
         if not path.exists():
             return None
@@ -314,33 +314,33 @@ class PrivateStore:
         return spec if spec.digest == digest else None
 
     def spec_digests(self) -> frozenset[str]:
-        """Digests of all kept specs that are whole."""
+        """Digests of all intact stored specs."""
         kept = (path.stem for path in (self.root / "specs").glob("*.json"))
         return frozenset(digest for digest in kept if self.spec(digest) is not None)
 
     def accept_snapshot(
         self, spec: str, round_number: int, make: Callable[[], generations.Snapshot]
     ) -> generations.Snapshot:
-        """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
+        """The snapshot of a round: the one saved when it was first accepted, or a new one that is saved now."""
         path = self.root / "accepted.json"
         try:
             kept = read_json(path)
             if kept.get("spec") == spec and kept.get("round") == round_number:
                 return generations.Snapshot.decode(kept["snapshot"].encode())
         except (DamagedFileError, ValueError, KeyError):
-            pass  # it is of a round that was not committed: nothing that was trained depends on it
+            pass  # its round was not committed, so no trained state depends on it
         snapshot = make()
         write_json(path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
         return snapshot
 
     def save_left_out(self, reasons: Mapping[str, str]) -> None:
-        """Store which images of the last snapshot can't be read, and why; names stay on this device."""
+        """Save which images of the last snapshot can't be read, and why. Names stay on this device."""
         some = dict(sorted(reasons.items())[:LEFT_OUT_KEPT])
         if some or (self.root / "left_out.json").exists():
             write_json(self.root / "left_out.json", {"count": len(reasons), "images": some})
 
     def left_out(self) -> tuple[int, Mapping[str, str]]:
-        """How many images were left out of the last snapshot, and the reasons of the first ones, by path."""
+        """The number of images left out of the last snapshot, and the reasons for the first ones, by path."""
         path = self.root / "left_out.json"
         kept = read_json(path)
         try:
@@ -349,11 +349,11 @@ class PrivateStore:
             raise damaged(path) from error
 
     def forget_snapshot(self) -> None:
-        """Let the next round attempt take a new snapshot, because files of the kept one are gone or changed."""
+        """Make the next round attempt take a new snapshot, because files of the saved one are missing or changed."""
         (self.root / "accepted.json").unlink(missing_ok=True)
 
     def seen(self) -> Position:
-        """The highest (epoch, round, attempt) of a broadcast admitted so far."""
+        """The highest (epoch, round, attempt) of an admitted broadcast."""
         kept = read_json(self.root / "seen.json").get("highest", START)
         try:
             epoch, round_number, attempt = map(int, kept)
@@ -362,11 +362,11 @@ class PrivateStore:
         return (epoch, round_number, attempt)
 
     def save_seen(self, highest: Position) -> None:
-        """Store the highest broadcast admitted."""
+        """Save the highest admitted broadcast."""
         write_json(self.root / "seen.json", {"highest": highest})
 
     def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
-        """The coordinator's key that was followed from the enrolled one; that one itself before any replacement."""
+        """The coordinator's current key, followed from the enrolled one; the enrolled key before any replacement."""
         kept = read_json(self.root / "coordinator.json")
         if kept.get("enrolled") != enrolled.hex:
             return PinnedKey(enrolled)
@@ -376,12 +376,12 @@ class PrivateStore:
             raise damaged(self.root / "coordinator.json") from error
 
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
-        """Store the coordinator's key that counts."""
+        """Save the coordinator's current key."""
         values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
         write_json(self.root / "coordinator.json", values)
 
     def is_revoked(self, key: str) -> bool:
-        """Whether the coordinator has stated that it revoked this device; of one message key, so void once the device is enrolled anew.
+        """Whether the coordinator has revoked this device. Tied to the message key, so void once the device is enrolled again.
 
         Args:
             key: this device's public message key, in hex.
@@ -389,14 +389,14 @@ class PrivateStore:
         return read_json(self.root / REVOKED_FILE).get("key") == key
 
     def save_revoked(self, key: str, *, revoked: bool) -> None:
-        """Store that statement of the coordinator, or a welcome, which is the end of it."""
+        """Save the coordinator's revocation, or its end after a welcome."""
         if revoked:
             write_json(self.root / REVOKED_FILE, {"key": key})
         else:
             (self.root / REVOKED_FILE).unlink(missing_ok=True)
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
-        """Receipts so far, oldest first."""
+        """All receipts, oldest first."""
         path = self.root / "delivered.json"
         try:
             return tuple(DeliveryRecord(**entry) for entry in read_json(path).get("entries", ()))
@@ -404,12 +404,12 @@ class PrivateStore:
             raise damaged(path) from error
 
     def save_delivery(self, record: DeliveryRecord) -> None:
-        """Store a receipt: this ends the outbox entry."""
+        """Save a receipt, which ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
         write_json(self.root / "delivered.json", {"entries": entries})
 
     def save_reason(self, artifact: str, reason: str) -> DeliveryRecord | None:
-        """Store what became of an update after its receipt; returns that, or None where there is none or it has this reason already."""
+        """Save what happened to an update after its receipt. Returns the changed record, or None if there is no change."""
         kept = self.deliveries()
         ended = next((each for each in kept if each.artifact == artifact), None)
         if ended is None or ended.reason == reason:
@@ -420,7 +420,7 @@ class PrivateStore:
         return amended
 
     def outbox(self, generation: generations.Generation | None) -> generations.OutboxEntry | None:
-        """The update of `generation` that still waits for a receipt."""
+        """The update of `generation` if it is still waiting for a receipt."""
         if generation is None or generation.outbox is None:
             return None
         ended = {record.artifact for record in self.deliveries()}
@@ -435,32 +435,32 @@ class PrivateStore:
         write_json(self.root / "finalised.json", outcome)
 
     def privacy(self) -> dict[str, Any]:
-        """What DP-SGD has spent here; empty before its first round."""
+        """The privacy spent by DP-SGD on this device; empty before its first round."""
         return read_json(self.root / PRIVACY_FILE)
 
     def save_privacy(self, record: Mapping[str, Any]) -> None:
-        """Store what DP-SGD has spent."""
+        """Save the privacy spent by DP-SGD."""
         write_json(self.root / PRIVACY_FILE, record)
 
     def numbered(self) -> dict[str, Any]:
-        """What the training process told of this device's numbers in the last sealed sum; empty before the first one."""
+        """The training process's record of this device's numbers in the last sealed sum; empty before the first sum."""
         return read_json(self.root / "numbers.json")
 
     def save_numbered(self, found: Mapping[str, Any]) -> None:
-        """Store what decides whether these numbers may be in a sum."""
+        """Save the record that decides whether these numbers may be in a sum."""
         write_json(self.root / "numbers.json", found)
 
     def sum_record(self, exchange: SumExchange) -> dict[str, Any]:
-        """What this device keeps of the last sealed sum of weights or parts; empty before the first one."""
+        """This device's record of the last sealed sum of weights or parts; empty before the first sum."""
         return read_json(self.root / RECORDS[exchange])
 
     def save_sum_record(self, exchange: SumExchange, record: Mapping[str, Any]) -> None:
-        """Store what this device keeps of a sealed sum; `round` in it is its round."""
+        """Save this device's record of a sealed sum. `round` in it is its round."""
         self.sum_gate.note(int(record["round"]))
         write_json(self.root / RECORDS[exchange], record)
 
     def roster(self) -> Roster:
-        """Keys for sums of the cohort's devices, as this device's owner gave them; empty before that."""
+        """The keys for sums of the cohort's devices, as set by the owner; empty before."""
         path = self.root / "roster.json"
         try:
             kept = read_json(path)
@@ -470,38 +470,38 @@ class PrivateStore:
             raise damaged(path) from error
 
     def save_roster(self, roster: Roster) -> None:
-        """Store the keys for sums of the cohort's devices, and whose owners consent to what."""
+        """Save the keys for sums of the cohort's devices, and which owners agreed to `alone`."""
         keys = {name: key.hex for name, key in roster.keys.items()}
         write_json(self.root / "roster.json", {"keys": keys, "alone": sorted(roster.alone)})
 
     def prune_artifacts(self, kept: set[str]) -> None:
-        """Delete downloads that nothing refers to any more."""
+        """Delete downloads that are no longer needed."""
         self.artifacts.delete_all(set(self.artifacts.ids()) - kept)
 
 
 def open_store(config: AgentConfig, *, make: bool = False) -> PrivateStore:
-    """The private store of a device; as `PrivateStore.open`, but made only on demand."""
+    """The private store of a device. Like `PrivateStore.open`, but it is only created with `make`."""
     with _writing_to(config.store):
         return PrivateStore.open(config.store, config.federation, config.device, make=make)
 
 
 def existing_store(config: AgentConfig) -> PrivateStore:
-    """The private store of a device, unread.
+    """The existing private store of a device, without reading it.
 
     Raises:
-        StoreFormatError: there is none at the configured place.
+        StoreFormatError: no store at the configured path.
     """
     store = PrivateStore(config.store)
     if not store.is_made:
         raise StoreFormatError(
-            f"{config.store} holds no private store yet; `fedcg agent run` makes one", exit_code=NOT_FOUND
+            f"{config.store} contains no private store yet; `fedcg agent run` creates it", exit_code=NOT_FOUND
         )
     return store
 
 
 @contextmanager
 def _writing_to(root: Path) -> Iterator[None]:
-    """An error that only a person can mend becomes one that names the store."""
+    """Turn write errors that only a person can fix into a StoreError that names the store."""
     try:
         yield
     except OSError as error:
@@ -513,9 +513,9 @@ def _writing_to(root: Path) -> Iterator[None]:
 
 
 def _check_empty(root: Path) -> None:
-    """A store is made in a folder of its own: what it holds is erased with it.
+    """Check that a new store's folder is empty, because everything in it may be erased with the store.
 
-    Its secrets may lie there already, models too (the unit that predicts makes their folder), and what a new disk has.
+    Secrets, the models folder (created by the prediction service) and a new disk's lost+found are allowed.
     """
     try:
         found = {str(path.relative_to(root)) for path in (*root.iterdir(), *root.glob("secrets/*"))}
@@ -527,23 +527,23 @@ def _check_empty(root: Path) -> None:
     except OSError as error:
         raise unreadable(root, error) from error
     if {"CURRENT", "generations"}.intersection(names):
-        raise StoreFormatError(f"{root} holds private state but no format.json; restore that file from a backup")
+        raise StoreFormatError(f"{root} contains private state but no format.json; restore that file from a backup")
     if names:
         raise StoreFormatError(
-            f"store = {root} is no private store, and holds {names[0]}{' and more' if len(names) > 1 else ''}: set `store` in "
-            "agent.toml to a folder that is new or empty"
+            f"store = {root} is not a private store, and contains {names[0]}{' and more' if len(names) > 1 else ''}: set `store` in "
+            "agent.toml to a new or empty folder"
         )
 
 
 def _is_altered(artifact: Path) -> bool:
     try:
         return file_sha256(artifact) != artifact.name
-    except FileNotFoundError:  # a running agent has deleted it meanwhile
+    except FileNotFoundError:  # deleted by a running agent
         return False
 
 
 def _secret(path: Path) -> bytes | None:
-    """The secret in a file of the store, or None when there is no such file; anything else is an error, never a new secret."""
+    """The secret in a file of the store, or None if the file is missing. A damaged file is an error, never replaced by a new secret."""
     try:
         value = path.read_bytes()
     except FileNotFoundError:
@@ -553,7 +553,7 @@ def _secret(path: Path) -> bytes | None:
     secret = secret_in(value)
     if secret is None:
         raise DamagedFileError(
-            f"{path} is damaged: it holds no secret of {SECRET_BYTES} bytes with its check. Restore it from a backup; a cohort's "
-            "secret comes back with `fedcg cohort join` after the file is deleted"
+            f"{path} is damaged: it must contain {SECRET_BYTES} bytes and their checksum. Restore it from a backup. To restore a "
+            "cohort secret, delete the file and run `fedcg cohort join`"
         )
     return secret

@@ -1,10 +1,12 @@
-"""This device's record of the sealed sum of a round attempt, on disk before anything of it is sent: resends are byte-identical.
+"""This device's record of a round attempt's sealed sum. It is saved before anything is sent, so resent messages are byte-identical.
 
-A device's numbers of a round are in one sum at most, whatever attempt. A repeated attempt would have much the same numbers, and
-differences of two sums would open them. So once its peers are known, no other attempt of that round has a sum here.
-Sums of rounds whose lists differ give differences away where the others stood still, and of several lists a single device: a device
-signs another list than before only if its own numbers moved, or if the lists differ by devices alone whose owners consent to that: then all lists
-have the same other devices, and what any combination of their sums shows without all of these is of consenting devices.
+A device's numbers of a round are in at most one sum, across all attempts. A repeated attempt would have nearly the same numbers, and the
+difference of two sums would reveal them. So once a device's peers are known, no other attempt of that round has a sum on it.
+
+If two rounds' sums have different lists of devices and the other devices' numbers have hardly changed, the difference reveals the numbers of
+the devices that differ. Several lists can reveal a single device. So a device signs a different list only if its own numbers have moved, or if
+the lists differ only by devices whose owners agreed to that. Then all lists have the same other devices, and a combination of sums without
+these only reveals numbers of consenting devices.
 """
 
 import hashlib
@@ -39,24 +41,25 @@ from fedcg.wire.sums import (
 MOST_LISTS = 64
 SKETCH_NUMBERS = 256
 LEAST_MOVE = 0.5
-"""How far numbers must have moved for another list than before, in distances to the last mean."""
+"""How far numbers must have moved before a different list is signed, relative to their distance to the last mean."""
 LEAST_SHARE = 1 / 32768
-"""What a device counts for at least: a smaller share leaves less than 12 bits of a number, and sums of rounded numbers tell of single ones."""
+"""Smallest share of a device in a sum. With less, a number has fewer than 12 bits, and sums of rounded numbers reveal single numbers."""
 
 _CONSENT = (
-    "What is trained moves on, and sums come back with it, or in a new federation. Numbers of `analytic` never move: there the owners of these devices "
-    "have to consent to be seen alone (`fedcg cohort card --alone` on each, then the new roster on every device)"
+    "Sums resume when training has moved the numbers, or in a new federation. Numbers of `analytic` never move: there, the owners of these devices "
+    "have to agree to be seen individually (`fedcg cohort card --alone` on each, then the new roster on every device)"
 )
 
 
 class Numbered(BaseModel, frozen=True, extra="ignore"):
-    """What the training process tells of this device's numbers of an attempt; `store` keeps it apart from the rest.
+    """The training process's description of this device's numbers in an attempt. The store keeps it in a separate file.
 
     Attributes:
-        sketch: random sums of the numbers, [SKETCH_NUMBERS]: distances between two sketches are those of the numbers, to some hundredths.
-        parts: whose numbers they are.
-        to_mean: distance of the numbers to the mean that the round started from, or to the cohort's start before the first mean.
-        digest: of the numbers: behind the masks of one attempt there are never others.
+        sketch: random sums of the numbers, [SKETCH_NUMBERS]. Distances between sketches approximate distances between the numbers, within
+            some hundredths.
+        parts: the parts of the numbers.
+        to_mean: distance of the numbers to the mean that the round started from, or to the cohort's initial weights before the first mean.
+        digest: of the numbers, because the masks of one attempt must never hide different numbers.
     """
 
     round: int
@@ -70,7 +73,7 @@ class Numbered(BaseModel, frozen=True, extra="ignore"):
     def of(
         at: SumRound, parts: tuple[str, ...], numbers: npt.NDArray[np.float64], mean: npt.NDArray[np.float64], seed: int
     ) -> "Numbered":
-        """Of the numbers [P] of some parts and that mean [P]; `seed`: this device's own, the same for all its rounds."""
+        """The description of the numbers [P] of some parts and the mean [P]. `seed` is this device's, the same in all rounds."""
         distance = float(np.linalg.norm(numbers - mean))
         stream = np.random.default_rng(seed)
         signs, places = stream.choice((-1.0, 1.0), len(numbers)), stream.integers(0, SKETCH_NUMBERS, len(numbers))
@@ -80,7 +83,7 @@ class Numbered(BaseModel, frozen=True, extra="ignore"):
 
 
 class _List(BaseModel, frozen=True, extra="forbid"):
-    """A list that this device signed, its own numbers in that sum, and what they counted for: `weight` images, `share` of all."""
+    """A list that this device signed, its own numbers in that sum, and their weight: `weight` images, `share` of all."""
 
     names: tuple[str, ...]
     parts: tuple[str, ...]
@@ -93,14 +96,14 @@ class _Kept(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
     """The record on disk, bytes in hex.
 
     Attributes:
-        count: this device's images. `total`: of all devices', where that is known from a sum of its own; else weights are announced.
-        voted: the highest round in which it voted: another attempt of that round, or an earlier one, gets the same vote. The coordinator chooses
-            what is judged, and many answers would tell it of this device's images.
-        sealed: shares that this device dealt out; `dealt` those that it got.
-        opened: of a sum of weights, that of each group by its number, of `groups`.
+        count: this device's images. `total`: all devices' images, if known from a separate sum; otherwise weights are announced.
+        voted: the highest round with a vote. Other attempts of that round, and earlier rounds, get the same vote. The coordinator chooses what
+            is judged, so many different answers would reveal information about this device's images.
+        sealed: shares that this device dealt; `dealt`: shares that it received.
+        opened: the opened sum of weights of each group, by group number, of `groups`.
         signed: the list that it signed.
-        masked_until: the highest round before this one in whose sum this device's numbers may be.
-        lists: those that it signed in earlier rounds, each once, with its numbers of the last time, the newest last.
+        masked_until: the highest earlier round in whose sum this device's numbers may be.
+        lists: the lists that it signed in earlier rounds, each once, with its latest numbers, newest last.
     """
 
     federation: str
@@ -122,7 +125,7 @@ class _Kept(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
 
     @property
     def last_masked(self) -> int:
-        """The highest round in whose sum this device's numbers may be, 0 if there is none."""
+        """The highest round in whose sum this device's numbers may be; 0 without any."""
         return max(self.masked_until, self.round) if self.dealt else self.masked_until
 
 
@@ -130,10 +133,10 @@ class SumKeeper:
     """One device's part in the sums of its rounds.
 
     Args:
-        store: of the device: its key for sums, the cohort's secret and roster, and the record, which is durable once it is saved.
+        store: of the device: its key for sums, the cohort's secret and roster, and the record.
         device: its name.
-        least: the fewest devices of a sum that this device's owner accepts.
-        exchange: what the sums are of.
+        least: the owner's minimum number of devices in a sum.
+        exchange: the kind of sums.
     """
 
     def __init__(self, store: PrivateStore, device: str, least: int, exchange: schemas.SumExchange) -> None:
@@ -141,7 +144,7 @@ class SumKeeper:
         self._key = store.sum_key()
 
     def announce(self, at: SumRound, count: int, vote: int = 0, total: int | None = None) -> schemas.SumKeys | None:
-        """This device's keys for the sum of an attempt; None where its numbers of that round, or of a later one, are in another one's.
+        """This device's keys for an attempt's sum; None if its numbers of this or a later round are in another attempt's sum.
 
         Raises:
             StoreError: the record can't be read.
@@ -150,7 +153,7 @@ class SumKeeper:
         if kept is None or _at(kept, self._exchange) != at:
             before = None if kept is None or kept.federation != at.federation else kept
             masked_until = 0 if before is None else before.last_masked
-            # A coordinator that goes back, as from a backup, gets no second sum of a round.
+            # A coordinator that returns to an earlier round, e.g. after a restore, gets no second sum of a round.
             if at.round <= masked_until:
                 return None
             drawn = SumSecrets.draw(self._device)
@@ -170,20 +173,20 @@ class SumKeeper:
         return SumSecrets(self._device, *kept.secrets).announce(at, weight, self._key, kept.vote)
 
     def members(self, at: SumRound, step: schemas.SumMembers) -> schemas.SumShares:
-        """Deal out shares among the members.
+        """Deal shares to the members.
 
         Raises:
-            SumError: no announcement of this device is among them, one is not on the roster, or others were named before.
-            SignatureError, MalformedError: as of `check_keys`.
+            SumError: this device's announcement is missing, a member is not on the roster, or the members differ from before.
+            SignatureError, MalformedError: from `check_keys`.
         """
         kept = self._of(at)
         if kept.members is not None:
             if kept.members != step:
-                raise SumError("the coordinator names other members of the sum than before")
+                raise SumError("the coordinator sent different members of the sum than before")
             return schemas.SumShares(sealed=kept.sealed)
         secrets = SumSecrets(self._device, *kept.secrets)
         if step.announced.get(self._device) != self._announced(at, kept):
-            raise SumError("the members of the sum lack this device, or have other keys of it")
+            raise SumError("the members of the sum lack this device or have different keys for it")
         kept = kept.model_copy(update={"members": step})
         members = _members(kept, at)
         members.check(self._store.roster().keys)
@@ -192,38 +195,38 @@ class SumKeeper:
         return schemas.SumShares(sealed=sealed)
 
     def dealt(self, at: SumRound, step: schemas.SumDealt) -> None:
-        """Keep the shares of the peers, with whom this device masks.
+        """Save the shares of the peers that this device shares masks with.
 
         Raises:
-            SumError: they are not of members, too few, or other ones than before.
+            SumError: shares are from non-members, too few, or differ from before.
         """
         kept = self._of(at)
         if kept.members is None or not step.sealed.keys() <= kept.members.announced.keys():
-            raise SumError("shares of devices that are no members of the sum")
+            raise SumError("shares from devices that are not members of the sum")
         if self._device not in step.sealed:
-            raise SumError("this device's own shares were not passed on")
+            raise SumError("this device's own shares are missing")
         if len(step.sealed) < (least := max(self._least, _members(kept, at).needed)):
             raise self._too_few(f"{len(step.sealed)} devices", least)
         if kept.dealt:
             if kept.dealt != step.sealed:
-                raise SumError("the coordinator passes on other shares than before")
+                raise SumError("the coordinator sent different shares than before")
             return
         kept = kept.model_copy(update={"dealt": dict(step.sealed)})
         if self._exchange == "parts" and _share(kept, self._device) < LEAST_SHARE:
-            raise SumError(f"this device would count for less than {LEAST_SHARE:.1e} of the sum")
+            raise SumError(f"this device's share of the sum would be less than {LEAST_SHARE:.1e}")
         self._write(kept)
 
     def survivors(self, at: SumRound, step: schemas.SumSurvivors) -> schemas.SumSigned:
         """Sign the list of survivors, one per attempt.
 
         Raises:
-            SumError: it is not of this device's peers, lacks it, is too short, another one than before, or differs from an earlier
-                one although this device's numbers stood still.
+            SumError: it has devices that are not peers, lacks this device, is too short or differs from the one signed before. Also if it
+                differs from an earlier round's list although this device's numbers have hardly moved.
         """
         kept = self._of(at)
         names = tuple(sorted(step.names))
         if kept.members is None or not set(names) <= kept.dealt.keys() or self._device not in names:
-            raise SumError("the list of survivors is not of this sum's peers, or lacks this device")
+            raise SumError("the list of survivors has devices that are not peers, or lacks this device")
         members = _members(kept, at)
         if len(names) < (least := max(self._least, members.needed)):
             raise self._too_few(f"{len(names)} survivors", least)
@@ -235,11 +238,11 @@ class SumKeeper:
         return schemas.SumSigned(signature=sign_survivors(members, sorted(kept.dealt), names, self._key))
 
     def _with_list(self, at: SumRound, kept: _Kept, names: tuple[str, ...]) -> tuple[_List, ...]:
-        """The lists that this device has signed with this one, where its numbers may be in it beside the earlier ones."""
+        """The signed lists including this one, after checking that its numbers may be in this sum in addition to earlier ones."""
         try:
             own = Numbered.model_validate(self._store.numbered())
         except ValidationError as error:
-            raise SumError("what this device's numbers of the round are is not known") from error
+            raise SumError("this device's numbers of the round are unknown") from error
         if (own.round, own.attempt) != (at.round, at.attempt):
             raise SumError("this device has no numbers of the round")
         counts = {"weight": _weight(kept), "share": _share(kept, self._device)}
@@ -248,18 +251,19 @@ class SumKeeper:
             moved = float(np.linalg.norm(np.subtract(own.sketch, earlier.sketch)))
             if moved < LEAST_MOVE * own.to_mean and (problem := self._shown(earlier, new)):
                 raise SumError(
-                    f"{problem}, and this device's numbers have hardly moved since: it sits out. {_CONSENT}", "shown"
+                    f"{problem}, and this device's numbers have hardly moved since, so it skips the sum. {_CONSENT}",
+                    "shown",
                 )
         return (*(one for one in kept.lists if (one.names, one.parts) != (names, own.parts)), new)
 
     def _shown(self, earlier: _List, new: _List) -> str:
-        """What the difference to an earlier sum would show and should not, where this device's numbers stand still."""
+        """What the difference to an earlier sum would reveal but should not, if this device's numbers have not moved; empty if nothing."""
         alone = self._store.roster().alone
         unlike, others = set(earlier.names) ^ set(new.names), set(new.names) - alone
         if unlike - alone:
-            return f"the sum would differ from an earlier one by {' and '.join(sorted(unlike - alone))} alone"
+            return f"the sum would differ from an earlier one only by {' and '.join(sorted(unlike - alone))}"
         if unlike and 0 < len(others) < self._least:
-            return f"sums of several lists would show that of {' and '.join(sorted(others))}, of less than {self._least} devices"
+            return f"sums of several lists would reveal the sum of {' and '.join(sorted(others))}, fewer than {self._least} devices"
         if earlier.weight != new.weight and self._device not in alone:
             return "this device, which has most images, would count for more or less than in an earlier sum"
         if not unlike and earlier.share != new.share and not alone & set(new.names):
@@ -271,54 +275,54 @@ class SumKeeper:
         return SumError(f"{found} are too few for a sum: {least} are needed here{own}", "least_sum" if own else "other")
 
     def opening(self, at: SumRound, step: schemas.SumOpening) -> schemas.SumRevealed:
-        """Give the shares out that open the sum of the list that this device signed.
+        """Reveal the shares that open the sum of the signed list.
 
         Raises:
-            SumError: another list, or too few signatures over it.
+            SumError: another list, or too few signatures on it.
         """
         kept = self._of(at)
         names = tuple(sorted(step.names))
         if kept.members is None or kept.signed != names:
-            raise SumError("the sum of another list of survivors than this device signed")
+            raise SumError("the sum has a different list of survivors than this device signed")
         survivors = Survivors(tuple(sorted(kept.dealt)), names, step.signatures)
         secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
         return schemas.SumRevealed(shares=reveal(secrets, members, kept.dealt, survivors, self._store.roster().keys))
 
     def number(self, at: SumRound) -> schemas.SumNumbers:
-        """This device's count behind its masks, once it has its peers.
+        """This device's masked count.
 
         Raises:
-            SumError: it has no cohort secret.
+            SumError: no cohort secret, or no peers yet.
         """
         kept, secret = self._of(at), self._store.cohort_secret()
         if secret is None or kept.members is None:
-            raise SumError("this device has no secret of its cohort, or no peers")
+            raise SumError("this device has no cohort secret or no peers")
         secrets, members = SumSecrets(self._device, *kept.secrets), _members(kept, at)
         count = tagged(at, secret, np.array([kept.count, *[0] * TAGS], np.uint32))
         behind = masked(secrets, members, kept.dealt, count, secret)
         return schemas.SumNumbers(numbers=behind.astype("<u4").tobytes())
 
     def opened(self, at: SumRound, step: schemas.SumOpened) -> None:
-        """Keep the sum of one group's counts.
+        """Save the sum of one group's counts.
 
         Raises:
-            SumError: it can't be one, or other numbers of groups than before.
+            SumError: the sum is implausible, or the number of groups differs from before.
         """
         kept, secret = self._of(at), self._store.cohort_secret()
         if secret is None or step.group >= step.groups or kept.groups not in (0, step.groups):
-            raise SumError("the groups of a sum of weights are not those of before")
+            raise SumError("the groups of a sum of weights differ from before")
         if kept.members is not None and self._device not in step.names and kept.members.announced.keys() & step.names:
-            raise SumError("a sum of weights without this device's own: its share would be more than all have together")
+            raise SumError("a sum of weights lacks this device's: its share would exceed the total")
         numbers = np.frombuffer(step.numbers, "<u4").astype(np.uint32)
         numbers = unsealed(numbers, at, step.digest, step.names, secret)
         check_tags(at, secret, numbers)
         found = int(numbers[0])
         if not len(step.names) <= found < 1 << 31 or (self._device in step.names and found < kept.count):
-            raise SumError("a sum of weights can't be: another secret, or a device lied")
+            raise SumError("a sum of weights is impossible: another secret, or a device sent a wrong weight")
         self._write(kept.model_copy(update={"groups": step.groups, "opened": {**kept.opened, step.group: found}}))
 
     def found(self, at: SumRound) -> tuple[int, int, int] | None:
-        """This device's count, that of all devices, and its vote; None before the sums of all groups are opened."""
+        """This device's count, the total count, and its vote; None before the sums of all groups are opened."""
         kept = self._read()
         if kept is None or _at(kept, self._exchange) != at or not kept.groups or len(kept.opened) < kept.groups:
             return None
@@ -327,10 +331,10 @@ class SumKeeper:
     def answer(
         self, at: SumRound, step: schemas.SumMembers | schemas.SumSurvivors | schemas.SumOpening
     ) -> schemas.SumShares | schemas.SumSigned | schemas.SumRevealed:
-        """The answer to a step that asks for one.
+        """The answer to a step.
 
         Raises:
-            SumError, SignatureError, MalformedError: as of the step's own method.
+            SumError, SignatureError, MalformedError: from the step's method.
         """
         if isinstance(step, schemas.SumMembers):
             return self.members(at, step)
@@ -355,10 +359,10 @@ class SumMasks:
     """A device's part in the sum of an attempt.
 
     Attributes:
-        share: what its numbers count for.
+        share: weight of its numbers.
         votes: of all members, by device.
-        changed: whether other devices than these were in an earlier sum of the same parts.
-        mask: numbers [size] uint32 behind its masks, the same at each call.
+        changed: whether an earlier sum of the same parts had different devices.
+        mask: masks numbers [size] uint32, with the same masks in each call.
     """
 
     share: float
@@ -368,7 +372,7 @@ class SumMasks:
 
 
 def masks_in(store: PrivateStore, device: str, at: SumRound, parts: tuple[str, ...]) -> SumMasks | None:
-    """The masks in a device's record for the sum of some parts; None where it has no part in a sum of that attempt, or no secret of its cohort.
+    """The masks in a device's record for the sum of some parts; None if it is not in a sum of that attempt or has no cohort secret.
 
     Raises:
         StoreError: the record can't be read.
@@ -392,18 +396,18 @@ def _read(record: Mapping[str, Any]) -> _Kept | None:
         return _Kept.model_validate(content) if content else None
     except ValidationError as error:
         raise StoreError(
-            "the record of sealed sums is damaged: this device takes part in none until it is deleted"
+            "the record of sealed sums is damaged: this device joins no sums until the file is deleted"
         ) from error
 
 
 def _members(kept: _Kept, at: SumRound) -> Members:
-    """The members of the record's sum, with the total of all weights as this device knows it."""
+    """The members of the record's sum, with the total of all weights known to this device."""
     assert kept.members is not None
     return Members(at, kept.members.announced, kept.members.total if kept.total is None else kept.total)
 
 
 def _share(kept: _Kept, device: str) -> float:
-    """What a device's numbers count for among its peers, of 1."""
+    """The share of a device's numbers among its peers, in [0, 1]."""
     if kept.total is not None:
         return clipped(kept.count, kept.total) / kept.total
     assert kept.members is not None
@@ -411,7 +415,7 @@ def _share(kept: _Kept, device: str) -> float:
 
 
 def _weight(kept: _Kept) -> float:
-    """What this device counts for in the sum: its images, clipped where it has most."""
+    """This device's weight in the sum: its image count, clipped if it is too large."""
     announced = {} if kept.members is None else kept.members.announced
     return clipped(kept.count, kept.total or sum(announced[name].weight for name in kept.dealt))
 

@@ -1,1 +1,1 @@
-"""One local round in the trainer process, and the handle on that process."""
+"""A local round in the training process, and the handle of that process."""

@@ -1,6 +1,6 @@
-"""The limits that the box sets for training: turns, pauses, and the share of a batch that fits its memory. Torch-free.
+"""The device's limits for training: turns, pauses, and the share of a batch that fits the memory. Torch-free.
 
-Training takes turns with the device's other federations, and pauses while the box may not train or serves predictions.
+Training takes turns with the device's other federations. It pauses while the device may not train or is serving predictions.
 """
 
 import logging
@@ -25,7 +25,7 @@ from fedcg.files import take_lock
 from fedcg.wire.messages.schemas import NO_ATTEMPT, DeclineReason, RoundAttempt
 
 LEAST_S = 1.0
-"""Between two readings that a rate is made of."""
+"""Minimum time between two readings for a rate."""
 TIMEOUT_S = 1.0
 MOST_BYTES = 1 << 20
 _REQUESTS = re.compile(r"^fedcg_serve_requests_total\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
@@ -37,10 +37,10 @@ def _page(url: str) -> str:
 
 
 class InferenceLoad:
-    """Requests per second between two looks at the server's `/metrics`.
+    """Requests per second, from two readings of the server's `/metrics`.
 
     Args:
-        url: of the server; None: there is none, and nothing is known.
+        url: of the server; None: no server.
         page: fetches a page.
         clock: monotonic seconds.
     """
@@ -53,7 +53,7 @@ class InferenceLoad:
         self._rate: float | None = None
 
     def __call__(self) -> float | None:
-        """The rate since the look before this one; None at the first, or where the server does not answer."""
+        """The rate since the previous reading; None at the first one, or if the server does not answer."""
         if self._url is None:
             return None
         now = self._clock()
@@ -66,7 +66,7 @@ class InferenceLoad:
             return None
         count = sum(float(number) for number in _REQUESTS.findall(text))
         before, self._before = self._before, (now, count)
-        # A server that was started again counts from 0.
+        # A restarted server counts from 0.
         self._rate = None if before is None or count < before[1] else (count - before[1]) / (now - before[0])
         return self._rate
 
@@ -74,13 +74,13 @@ class InferenceLoad:
 LOOK_AGAIN_S = 0.2
 LOW_NICE = 10
 LOOK_EVERY_S = 2.0
-"""Between two looks at the sensors; a look takes milliseconds."""
+"""Time between two sensor readings, which take milliseconds."""
 LEAST_PAUSE_S = 30.0
-"""Of hardware throttling: without load it ends at once, and would begin again with the next step."""
+"""Minimum pause for hardware throttling, which ends immediately without load and would start again with the next step."""
 
 
 def yield_cpu(priority: Literal["normal", "low", "idle"]) -> None:
-    """Let other programs of the box go first, from now on and in all threads that this one starts."""
+    """Lower the priority of this thread and of all threads that it starts."""
     if priority == "low":
         os.nice(max(0, LOW_NICE - os.nice(0)))
     elif priority == "idle":
@@ -89,19 +89,19 @@ def yield_cpu(priority: Literal["normal", "low", "idle"]) -> None:
 
 @contextmanager
 def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of the device's training for as long as the context lasts; the kernel releases that of a killed process.
+    """Hold the device's training lock while the context is open. The kernel releases a killed process's lock.
 
     Args:
-        lock: the file; made when it is not there.
-        waits: called once when another process holds it.
-        working: called again and again while it does, as a sign of life.
+        lock: the lock file; created if missing.
+        waits: called once if another process holds it.
+        working: called repeatedly while waiting, as a sign of life.
 
     Raises:
-        OSError: the file can be neither made nor read.
+        OSError: the file can be neither created nor read.
     """
     try:
         file = lock.open("a")
-    except OSError:  # another user's folder, or a read-only one: a lock needs no more than reading
+    except OSError:  # another user's or a read-only folder: reading is enough for a lock
         file = lock.open()
     with file:
         is_held = take_lock(file)
@@ -116,20 +116,20 @@ def turn(lock: Path, waits: Callable[[], None], working: Callable[[], None]) -> 
 
 @dataclass(eq=False)
 class Pauses:
-    """Holds the work between two steps while the box may not train, or has had its share of the time; to be called at every step.
+    """Pauses the work between two steps while the device may not train, or to respect the duty cycle. Call it at every step.
 
     Args:
-        settings: of the box's owner.
+        settings: of the device's owner.
         read: reads the sensors.
-        working: the sign of life, which goes on during a pause.
-        events: the event log, which gets `paused` and `resumed`.
+        working: the sign of life, which continues during a pause.
+        events: the event log, for `paused` and `resumed`.
         clock: monotonic seconds.
         now: local time.
-        sleep: waits some seconds.
-        duty_cycle: share of the time that the work may take, in (0, 1].
+        sleep: sleeps for some seconds.
+        duty_cycle: share of time for the work, in (0, 1].
 
     Attributes:
-        at: the round attempt that is worked on.
+        at: the current round attempt.
     """
 
     settings: EligibilitySettings
@@ -149,7 +149,7 @@ class Pauses:
         self._looked_at = float("-inf")
 
     def __call__(self) -> None:
-        """A step is done; returns when the next one may begin."""
+        """Call after a step. Returns when the next one may start."""
         self.working()
         if self._idle_per_busy and self._stepped_at is not None:
             self.sleep(min(LOOK_EVERY_S, (self.clock() - self._stepped_at) * self._idle_per_busy))
@@ -181,35 +181,36 @@ class Pauses:
 
 MEMORY_FILE = "memory.json"
 LEAST_SHARE = 1 / 128
-"""A batch that does not fit in so many pieces does not fit at all."""
+"""Smallest share of a batch. If even this does not fit, training is impossible."""
 NEAR_END_BYTES = 256 << 20
-"""Less than this left in a round counts as near the end: about what a step of the larger networks takes at once."""
+"""Memory counts as nearly exhausted with less than this available: about what a step of the larger networks allocates at once."""
 MOST_FAILURES = 3
 _log = logging.getLogger(__name__)
 
 
 class MemoryShare:
-    """The share of a batch that fits, in the file `memory.json` of a private store; worth nothing on a box with another memory.
+    """The share of a batch that fits into memory, saved in `memory.json` of a private store. Discarded if the memory size changes.
 
-    A process that the kernel kills can't say so. It notes the kernel's count of such kills before a round; where its successor finds the
-    round unfinished and the count higher in the same boot, memory was the reason. A kill by hand or a power cut leaves the share as it is.
+    A process can't report that the kernel killed it. So it saves the kernel's count of out-of-memory kills before a round. If the next process
+    finds the round unfinished and a higher count in the same boot, memory was the reason. Other kills and power cuts don't change the share.
 
-    Other failures are counted where memory was near its end in their round, whatever error or signal they came with: after three without a
-    round between them that went well, the share is halved.
+    Other failures are counted if memory was nearly exhausted in their round. After three of them without a successful round in between, the
+    share is halved.
 
-    What is available now decides once, before the first round; afterwards the kept share holds, so that a repeated round is cut as before
-    whatever else runs on the box meanwhile. The file removed, it decides anew.
+    The available memory is only used before the first round. Afterwards the saved share is used, so that a repeated round is divided in the same
+    way, whatever else is running. Deleting the file resets it.
 
     Args:
         store: folder of the private store.
-        planned: the share by what the box has (`devices.profile`).
-        memory: what it has: the place of training and its bytes.
-        root: of the file tree that describes the box.
-        at_first: the share by what is available now, where none is kept; None: `planned`.
+        planned: the share for the installed memory (`devices.profile`).
+        memory: the place of training and its memory in bytes.
+        root: of the file tree that describes the device.
+        at_first: the share for the available memory, if none is saved; None: `planned`.
 
     Attributes:
         share: in (0, 1].
-        was_killed: whether the process before this one died in a round for memory: by the kernel, or as the third that died near its end.
+        was_killed: whether the previous process died in a round for lack of memory: killed by the kernel, or the third failure with memory nearly
+            exhausted.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class MemoryShare:
             self.was_killed = self.failed()
 
     def halve(self) -> bool:
-        """Whether half the rows may fit where so many did not; then the share is halved."""
+        """Halve the share, unless it is already at its minimum. Returns whether it was halved."""
         if self.share / 2 < LEAST_SHARE:
             return False
         self.share, self._failures = self.share / 2, 0
@@ -244,24 +245,24 @@ class MemoryShare:
         return True
 
     def round_begins(self) -> None:
-        """Note that a round is trained now."""
+        """Record that a round starts."""
         self._was_near = False
         self._write(oom_kills(self._root) or "round")
 
     def look(self, free_bytes: int | None) -> None:
-        """Note, once in a round, that memory is near its end."""
+        """Record, once per round, that memory is nearly exhausted."""
         if self._in_round and not self._was_near and free_bytes is not None and free_bytes < NEAR_END_BYTES:
             self._was_near = True
             self._write(self._in_round)
 
     def failed(self) -> bool:
-        """Count a failure with another reason; whether it was the third with memory near its end, and the share is halved."""
+        """Count another failure. Returns whether it was the third with memory nearly exhausted, and the share was halved."""
         self._failures += self._was_near
         self._was_near = False
         return self._failures >= MOST_FAILURES and self.halve()
 
     def round_ended(self, *, well: bool = False) -> None:
-        """Note that it ended, and whether it went well."""
+        """Record that the round ended, and whether it was successful."""
         self._failures = 0 if well else self._failures
         self._write("")
 
@@ -269,7 +270,7 @@ class MemoryShare:
         try:
             return read_json(self._path)
         except StoreError as error:
-            _log.warning("%s; it is written anew", error)
+            _log.warning("%s; it is recreated", error)
             return {}
 
     def _write(self, in_round: str) -> None:
@@ -278,5 +279,5 @@ class MemoryShare:
         known |= {"near_end": self._was_near, "failures": self._failures}
         try:
             write_json(self._path, known)
-        except OSError as error:  # a full disk: the round goes on, and what it can't do without is its commit
+        except OSError as error:  # a full disk: the round continues without this record
             _log.warning("%s can't be written: %s", self._path.name, error)

@@ -1,6 +1,6 @@
-"""This device's images for a round: decoded once, split by content, held to the round's snapshot, defended. Uses torch.
+"""This device's images for a round: decoded once, split by content, fixed by the round's snapshot, defended. Uses torch.
 
-A file that can't be decoded is in no split and no snapshot.
+Files that can't be decoded are in no split and no snapshot.
 """
 
 import time
@@ -32,7 +32,7 @@ from fedcg.wire.messages.schemas import DeclineReason
 
 @dataclass(frozen=True)
 class RoundData:
-    """The images of one round, per split, and the snapshot they come from; as the device's defence leaves them."""
+    """The images of one round per split, after the device's defence, and their snapshot."""
 
     train: ImageSet
     val: ImageSet
@@ -45,9 +45,9 @@ class LocalDefence:
     """Applies the defence of `[data] defence`.
 
     Attributes:
-        section: names the defence and its parameters.
-        store: keeps what the defence learned, and sample pictures.
-        events: gets one event for each set of images.
+        section: the defence and its parameters.
+        store: keeps the defence's trained state and sample pictures.
+        events: the event log, with one event per set of images.
         place: torch device.
     """
 
@@ -62,10 +62,10 @@ class LocalDefence:
         return defence_label(self.section.defence, self.section.defence_params)
 
     def apply(self, spec: FederationSpec, images: ImageSet, progress: Progress) -> ImageSet:
-        """The images to train on in place of the real ones; those themselves without a defence.
+        """The defended images to train on; the real ones without a defence.
 
         Raises:
-            LearningError: the defence can't be had with these images, or with tensors, or its weights can't be read.
+            LearningError: the defence does not work with these images or with tensors, or its weights can't be read.
             DivergedError: its training diverged.
             OSError: the store can't be written.
         """
@@ -87,7 +87,7 @@ class LocalDefence:
         return made.images
 
     def input_layer(self, spec: FederationSpec) -> Scrambling | None:
-        """What all other images of this device go through, too, before its networks get them; None: they stay real.
+        """The transformation of all other images of this device before its networks use them; None: they stay unchanged.
 
         Raises:
             DefenceError: the spec's images, or this device's secrets, do not allow it.
@@ -108,14 +108,14 @@ class LocalDefence:
 def defence_place(
     section: DataSection, federation: str, store: PrivateStore, place: str, secret: bytes | None = None
 ) -> DefencePlace:
-    """What the defence of a device works with.
+    """The context of a device's defence.
 
     Args:
-        section: names file and parameters of the defence.
+        section: file and parameters of the defence.
         federation: its name.
-        store: has the secrets, and keeps what the defence learns.
+        store: has the secrets and keeps the defence's trained state.
         place: torch device.
-        secret: in place of the store's device secret, which is made where there is none.
+        secret: used instead of the store's device secret, which is otherwise created if missing.
 
     Raises:
         StoreError: a secret can't be read.
@@ -137,11 +137,11 @@ class LocalData:
     """The data folder of one device.
 
     Args:
-        root: this device's images, in any form that `read_images` takes.
-        common: folder with a balanced test set that all clients of a demo share, or None.
-        store: keeps the snapshot of the round that was accepted last.
-        program: reads the data of this device's own program, in the place of `root`; None: there is none.
-        on_skipped: gets the images that could not be decoded, none perhaps, whenever the source was read for a new snapshot.
+        root: this device's images, in any form that `read_images` supports.
+        common: folder with a balanced test set shared by all clients of a demo, or None.
+        store: keeps the snapshot of the last accepted round.
+        program: reads the data of this device's own program instead of `root`; None: no program.
+        on_skipped: called with the images that could not be decoded (possibly none) whenever the source was read for a new snapshot.
         defence: rewrites the training images, or None.
     """
 
@@ -157,16 +157,16 @@ class LocalData:
     _common_set: tuple[str, LocalImages] | None = field(default=None, init=False)
 
     def for_round(self, spec: FederationSpec, round_number: int, progress: Progress = silent) -> RoundData:
-        """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
+        """The data of a round, from the snapshot saved when it was accepted, or from a new one.
 
         Args:
-            spec: names classes and image form.
+            spec: has classes and image form.
             round_number: the round.
             progress: of the defence, which may train for minutes before the first round.
 
         Raises:
-            RoundError: no usable images, or files of the snapshot are gone or changed; the next attempt takes a new one.
-            LearningError: the defence lacks something other than images.
+            RoundError: no usable images, or files of the snapshot are missing or changed; the next attempt takes a new snapshot.
+            LearningError: the defence fails for a reason other than images.
             DivergedError: the defence's training diverged.
         """
         if (task := task_of(spec)) is not None:
@@ -178,7 +178,7 @@ class LocalData:
             if self.defence is None or not self.defence.label:
                 return self._loaded[1]
             if self._defended is None or self._defended[0] != self._loaded[0]:
-                self._defended = None  # two of them need not fit into memory
+                self._defended = None  # free the old set first, because two may not fit into memory
                 self._defended = (self._loaded[0], self._defend(self.defence, self._loaded[1], spec, progress))
         except DataError as error:
             self.store.forget_snapshot()
@@ -192,11 +192,11 @@ class LocalData:
         return RoundData(train, val, test, snapshot)
 
     def input_layer(self, spec: FederationSpec) -> Scrambling | None:
-        """What real images go through before this device's networks get them; None: nothing."""
+        """The transformation of real images before this device's networks use them; None: none."""
         return None if self.defence is None else self.defence.input_layer(spec)
 
     def common_test(self, spec: FederationSpec) -> ImageSet | None:
-        """The shared balanced test set as this device's networks get it, where there is one."""
+        """The shared balanced test set as this device's networks see it, if there is one."""
         found = self._common_images(spec)
         if found is None:
             return None
@@ -206,10 +206,10 @@ class LocalData:
     def samples(
         self, spec: FederationSpec, snapshot: Snapshot, split: str
     ) -> tuple[Sequence[Path | NDArray[Any]], list[int]]:
-        """Paths of a split's image files, or its tensors, with labels; empty for images of another source.
+        """Paths of a split's image files, or its tensors, with labels; empty for images from other sources.
 
         Raises:
-            DataError: tensors of the snapshot are gone or changed.
+            DataError: tensors of the snapshot are missing or changed.
         """
         if task_of(spec) is not None:
             return [], []
@@ -223,7 +223,7 @@ class LocalData:
         return [self.root / file.path for file in chosen], [file.label for file in chosen]
 
     def common_samples(self, spec: FederationSpec) -> tuple[Sequence[Path | NDArray[Any]], list[int]]:
-        """The same of the shared balanced test set."""
+        """Like `samples`, for the shared balanced test set."""
         found = self._common_images(spec)
         if found is not None and isinstance(spec.input, TensorForm):
             return _tensors(found.images)
@@ -265,7 +265,7 @@ class LocalData:
 
     def _list(self, spec: FederationSpec) -> tuple[object, ...]:
         if self.program is not None:
-            return (object(),)  # whether its data has changed, only reading it shows
+            return (object(),)  # changes are only found by reading the data
         if not self.root.is_dir():
             return (spec.digest, stamp(self.root))
         paths = [path for path, _ in list_files(self.root, spec.classes)]
@@ -277,7 +277,7 @@ def _tensors(rows: ImageSet) -> tuple[list[NDArray[Any]], list[int]]:
 
 
 def _stamp_of(path: Path) -> tuple[int, int] | None:
-    """Size and time of an image; None for one that reading leaves out, such as a link to nothing."""
+    """Size and modification time of an image; None for files that reading skips, such as a broken link."""
     try:
         found = path.stat()
     except OSError:

@@ -1,14 +1,13 @@
-"""One local round, from the stored state to the next commit. Runs in the training process; uses torch.
+"""One local round, from the stored state to the next commit. Runs in the training process and uses torch.
 
-Everything is a function of the stored state, the snapshot, the aggregate and the round's streams; a repetition after a
-crash therefore gives the same bytes. The only write that counts is the commit at the end.
+The result depends only on the stored state, the snapshot, the aggregate and the round's streams, so a repetition after a crash gives the same
+bytes. Only the final commit changes the state.
 
-What a device's DP-SGD has spent in a federation, and whether one more round may begin. Uses torch, by Opacus.
+Privacy accounting: the privacy that DP-SGD has spent in a federation, and whether another round is within the budget. Uses torch through Opacus.
 
-A round is counted before its training begins, so the record is never behind what was published: an update is sent after its commit,
-which comes after the training. A process that is killed in between has published nothing of the round, and the repetition of the
-same round attempt draws the same noise and comes to the same update, so it is not counted again. Once counted, a round
-stays counted: where it diverges, is withheld, or its update is lost on the way.
+A round is counted before its training starts, so the record is never behind what was published: an update is sent after its commit, which comes
+after training. If the process is killed in between, nothing was published. The repetition of the same attempt draws the same noise and gives the
+same update, so it is not counted again. A counted round stays counted, even if it diverges, is withheld, or its update is lost.
 """
 
 import hashlib
@@ -64,27 +63,27 @@ from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
 from fedcg.wire.parts import AuditFigure, ClassAccuracies, Part, PrivacySpent, Report, ReportField, is_delta
 
 COVERED = "dp_sgd.covered"
-"""Score of a generation: every round of this store that was committed was trained with DP-SGD."""
+"""Score of a generation: all committed rounds of this store were trained with DP-SGD."""
 
 
 def begin_round(
     store: PrivateStore, method: Method, ctx: RoundContext, rows: int, scores: Mapping[str, float] | None
 ) -> PrivacySpent | None:
-    """Count a round that is about to be trained.
+    """Count a round before its training.
 
     Args:
         store: keeps the record.
         method: of the federation.
         ctx: of the round.
-        rows: training images.
+        rows: number of training images.
         scores: of the generation that the round starts from; None for a device's first round.
 
     Returns:
-        What is spent with this round; None without DP-SGD, or where earlier rounds were sent without it: then no ε holds.
+        The privacy spent including this round; None without DP-SGD, or if earlier rounds were sent without it, because then no ε holds.
 
     Raises:
         PrivacyError: the method or its networks can't be trained with DP-SGD.
-        RoundError: the budget is used up.
+        RoundError: the budget is exhausted.
         StoreError: the record is missing or damaged.
     """
     settings = ctx.privacy.dp_sgd
@@ -116,8 +115,8 @@ def _spent(store: PrivateStore, kept: Mapping[str, object]) -> Spent:
 
 def _unknown(store: PrivateStore, what: str) -> StoreError:
     return StoreError(
-        f"{store.root / PRIVACY_FILE} {what}: the privacy that this device has spent is unknown. Restore the file from a "
-        "backup of the last round, or enrol the device anew with a new store and count both together"
+        f"{store.root / PRIVACY_FILE} {what}: the privacy spent by this device is unknown. Restore the file from a "
+        "backup of the last round, or enrol the device again with a new store and add up both"
     )
 
 
@@ -125,17 +124,17 @@ def _check_budget(spent: Spent, settings: DpSgdSettings) -> None:
     if spent.exceeds(settings):
         raise RoundError(
             DeclineReason.WITHHELD,
-            f"the privacy budget is used up: one more round would bring epsilon to {spent.epsilon(settings.delta):.3g} at delta "
-            f"{settings.delta:g}, above budget_epsilon = {settings.budget_epsilon:g}. Nothing was trained; its owner raises "
-            "budget_epsilon under [privacy.dp_sgd], or takes the device out with `fedcg agent leave`",
+            f"the privacy budget is exhausted: another round would bring epsilon to {spent.epsilon(settings.delta):.3g} at delta "
+            f"{settings.delta:g}, above budget_epsilon = {settings.budget_epsilon:g}. Nothing was trained. Increase "
+            "budget_epsilon under [privacy.dp_sgd], or leave the federation with `fedcg agent leave`",
         )
 
 
 BEST_SLOTS = ("best", "best_shadow")
 SHADOWED = "shadow.round"
-"""The round in which the shadow was trained last, among the scores."""
+"""Name of the score with the last round in which the local-only model was trained."""
 SUMMED = "statistics.images"
-"""Of how many images the kept statistics of an exact method are, among the scores."""
+"""Name of the score with the number of images in the stored statistics of an exact method."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +148,10 @@ class _Start:
 
 
 def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
-    """A spec at hand, with this device's own backbone, and its method, checked against the networks that this program builds.
+    """Load a stored spec with this device's backbone, and its method, after checking them against the networks of this program.
 
     Raises:
-        RoundError: it is not at hand, or its networks have other tensors in this program than its layouts list.
+        RoundError: the spec is not stored, or its layouts differ from the tensors of this program's networks.
     """
     spec = work.store.spec(digest)
     if spec is None:
@@ -163,9 +162,9 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
     if not is_sound or frozenset(spec.upload) != on_wire(method.payload.up, sealed):
         raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
     if spec.alternates != method.payload.alternates:
-        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other rounds than the spec")
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has different rounds than the spec")
     if frozenset(spec.with_base) != (method.payload.with_base - sealed if is_delta(spec.codec) else frozenset()):
-        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} codes different parts as differences")
     if wire_layouts(spec, method, sealed) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
     if (method.needs.cohort or sealed) and work.store.cohort_secret() is None:
@@ -176,7 +175,7 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
 
 
 def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
-    """The downloaded aggregate, decoded by the spec's layouts and codec.
+    """The downloaded aggregate, decoded with the spec's layouts and codec.
 
     Raises:
         WireError: it is damaged, or not an aggregate of this federation and method.
@@ -190,10 +189,10 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
 
 
 def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, last: int, *, has_state: bool) -> Aggregate:
-    """A decoded aggregate in the form that a method takes: its sealed parts opened.
+    """A decoded aggregate in the form that a method needs, with its sealed parts opened.
 
-    It lacks those without a sum that this device can open, and those whose last sum came to nothing, for a device that has its own from
-    that round (`has_state`): it goes on from them. `last`: the round that is over; what the coordinator calls it counts for nothing.
+    Parts whose sum this device can't open are missing. So are parts whose last sum failed, if the device has its own from that round
+    (`has_state`): it continues from them. `last` is the previous round. The coordinator's number for it is not used.
     """
     unknown = spec.network.starts_on_devices if last == 0 else frozenset()
     clear = {part: decoded.parts[part] for part in decoded.parts.keys() - {Part.SEALED} - unknown}
@@ -202,10 +201,10 @@ def as_aggregate(work: Workplace, spec: FederationSpec, decoded: Artifact, last:
 
 
 def images_of_round(work: Workplace, command: WeighRound) -> tuple[int, int]:
-    """Fix the training images of a round, and count them: what its numbers in a sealed sum count for. And this device's vote.
+    """Fix and count the training images of a round, which set the weight of its numbers in a sealed sum. Also returns this device's vote.
 
     Raises:
-        RoundError, LearningError, DivergedError, WireError: as of `train_round`.
+        RoundError, LearningError, DivergedError, WireError: as in `train_round`.
     """
     spec, method = load_spec(work, command.spec)
     attempt = command.round_attempt
@@ -228,24 +227,24 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     """Train one round attempt and commit it.
 
     Raises:
-        RoundError: it can't be done here, or its update is withheld; nothing was changed but the record of spent privacy.
+        RoundError: it can't be trained here, or its update is withheld; only the record of spent privacy may have changed.
         FirewallError: the update may not leave this device; nothing was changed.
-        CodecError: the spec's codec can't hold it; nothing was changed.
-        DivergedError: the training diverged, or the defence's; nothing was changed.
-        WireError: the aggregate is not usable.
-        PrivacyError: this device's mechanisms can't be had with this method.
-        StoreError: what DP-SGD has spent is unknown.
+        CodecError: the spec's codec can't encode the update; nothing was changed.
+        DivergedError: the training, or the defence's, diverged; nothing was changed.
+        WireError: the aggregate can't be used.
+        PrivacyError: this device's mechanisms don't work with this method.
+        StoreError: the privacy spent by DP-SGD is unknown.
     """
     spec, method = load_spec(work, command.spec)
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec != spec.digest:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
     if stored is not None and command.round_attempt == stored.generation.round_attempt:
-        return stored.generation  # committed before a crash: never trained twice
+        return stored.generation  # already committed before a crash
     if spec.sealed and command.share < (least := work.config.policy.least_share):
         problem = (
-            f"the coordinator asks for {command.share:g} of the local steps, and policy.least_share of this device is {least:g}: sums of "
-            "devices that stand still give away one of them by their difference"
+            f"the coordinator asks for {command.share:g} of the local steps, but policy.least_share of this device is {least:g}: if "
+            "numbers hardly change, the difference of two sums can reveal a single device"
         )
         raise RoundError(DeclineReason.NO_SUM, problem)
     started, attempt = work.clock(), command.round_attempt
@@ -265,7 +264,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     spent = begin_round(work.store, method, ctx, len(data.train), None if stored is None else start.scores)
     ctx = replace(ctx, checkpoint=_checkpoint(work, command, data, spec, stored))
     aggregate = as_aggregate(work, spec, base, attempt.round - 1, has_state=stored is not None)
-    if spec.sealed and method.vote is None:  # else the cohort judges together
+    if spec.sealed and method.vote is None:  # otherwise the cohort votes
         aggregate = believed(start.personal.parts, aggregate, ctx, work.events)
     result = protected_round(method, start.personal, seen.train, aggregate, ctx)
     check_finite(result.private.parts, "after the round")
@@ -283,7 +282,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
 def _checkpoint(
     work: Workplace, command: TrainRound, data: RoundData, spec: FederationSpec, stored: StoredState | None
 ) -> RoundCheckpoint | None:
-    """The checkpoints of a round; the one that a killed process left, where the round is the same in everything that decides its result."""
+    """The checkpoints of a round, with the one left by a killed process if everything that determines the result is unchanged."""
     every_s, at = work.config.training.checkpoint_s, command.round_attempt
     if not every_s:
         return None
@@ -298,12 +297,12 @@ def _checkpoint(
     kept, problem = work.store.checkpoint.load(mark)
     about: dict[str, str | int] = {"what": "checkpoint", "round": at.round, "attempt": at.attempt}
     if problem:
-        work.events.write("refused", **about, detail=f"{problem}; the round begins anew")
+        work.events.write("refused", **about, detail=f"{problem}; the round starts from the beginning")
 
     def save(tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             work.store.checkpoint.save(mark, to_arrays({"": tensors})[""])
-        except OSError as error:  # the round goes on; what it can't do without is its commit
+        except OSError as error:  # the round continues without a checkpoint
             work.events.write("refused", **about, detail=f"it can't be written: {error}")
 
     return RoundCheckpoint(save, to_weights({"": kept})[""], every_s, work.clock)
@@ -326,7 +325,7 @@ class _Outcome:
 
 
 def _masks(work: Workplace, spec: FederationSpec, at: RoundAttempt) -> SumMasks | None:
-    """This device's masks in the sum of an attempt; None where it has no part in one."""
+    """This device's masks in an attempt's sum; None if it is in no sum."""
     if not spec.sealed_in(at.round) or work.store.sum_gate.obstacle(at.round):
         return None
     parts = tuple(part.value for part in spec.sealed_in(at.round))
@@ -337,7 +336,7 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
     slots = {} if stored is None else {name: to_weights(parts) for name, parts in stored.slots.items()}
     has_shadow = work.config.training.shadow_every > 0
     shadow = ClientState(slots["shadow"]) if has_shadow and "shadow" in slots else None
-    if stored is None or (has_shadow and shadow is None):  # the first round, or the first one with a shadow
+    if stored is None or (has_shadow and shadow is None):  # the first round, or the first with a local-only model
         initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
         shadow = get_method("local").init_client(shadow_spec(spec), initial) if has_shadow else None
     if stored is None:
@@ -348,9 +347,10 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
 
 
 def _kept_images(work: Workplace, spec: FederationSpec, stored: StoredState) -> int:
-    """Of how many images the statistics are that this device sends again; 0 where it makes them anew in each round.
+    """The number of images in the statistics that this device sends again; 0 if it recomputes them in each round.
 
-    Where the others stand still, the difference of two sums is what changed on one device: its images of that time. So it is its owner who consents.
+    If the other devices' numbers don't change, the difference of two sums reveals one device's change in images. So recomputing needs its
+    owner's consent.
     """
     is_kept = spec.is_exact and work.config.device not in work.store.roster().alone
     return int(stored.generation.scores.get(SUMMED, 0)) if is_kept else 0
@@ -359,7 +359,7 @@ def _kept_images(work: Workplace, spec: FederationSpec, stored: StoredState) -> 
 def _exact(
     work: Workplace, spec: FederationSpec, start: _Start, stored: StoredState | None, data: RoundData, at: RoundAttempt
 ) -> _Start:
-    """The start of a round of an exact method: with the statistics of before, or with zeros where they are to be made anew."""
+    """The start of an exact method's round: with the stored statistics, or with zeros if they are to be recomputed."""
     if stored is None or not _kept_images(work, spec, stored):
         none = {name: torch.zeros_like(one) for name, one in start.personal.parts[Part.STATISTICS].items()}
         parts = {**start.personal.parts, Part.STATISTICS: none}
@@ -367,8 +367,8 @@ def _exact(
         return replace(start, personal=replace(start.personal, parts=parts), scores=scores)
     if data.snapshot.digest != stored.generation.snapshot:
         detail = (
-            "images that came or went since this device's first sum do not count: the difference of two sums would show them. If its owner "
-            "consents to that: `fedcg cohort card --alone`, then the new roster on every device"
+            "images added or removed since this device's first sum are not used, because the difference of two sums would reveal them. If its owner "
+            "agrees to that: `fedcg cohort card --alone`, then the new roster on every device"
         )
         work.events.write("method_warning", round=at.round, attempt=at.attempt, detail=detail)
     return start
@@ -377,7 +377,7 @@ def _exact(
 def _train_shadow(
     work: Workplace, start: _Start, data: RoundData, ctx: RoundContext, progress: ProgressEvents
 ) -> ClientState | None:
-    """The shadow after the round; from before it where it is not its turn, or diverged, which is no reason to decline the round."""
+    """The local-only model after the round. Unchanged if it is not due, or if its training diverged, which does not fail the round."""
     trained_at = start.scores.get(SHADOWED)
     waits = trained_at and ctx.round - trained_at < work.config.training.shadow_every
     if start.shadow is None or waits or not ctx.spec.trains_in(ctx.round):
@@ -449,7 +449,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
 
 
 def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Report, base: Base) -> bytes:
-    """The update that may be kept for sending: it passed the firewall and, where the owner asks for one, the audit."""
+    """The update to store for sending, after it has passed the firewall and, if configured, the audit."""
     facts = UpdateFacts(
         device=work.config.device,
         round=done.ctx.round,
@@ -470,7 +470,7 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
             all(before.get(name) == told[name] for name in ("round", "attempt"))
             and before.get("digest") != told["digest"]
         ):
-            raise RoundError(DeclineReason.NO_SUM, "other numbers of this attempt may have left behind the same masks")
+            raise RoundError(DeclineReason.NO_SUM, "other numbers of this attempt may have been sent with these masks")
         work.store.save_numbered(told)
     policy = Consent(work.store.root).policy_for(work.config.policy, spec)
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
@@ -479,7 +479,7 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
     gains = _audit(work, spec, done, update, base)
     if ReportField.AUDIT not in policy.allow_report:
         return update
-    # The same tensors in the same coding; the header gains the figures that were found in them.
+    # The same tensors in the same coding, with the audit's figures added to the header.
     report = report.model_copy(update={"audit": gains})
     return build_update(shared, report, spec=spec, policy=policy, facts=facts, base=base, sealing=sealing)
 
@@ -487,8 +487,8 @@ def _update(work: Workplace, spec: FederationSpec, done: _Outcome, report: Repor
 def _audit(
     work: Workplace, spec: FederationSpec, done: _Outcome, update: bytes, base: Base
 ) -> dict[AuditFigure, float]:
-    """Audit an update; the figures. A gate that does not hold ends the round before anything of it is stored."""
-    from edge_client.training.release_audit import Release, audit_release  # of the extra `audit`
+    """Audit an update and return the figures. A failed gate ends the round before anything is stored."""
+    from edge_client.training.release_audit import Release, audit_release  # from the extra `audit`
 
     before, after, labels = done.start.personal.parts, done.result.private.parts, done.base.header.label_distribution
     release = Release(spec, update, base, labels, done.data, before, after, done.ctx.streams)
@@ -501,7 +501,7 @@ def _audit(
 
 
 def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured, shadow: Measured | None) -> Report:
-    """All that the device could report of the round; the firewall leaves out what its owner does not allow."""
+    """Everything that the device could report on the round. The firewall removes fields that the owner does not allow."""
     allowed, alone, downloaded = work.config.policy.allow_report, shadow or Measured(), Measured()
     if ReportField.DOWNLOADED in allowed:
         before = done.start.personal.parts
@@ -534,9 +534,9 @@ _GRAIN = 0.05
 
 
 def _coarse(ctx: RoundContext) -> Callable[[float | None], float | None]:
-    """Accuracies as they leave where nobody may learn how many images there are: to a twentieth, up or down at random, so that means stay right.
+    """Rounds accuracies to multiples of 0.05, randomly up or down so that means stay unbiased, to hide the number of images.
 
-    Exact ones are fractions of the number of test images, and a few rounds of them give it away.
+    Exact accuracies are fractions of the number of test images. A few rounds of them would reveal that number.
     """
     stream = ctx.streams.generator("report")
 

@@ -1,6 +1,6 @@
-"""This device's own program (`[training] program`) in the training process: its data, and its network bound to the federation's spec. Uses torch.
+"""This device's own program (`[training] program`) in the training process: its data, and its network bound to the spec. Uses torch.
 
-It runs only while its code is what the device's owner let in (`edge_client.store.owner_record`).
+It only runs if its code is what the owner has allowed (`edge_client.store.owner_record`).
 """
 
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ class OwnProgram:
 
     Args:
         program: by its name.
-        device: its id, which the program is called with.
-        store: has the owner's consent, and the cohort's secret where there is one.
+        device: its id, passed to the program.
+        store: has the owner's consent and the cohort secret, if any.
 
     Attributes:
-        digest: sha256 of the code that this process has imported; empty before.
+        digest: sha256 of the imported code; empty before the import.
     """
 
     program: Program
@@ -38,11 +38,11 @@ class OwnProgram:
     _stated: dict[str, str] = field(default_factory=dict, init=False)
 
     def bound(self, spec: FederationSpec) -> FederationSpec:
-        """The spec with the program's network; itself where it names another.
+        """The spec with the program's network; unchanged if the spec has another network.
 
         Raises:
-            RoundError: the code is not what the owner let in.
-            LearningError: the program fails, or its network or classes are not those of the spec.
+            RoundError: the owner has not allowed this code.
+            LearningError: the program fails, or its network or classes differ from the spec.
         """
         if spec.network.split not in (PROGRAM, TRAINER):
             return spec
@@ -50,7 +50,7 @@ class OwnProgram:
             client = self._client(spec)
             if tuple(client.classes) != spec.classes:
                 raise NetworkError(
-                    f"program {self.program.name} has the classes {', '.join(client.classes)}, and the federation {', '.join(spec.classes)}"
+                    f"program {self.program.name} has the classes {', '.join(client.classes)}, but the federation has {', '.join(spec.classes)}"
                 )
             network = client.bound(spec.network, spec.input, self.device)
             self._stated[spec.digest] = str(client.model)
@@ -58,21 +58,21 @@ class OwnProgram:
         return self._bound[spec.digest]
 
     def arrays(self, spec: FederationSpec) -> ArrayData:
-        """What the program has for data now.
+        """The program's current data.
 
         Raises:
-            DataError: samples that can't be trained on, or of another form than the spec's.
-            RoundError, LearningError: as of `bound`.
+            DataError: samples can't be used for training, or have another form than the spec's.
+            RoundError, LearningError: as in `bound`.
         """
         client = self._client(spec)
         if self._stated.setdefault(spec.digest, str(client.model)) != str(client.model):
             self._bound.clear()
             self._stated.clear()
-            raise ProgramError(f"program {self.program.name} states another network than before: the next round has it")
+            raise ProgramError(f"program {self.program.name} defines a new network: the next round uses it")
         found = client.arrays(self.device)
         for part, rows in found.parts().items():
             if (form := client.form(rows.images)) != spec.input:
-                raise DataError(f"{part}: inputs are {form.in_words}, and the federation's {spec.input.in_words}")
+                raise DataError(f"{part}: inputs are {form.in_words}, but the federation's are {spec.input.in_words}")
         return found
 
     def _client(self, spec: FederationSpec) -> Client:

@@ -1,11 +1,11 @@
-"""A device's personal model: exported after a round that made it better; chosen, exported and measured at the end. Uses torch.
+"""A device's personal model: exported after a round that improved it; chosen, exported and measured at the end. Uses torch.
 
 At the end there are up to six candidates. `own`: the personal model of the best validation round. `ema`: the moving average of the latest
-round's steps, where the method's parameter `ema` asks for it. `downloaded`: the latest personal model with the parts that the final
-aggregate holds taken from it. `tuned`: the downloaded one after one local pass. `interpolated`: the mean of the latest and the downloaded
-weights. `averaged`: the mean of the latest and the tuned weights. All are measured alike, on the same validation images, by their calibrated
-loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates that differ by one to three points,
-and favours `own`; the loss has less noise. Test and common images are measured for the record and do not influence the choice.
+round's steps, if the method's parameter `ema` is set. `downloaded`: the latest personal model with the final aggregate's parts. `tuned`: the
+downloaded model after one local pass. `interpolated`: the mean of the latest and the downloaded weights. `averaged`: the mean of the latest and
+the tuned weights. All are evaluated on the same validation images. The one with the lowest calibrated loss is exported. Accuracy on about 200
+validation images can't distinguish candidates that differ by one to three points, and favours `own`. The loss has less noise. Test and common
+images are only measured for the record.
 """
 
 import math
@@ -43,10 +43,10 @@ Outcome = dict[str, EventValue]
 
 
 def export_best(work: Workplace) -> None:
-    """Export the best model so far, if the round that was committed last made it better, and put it in use.
+    """Export and deploy the best model so far, if the last committed round improved it.
 
     Raises:
-        ExportError: it can't be exported; the version in use stays.
+        ExportError: the export failed; the deployed version stays.
     """
     stored = work.store.generations.load()
     if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.round_attempt.round:
@@ -70,7 +70,7 @@ def export_model(
     *,
     last: bool = False,
 ) -> Outcome:
-    """Export a personal model and put it in use, unless the one in use is better on this device's test images.
+    """Export and deploy a personal model, unless the deployed one is better on this device's test images.
 
     Args:
         work: the context of the device's local work.
@@ -79,13 +79,13 @@ def export_model(
         parts: extractor and classifier.
         measured: their accuracies, for the manifest.
         snapshot: the images or tensors of each split.
-        last: also try variants, where the configuration asks for them.
+        last: also try variants, if configured.
 
     Returns:
-        The version in use now, for the events; `gate` is the reason why the new model is not.
+        The deployed version, for the events; `gate` is the reason why the new model was not deployed.
 
     Raises:
-        ExportError: it can't be exported; the version in use stays.
+        ExportError: the export failed; the deployed version stays.
     """
     files, labels = work.data.samples(spec, snapshot, "test")
     layer = work.data.input_layer(spec)
@@ -103,7 +103,7 @@ def export_model(
             variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
             gate=None
             if spec.is_exact
-            else work.config.export.gate_points / 100,  # who forgets a device has a worse model
+            else work.config.export.gate_points / 100,  # removing a device's data makes the model worse
             key=work.config.keys.signing,
             before=None if layer is None else layer.layer(spec.image),
         )
@@ -124,7 +124,7 @@ def _described(directory: Path, manifest: Manifest) -> Outcome:
 
 
 def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> float | None:
-    """Share of the common test set's image files or tensors that an installed model gets right; None without such."""
+    """Accuracy of an installed model on the common test set's image files or tensors; None without them."""
     files, labels = work.data.common_samples(spec)
     if not files:
         return None
@@ -134,7 +134,7 @@ def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> f
 
 
 def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> HeldOut | None:
-    """What variants are compared on (validation) and calibrated with (training). None where there are neither image files nor tensors."""
+    """The samples for comparing variants (validation) and calibrating them (training). None without image files or tensors."""
     files, labels = work.data.samples(spec, snapshot, "val")
     seen, _ = work.data.samples(spec, snapshot, "train")
     if not files or not seen:
@@ -145,10 +145,10 @@ def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> Held
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for the personal model to serve.
+    """A candidate for the deployed model.
 
     Attributes:
-        loss: its calibrated loss on the validation images; None without such images.
+        loss: its calibrated loss on the validation images; None without validation images.
     """
 
     name: str
@@ -158,17 +158,17 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the least calibrated loss, the first of equals; the first where none could be measured."""
+    """The candidate with the lowest calibrated loss. The first one wins ties, and if no loss could be measured."""
     return min(candidates, key=lambda candidate: math.inf if candidate.loss is None else candidate.loss)
 
 
 def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
-    """Choose, export and describe the personal model; repeats nothing that was done before.
+    """Choose, export and describe the personal model. Returns the saved outcome if this was done before.
 
     Raises:
-        RoundError: there are no usable images any more.
-        WireError: the final aggregate is not usable.
-        ExportError: the chosen model can't be exported; none is installed.
+        RoundError: no usable images are left.
+        WireError: the final aggregate can't be used.
+        ExportError: the chosen model can't be exported, so no model is installed.
     """
     kept = work.store.finalised()
     if kept.get("aggregate") == command.aggregate:
@@ -183,7 +183,7 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
     spec, method = load_spec(work, command.spec)
-    # The round after the last one: the same snapshot as before unless images were added or removed since.
+    # The round after the last one. Its snapshot is the same unless images were added or removed since.
     data, common = work.seen(spec, work.data.for_round(spec, spec.rounds + 1, _sign_of_life(work)))
     work.working()
     candidates = []
@@ -235,15 +235,15 @@ def _models(
         return
     yield "downloaded", downloaded
     if method.personal.predict is not None or not aggregate.parts.keys() & latest.keys():
-        # a mean, or a pass of plain classification, need not be a model of this method, or does harm to a head in closed form
+        # a mean or a plain classification pass may not be a valid model of this method, or may harm a closed-form head
         return
     yield "interpolated", _mean(latest, downloaded)
-    if task_of(spec) is not None:  # a round of its trainer is no small pass
+    if task_of(spec) is not None:  # a trainer's round is too long for this
         return
     try:
         tuned = _one_pass(work, spec, downloaded, data)
     except DivergedError:
-        work.events.write("refused", what="tuned", detail="the local pass over the downloaded model diverged")
+        work.events.write("refused", what="tuned", detail="the local pass on the downloaded model diverged")
         return
     yield "tuned", tuned
     yield "averaged", _mean(latest, tuned)
@@ -262,6 +262,6 @@ def _one_pass(
 ) -> Mapping[Part, Weights]:
     alone = shadow_spec(spec)
     alone = alone.model_copy(update={"params": {**alone.params, "epochs": 1, "steps": 0}})
-    # Nothing of this pass is sent, so no mechanism is needed.
+    # Nothing of this pass is sent, so no privacy mechanism is needed.
     ctx = replace(work.context(spec, spec.rounds + 1, 0, _sign_of_life(work)), spec=alone, privacy=OFF)
     return get_method(alone.method).local_round(ClientState(parts), data.train, None, ctx).private.parts

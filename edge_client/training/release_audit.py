@@ -1,6 +1,6 @@
-"""Attacks an update on the device that trained it, before anything of it is kept for sending, and applies the owner's gate. Uses torch.
+"""Attacks an update on the device that trained it, before it is stored for sending, and applies the owner's gate. Uses torch.
 
-The report of the last audit lies in the folder `audit` of the private store. It shows images of the device; nothing of it is sent.
+The report of the last audit is in the folder `audit` of the private store. It shows images of the device and is never sent.
 """
 
 import shlex
@@ -34,12 +34,12 @@ Parts = Mapping[Part, Weights]
 
 @dataclass(frozen=True)
 class Release:
-    """An update that is about to be kept for sending, and what is true about it.
+    """An update before it is stored for sending, and the ground truth.
 
     Attributes:
         update: its bytes.
         base: the aggregate that the round started from, decoded.
-        before: every part of the client as the round started; `after` as it ended.
+        before: all parts of the client at the start of the round; `after`: at its end.
         streams: of the round.
     """
 
@@ -55,11 +55,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Judged:
-    """What an audit came to.
+    """The result of an audit.
 
     Attributes:
         gains: by figure, the upper end of the gain's interval.
-        failed: the conditions of the gate that do not hold; `not_run`: attacks that ended with an error, with it.
+        failed: gate conditions that are not met; `not_run`: attacks that failed, with their errors.
         page: the report.
     """
 
@@ -69,22 +69,22 @@ class Judged:
     page: Path
 
     def as_event(self) -> dict[str, str | bool]:
-        """Its fields in the event log."""
+        """The fields for the event log."""
         return {"passed": not self.failed, "detail": "; ".join(self.not_run), "report": str(self.page)}
 
     def check(self) -> None:
-        """Raise where the gate does not let the update leave.
+        """Check the gate.
 
         Raises:
-            RoundError: names each condition that does not hold, with value and setting. The text stays on the device.
+            RoundError: the update may not leave; names each failed condition with value and setting. The text stays on the device.
         """
         if self.failed:
             reasons = "; ".join(f"{one.condition}: {one.why}" for one in self.failed)
-            reasons = reasons.replace("--auxiliary", "[audit] auxiliary")  # as a person gives it here
+            reasons = reasons.replace("--auxiliary", "[audit] auxiliary")  # the name of the setting on a device
             raise RoundError(
                 DeclineReason.WITHHELD,
-                f"the update was audited and not sent: {reasons}. {self.page} has the report; "
-                "[audit] gate and [privacy] in agent.toml change what is allowed and what leaks",
+                f"the update was audited and not sent: {reasons}. Report: {self.page}. "
+                "Change what is allowed with [audit] gate, or what leaks with [privacy], in agent.toml",
             )
 
 
@@ -97,7 +97,7 @@ def audit_release(config: AgentConfig, release: Release, progress: Callable[[str
         progress: called with ("audit", step, steps) every few seconds, in hundredths of an attack.
 
     Raises:
-        RoundError: the auxiliary images can't be read, so that the audit that was asked for can't be made.
+        RoundError: the auxiliary images can't be read, so the configured audit can't run.
         OSError: the report can't be written.
     """
     attacks = chosen_attacks(config.audit.attacks)
@@ -122,7 +122,7 @@ def _hundredths(progress: Callable[[str, int, int], None], number: int, count: i
 def _carried_out(attack: Attack, case: Case, progress: Callable[[int, int], None]) -> Outcome:
     try:
         return attack.run(case, Effort.QUICK, progress)
-    except Exception as error:  # noqa: BLE001 - of an attack; the gate judges it
+    except Exception as error:  # noqa: BLE001 - an attack's error is judged by the gate
         return Outcome.failure(attack.name, error)
 
 
@@ -136,7 +136,7 @@ def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
 
 
 def _case(release: Release, auxiliary: ImageSet | None) -> Case:
-    """The bytes as a coordinator decodes them, beside the truth."""
+    """The update as a coordinator decodes it, and the ground truth."""
     sent, private = _decoded(release), get_method(release.spec.method).payload.private
     view = View(
         with_images(release.spec),
@@ -176,6 +176,6 @@ def _write_report(
 
 
 def _command(config: AgentConfig, number: int) -> str:
-    """The command that makes a longer audit of the same update, once it has crossed the wire."""
+    """The command for a longer audit of the same update, once it has been sent."""
     words = ["--data", str(config.data.root), "--private", str(config.store), "--client", config.device]
     return f"fedcg audit run --updates OBSERVED --round {number} --out OUT {shlex.join(words)}"

@@ -1,4 +1,4 @@
-"""A device's sealed parts in a round: the means in what came, whether they are believed, and what its own numbers decide. Uses torch."""
+"""A device's sealed parts in a round: opening the received means, checking their quality, and describing its own numbers. Uses torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from fedcg.wire.sealed_numbers import Numbers, bounded
 from fedcg.wire.sums import SumRound, opened_means
 
 _NOTHING, _SOMETHING = 0.98, 0.9
-"""Shares of the loss of a guess by the labels' frequencies: at the first a model tells nothing of the images, at the second it does."""
+"""Fractions of the loss of guessing by label frequencies. Above the first, a model is useless; below the second, it is useful."""
 
 
 def sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
@@ -39,7 +39,7 @@ def sum_round(spec: FederationSpec, at: RoundAttempt) -> SumRound:
 def opened_parts(
     work: Workplace, spec: FederationSpec, decoded: Artifact, last: int, *, has_state: bool
 ) -> dict[Part, dict[str, Array]]:
-    """The means in an aggregate's sealed sums; of an earlier round only where nothing is trained from them, so that they stay as good."""
+    """The means in an aggregate's sealed sums. Older sums are only used if no training depends on their age."""
     header, found = decoded.header, dict[Part, dict[str, Array]]()
     sealed = cast("dict[str, Numbers]", decoded.parts[Part.SEALED])
     for parts in sorted({one.parts for one in header.sums}):
@@ -53,14 +53,14 @@ def opened_parts(
             found |= _opened_by(secrets, sealed, groups, spec)
         except WireError as error:
             about: dict[str, str | int] = {"what": "sum", "round": one.round, "attempt": one.attempt}
-            work.events.write("refused", **about, detail=f"{error}. This device goes on from its own")
+            work.events.write("refused", **about, detail=f"{error}. This device continues from its own")
     return found
 
 
 def _opened_by(
     secrets: Sequence[bytes], sealed: Mapping[str, Numbers], groups: Sequence[SealedSum], spec: FederationSpec
 ) -> dict[Part, dict[str, Array]]:
-    """The means in the sums of one exchange, by the first secret that opens them."""
+    """The means in the sums of one exchange, with the first secret that opens them."""
     first, *others = secrets
     try:
         return opened_means(sealed, groups, spec.federation, first, spec.layouts, range_of(spec))
@@ -71,9 +71,9 @@ def _opened_by(
 
 
 def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContext, events: EventLog) -> Aggregate:
-    """The aggregate, without its sealed means where they tell nothing of this device's validation images although its own model does.
+    """The aggregate, without its sealed means if they are useless on this device's validation images but its own model is not.
 
-    Nobody can look into sealed numbers, so what a device of the cohort sends may make a mean useless. Then it costs a round and no model.
+    Sealed numbers can't be inspected, so a device of the cohort could make a mean useless. This check limits the damage to a lost round.
     """
     sealed, validation = aggregate.parts.keys() & frozenset(ctx.spec.sealed), ctx.validation
     mine = personal_parts(ctx.spec, own)
@@ -89,7 +89,7 @@ def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContex
     downloaded = {part: aggregate.parts.get(part, mine[part]) for part in mine}
     if loss(downloaded) < _NOTHING * guess or loss(mine) > _SOMETHING * guess:
         return aggregate
-    why = "the sealed mean tells nothing of this device's validation images: it goes on from its own"
+    why = "the sealed mean is useless on this device's validation images, so the device continues from its own parts"
     events.write("refused", what="sum", round=ctx.round, attempt=ctx.attempt, detail=why)
     return replace(aggregate, parts={part: one for part, one in aggregate.parts.items() if part not in sealed})
 
@@ -97,7 +97,7 @@ def believed(own: Mapping[Part, Weights], aggregate: Aggregate, ctx: RoundContex
 def numbered(
     work: Workplace, spec: FederationSpec, at: RoundAttempt, shared: PartArrays, aggregate: Aggregate, base: Artifact
 ) -> Numbered:
-    """What decides whether this device's numbers may be in a sum that is near an earlier one."""
+    """The description of this device's numbers that decides whether they may be in a sum similar to an earlier one."""
 
     def flat(parts: Mapping[Part, Mapping[str, Array]], part: Part) -> NDArray[np.float64]:
         tensors = bounded(spec.layouts[part], range_of(spec))
@@ -106,9 +106,9 @@ def numbered(
 
     sealed = spec.sealed_in(at.round)
     before: Mapping[Part, Mapping[str, Array]] = to_arrays(aggregate.parts)
-    if not all(part in before for part in sealed):  # the last sum came to nothing: from the mean before it
+    if not all(part in before for part in sealed):  # the last sum failed: use the mean before it
         before = opened_parts(work, spec, base, at.round - 1, has_state=False)
-    if not all(part in before for part in sealed):  # before the first mean: from the start that all have in common
+    if not all(part in before for part in sealed):  # before the first mean: use the common initial weights
         before = to_arrays(initial_parts(spec, work.store.cohort_secret() or b"", frozenset(sealed)))
     known = {part: before[part] for part in sealed}
     numbers, mean = (np.concatenate([flat(parts, part) for part in sealed]) for parts in (shared, known))

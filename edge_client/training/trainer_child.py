@@ -1,4 +1,4 @@
-"""The training process: owns torch, takes one command at a time, reports how it ended. Everything durable is in the store."""
+"""The training process: uses torch, executes one command at a time and reports the result. All durable data is in the store."""
 
 import logging
 import os
@@ -47,14 +47,14 @@ from fedcg.wire.parts import RoundCost
 from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
-LOOK_S = 1.0  # between two looks at the memory that is left
+LOOK_S = 1.0  # between two readings of the available memory
 WORKING_EVERY_S = 1.0
 _SUFFIXES = "|".join(map(re.escape, IMAGE_SUFFIXES))
 _log = logging.getLogger(__name__)
 
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
-    """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
+    """Execute the agent's commands until the agent ends. An unfinished round leaves no changes."""
     yield_cpu(config.training.priority)
     store = open_store(config)
     events = EventLog(
@@ -72,7 +72,7 @@ def trainer_main(connection: Connection, config: AgentConfig) -> None:
 
 
 class SignsOfLife:
-    """Reports to the handle at most once a second that work goes on."""
+    """Reports progress to the handle, at most once a second."""
 
     def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class SignsOfLife:
         self._sent_at = float("-inf")
 
     def __call__(self) -> None:
-        """A step is done."""
+        """Call after a step."""
         now = self._clock()
         if now - self._sent_at >= WORKING_EVERY_S:
             self._sent_at = now
@@ -88,7 +88,7 @@ class SignsOfLife:
 
 
 class Trainer:
-    """Carries out commands.
+    """Executes commands.
 
     Args:
         config: of the device.
@@ -117,7 +117,7 @@ class Trainer:
         share = self._memory.share
         events.write("plan", device=place, threads=plan.threads, batch_scale=share, reason=plan.reason)
         if self._memory.was_killed:
-            events.write("memory_short", share=share, detail="the training process died in a round for want of memory")
+            events.write("memory_short", share=share, detail="the training process died in a round for lack of memory")
         defence = LocalDefence(config.data, store, events, place)
         own = Program.of_source(config.data.root)
         program = None if own is None else OwnProgram(own, config.device, store)
@@ -160,7 +160,7 @@ class Trainer:
         return RoundCost(seconds=round(time.monotonic() - self._started, 3), joules=joules)
 
     def do(self, command: signals.Work) -> signals.WorkReport:
-        """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
+        """Execute one command when it is this federation's turn. A failure becomes a report and leaves the state unchanged."""
         attempt = NO_ATTEMPT if isinstance(command, signals.ChooseModel) else command.round_attempt
         self._pauses.at = attempt
         try:
@@ -168,7 +168,7 @@ class Trainer:
                 if isinstance(command, signals.WeighRound):
                     return self._weigh(command)
                 return self._train(command) if isinstance(command, signals.TrainRound) else self._choose(command)
-        except OSError as error:  # of the lock: errors of the work are reports
+        except OSError as error:  # from the lock; errors of the work are already reports
             if not isinstance(command, signals.ChooseModel):
                 return signals.RoundFailed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
             self._events.write("finalise_failed", detail=self._explain(error))
@@ -199,15 +199,15 @@ class Trainer:
         return report
 
     def _attempted(self, command: signals.TrainRound) -> signals.WorkReport | None:
-        """Train a round once; None where memory ran out and the round goes on with half the rows at once."""
+        """Train a round once. None if memory ran out and the round must be retried with half the rows at once."""
         before = self._work.store.generations.newest()
         self._memory.round_begins()
         try:
             generation = train_round(self._work, command)
-            if before is None or generation.number > before.number:  # else it was committed before a crash
+            if before is None or generation.number > before.number:  # otherwise it was committed before a crash
                 write_cost(self._work, generation, self._cost(), self._meter.rail, command.share)
             self._memory.round_ended(well=True)
-        except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
+        except Exception as error:  # noqa: BLE001 - a run loop: a failed round must not end the process
             self._memory.look(free_memory(self._gpu))
             if is_sticky(error):
                 self._give_up(command, error)
@@ -230,14 +230,14 @@ class Trainer:
         return signals.RoundCommitted(generation.round_attempt)
 
     def afterwards(self, report: signals.WorkReport) -> None:
-        """Export the personal model after a round that made it better; the round's report is already sent."""
+        """Export the personal model after a round that improved it. The round's report has already been sent."""
         export = self._work.config.export
         if not (isinstance(report, signals.RoundCommitted) and export.enabled and export.each_best):
             return
         try:
             with self._turn(report.round_attempt):
                 export_best(self._work)
-        # A full disk, too, must not end the process: the next round tries again.
+        # Errors such as a full disk must not end the process. The next round tries again.
         except (ExportError, LearningError, OSError) as error:
             self._events.write("export_failed", round=report.round_attempt.round, detail=self._explain(error))
 
@@ -248,7 +248,7 @@ class Trainer:
         return without_image_names(text, data.root, data.common_test, auxiliary)
 
     def _give_up(self, command: signals.TrainRound, error: Exception) -> None:
-        """End the process: in this one every further call of the GPU fails. The agent starts another."""
+        """End the process, because all further GPU calls in it would fail. The agent starts a new one."""
         at = command.round_attempt
         self._events.write("gpu_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
@@ -268,11 +268,11 @@ def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
     """The plan for training in this process.
 
     Raises:
-        NotTrainableError: the box can't train, or not as `[training]` in agent.toml asks.
+        NotTrainableError: the device can't train, or not with the settings under `[training]` in agent.toml.
     """
     problem = torch_obstacle()
     if not problem and not torch.cuda.is_available():
-        problem = "torch finds no GPU that it can use: check NVIDIA's driver (`nvidia-smi`)"
+        problem = "torch finds no usable GPU: check NVIDIA's driver (`nvidia-smi`)"
     wanted = config.training
     return plan_training(
         box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
@@ -280,7 +280,7 @@ def plan_here(config: AgentConfig, box: DeviceProfile) -> TrainingPlan:
 
 
 def free_memory(gpu: Gpu | None) -> int | None:
-    """Bytes available now where the training is: of a GPU with memory of its own, else of the box."""
+    """Available memory in bytes where training runs: of a GPU with separate memory, else of the system."""
     if gpu is None or gpu.shares_memory:
         return free_memory_of(LIVE_ROOT)
     readings = nvml_readings()
@@ -288,7 +288,7 @@ def free_memory(gpu: Gpu | None) -> int | None:
 
 
 def without_image_names(text: str, *roots: Path | None) -> str:
-    """A text for the logs, where every image below one of these folders is replaced by the folder: its name may be private."""
+    """A text for the logs, with each image path replaced by its folder, because image names may be private."""
     for root in (str(one) for one in roots if one is not None):
         text = re.sub(
             rf"{re.escape(root)}/.*({_SUFFIXES})", f"an image in {root}", text, flags=re.IGNORECASE | re.DOTALL
@@ -297,10 +297,10 @@ def without_image_names(text: str, *roots: Path | None) -> str:
 
 
 def reason_for(error: Exception) -> DeclineReason:
-    """The closed-set reason that goes to the coordinator; the error's text never leaves the device."""
+    """The decline reason for the coordinator, from a closed list. The error's text never leaves the device."""
     if isinstance(error, RoundError):
         return error.reason
-    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that sound training does not produce
+    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that normal training does not produce
         return DeclineReason.DIVERGED
     if isinstance(error, FirewallError):
         return DeclineReason.UPLOAD_NOT_ALLOWED
@@ -312,7 +312,7 @@ def reason_for(error: Exception) -> DeclineReason:
 
 
 def write_cost(work: Workplace, generation: Generation, cost: RoundCost, rail: str | None, share: float) -> None:
-    """Add what a round cost to the ledger; a disk that refuses it is reported and stops nothing."""
+    """Add a round's cost to the ledger. A disk error is reported and otherwise ignored."""
     at, outbox = generation.round_attempt, generation.outbox
     line = {
         "kind": "round",

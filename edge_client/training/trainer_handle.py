@@ -1,6 +1,6 @@
-"""The agent's handle on the training process: starts it, gives it commands, gets its reports, replaces it when it dies.
+"""The agent's handle of the training process: starts it, sends commands, receives reports, restarts it after a crash.
 
-Torch-free; only the child imports torch.
+Torch-free. Only the child process imports torch.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ class TrainerHandle(Protocol):
     """A training process, or its substitute in a test."""
 
     def start(self) -> int:
-        """Start (again) and return the process id; reports come through the callback given at construction."""
+        """Start or restart the process and return its id. Reports arrive through the callback given at construction."""
 
     def send(self, command: TrainerCommand) -> None:
-        """Hand the process its next command."""
+        """Send the process its next command."""
 
     def stop(self) -> None:
-        """End the process, if it runs; work that it had not committed is repeated later."""
+        """End the process if it runs. Uncommitted work is repeated later."""
 
 
 def trainer_process(config: AgentConfig, log: LogSettings, deliver: Callable[[TrainerReport], None]) -> WorkerProcess:
-    """The process that trains for a device; `deliver` gets its reports on a thread and must only enqueue."""
+    """The training process of a device. `deliver` is called with its reports on a thread and must only enqueue."""
 
     def deliver_reports(report: TrainerReport | Working) -> None:
         if not isinstance(report, Working):
@@ -40,7 +40,7 @@ def trainer_process(config: AgentConfig, log: LogSettings, deliver: Callable[[Tr
 
 
 def run_child(connection: Connection, config: AgentConfig, log: LogSettings) -> None:
-    """Entry point of the child: load torch and work."""
+    """Entry point of the child process: load torch and work."""
     set_up_log(log)
     with loading():
         from edge_client.training.trainer_child import trainer_main

@@ -1,6 +1,6 @@
-"""The context of a device's local work: where it trains, its progress as events, and the quality of a personal model on its images.
+"""The context of a device's local work: where it trains, progress events, and evaluation of personal models on its images.
 
-Uses torch. Progress is the start of each phase, its first step, then at most five lines a second.
+Uses torch. Progress events: the start of each phase, its first step, then at most five events a second.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ProgressEvents:
     """A progress callback for one round attempt.
 
     Args:
-        events: where the lines go.
+        events: the event log.
         attempt: the round attempt.
-        pid: of the process that trains.
+        pid: of the training process.
         clock: monotonic seconds.
         working: called at every step, for the supervision of the process.
     """
@@ -54,7 +54,7 @@ class ProgressEvents:
         self._written_at = 0.0
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
-        """Record a step that is done."""
+        """Record a finished step."""
         self._working()
         now = self._clock()
         is_new = phase != self._phase
@@ -66,7 +66,7 @@ class ProgressEvents:
             self._events.write("progress", phase=phase, step=step, steps=steps, **self._about)
 
     def named(self, prefix: str) -> Callable[[str, int, int], None]:
-        """The same callback for work beside the round itself, e.g. `shadow-classify`."""
+        """The same callback for additional work, e.g. `shadow-classify`."""
         return lambda phase, step, steps: self(f"{prefix}-{phase}", step, steps)
 
 
@@ -75,12 +75,12 @@ class Workplace:
     """The context of all local work.
 
     Attributes:
-        place: torch device; `threads` of torch on the CPU.
-        batch_scale: share of the spec's batch that goes through the networks at once; the step is that of the whole batch.
+        place: torch device; `threads`: torch threads on the CPU.
+        batch_scale: share of the spec's batch that is processed at once. A step still uses the whole batch.
         working: called at every step.
         cost: of the round so far.
-        program: of this device's own; None: there is none.
-        features: of a frozen backbone, kept from round to round.
+        program: this device's own program, if any.
+        features: of a frozen backbone, cached between rounds.
     """
 
     config: AgentConfig
@@ -97,7 +97,7 @@ class Workplace:
     features: KeptFeatures = field(default_factory=KeptFeatures)
 
     def context(self, spec: FederationSpec, round_number: int, attempt: int, progress: Progress) -> RoundContext:
-        """The context of a round attempt on this device, with its mechanisms and as many rows at once as fit its memory."""
+        """The context of a round attempt on this device, with its mechanisms and the number of rows that fits its memory."""
         batch = spec.params.get("batch_size")
         most_rows = None
         if isinstance(batch, int) and self.batch_scale < 1.0:
@@ -119,7 +119,7 @@ class Workplace:
         self.events.write("method_warning", round=round_number, attempt=attempt, detail=text)
 
     def seen(self, spec: FederationSpec, data: RoundData) -> tuple[RoundData, ImageSet | None]:
-        """A round's data and the common test set, a frozen backbone's features in the place of images where that is exact."""
+        """A round's data and the common test set, with a frozen backbone's features instead of images if that is exact."""
         common = self.data.common_test(spec)
         sets = [data.train, data.val, data.test, *([] if common is None else [common])]
         train, val, test, *shared = self.features.of(spec, sets, self.place, self.working)
@@ -132,13 +132,13 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies in [0, 1] of one personal model; None where there are no images to measure on.
+    """Accuracies in [0, 1] of one personal model; None without images to measure on.
 
     Attributes:
-        val: on the validation split; it alone decides between two models, with `val_loss` between equals.
+        val: on the validation split. Only this decides between two models, with `val_loss` for ties.
         test: on this device's held-out images.
-        common: on the balanced set that all clients of a demo share.
-        by_class: `test` by class, to four digits; None for a class without test images.
+        common: on the balanced set shared by all clients of a demo.
+        by_class: `test` by class, to four digits; None for classes without test images.
     """
 
     val: float | None = None
@@ -148,11 +148,11 @@ class Measured:
     by_class: tuple[float | None, ...] | None = None
 
     def beats(self, other: Measured | None) -> bool:
-        """Whether validation prefers this model; without validation images the newer one, this, is preferred."""
+        """Whether validation prefers this model. Without validation images, the newer model (this one) is preferred."""
         return other is None or is_preferred(self.val, self.val_loss, other.val, other.val_loss)
 
     def as_scores(self, prefix: str) -> dict[str, float]:
-        """The measured figures, by name, to be kept with a generation."""
+        """The measured figures by name, for saving with a generation."""
         named = {"val": self.val, "val_loss": self.val_loss, "test": self.test, "common": self.common}
         return {f"{prefix}.{name}": value for name, value in named.items() if value is not None}
 
@@ -184,7 +184,7 @@ def measure(
 def with_downloaded(
     spec: FederationSpec, parts: Mapping[Part, Weights], aggregate: Mapping[Part, Weights]
 ) -> Mapping[Part, Weights] | None:
-    """A personal model with the downloaded parts in place; None where the aggregate holds none of its parts."""
+    """A personal model with the downloaded parts; None if the aggregate has none of its parts."""
     own = personal_parts(spec, parts)
     return {part: aggregate.get(part, own[part]) for part in own} if own.keys() & aggregate.keys() else None
 

@@ -107,7 +107,7 @@ def test_changed_code_does_not_run_before_its_owner_approved_it(stack: ProgramSt
     assert allowed == Program("client:client", code.parent).digest() == sha256(code.read_bytes()).hexdigest() != before
     stack.command("agent", "approve", "--revoke", event["spec"], "--config", str(stack.config(device)))
     stack.command("federation", "extend", "--dir", str(stack.home), "--rounds", "1")
-    taken = "may not run any more: its owner took that back"
+    taken = "may not run any more: its owner revoked the permission"
     stack.wait_event(device, lambda event: taken in str(event.get("detail")), "it does not run again")
 
 

@@ -267,7 +267,7 @@ def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_conse
         assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
         assert outcomes(2) == before, "without a new sum the last one counts"
         for device in rest:
-            assert any("by site-5 alone" in why and "card --alone" in why for why in refusals(stack, device))
+            assert any("only by site-5" in why and "card --alone" in why for why in refusals(stack, device))
 
         card = stack.command("cohort", "card", "--alone", "--config", str(stack.config("site-5")))
         lines = [line for line in (tmp_path / "roster.txt").read_text().splitlines() if not line.startswith("site-5 ")]

@@ -1,1 +1,1 @@
-"""`fedcg doctor`: what is wrong with this device and what to do about it."""
+"""`fedcg doctor`: problems of this device, with remedies."""

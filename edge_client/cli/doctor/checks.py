@@ -1,4 +1,4 @@
-"""Checks of a device before (or after) something went wrong, each with advice. Never imports torch."""
+"""The doctor's checks of a device, each with advice. Never imports torch."""
 
 import contextlib
 import fcntl
@@ -44,21 +44,21 @@ from fedcg.wire.transport.mqtt_config import explain_failure
 
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
-OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so renewal must have failed
-# A certificate that ended so long ago is more likely due to a wrong clock than to a box that was in a cupboard.
+OVERDUE = 1 / 4  # of its validity left; the agent starts renewing at a third, so renewal must have failed
+# A certificate that expired this long ago more likely means a wrong clock than a device that was in storage.
 LONG_OFF = timedelta(days=365)
 CLOCK_OFF_S = 60.0  # beyond it the coordinator reports a problem too
 CONNECT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
+ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips, 0.6 s each over a satellite link
 ENCRYPT_DISK = "encrypt it: LUKS with the TPM, on a Jetson its own disk encryption; docs/how-to/encrypt-disk.md"
-# Of linux/fs.h: an ioctl that reads a file's attributes, for chattr; and the attribute of a folder that fscrypt encrypts.
+# From linux/fs.h: the ioctl that reads a file's attributes, and the attribute of folders that fscrypt encrypts.
 FS_IOC_GETFLAGS = 0x80006601 | struct.calcsize("l") << 16
 FS_ENCRYPT_FL = 0x800
 ENROL_AGAIN = "enrol the device again, or copy its bundle again"
 
 
 def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """All checks of a device, or some of them, in the order in which to repair what they find."""
+    """Run all checks of a device, or only some, in the order in which to repair what they find."""
     coordinator, ahead_s = _coordinator(config, now) if only is None else (("ok", "", ""), None)
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock if only is not None else lambda config, now: _clocks(config, now, ahead_s),
@@ -87,7 +87,7 @@ def examine(config: AgentConfig, now: datetime, only: Collection[str] | None = N
 
 
 def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfig, now: datetime) -> Result:
-    """What a check finds; one that can't be made is a finding too, and the others are made."""
+    """The result of a check. A check that raises an OSError becomes a failed finding."""
     try:
         return check(config, now)
     except OSError as error:
@@ -95,7 +95,7 @@ def _result(check: Callable[[AgentConfig, datetime], Result], config: AgentConfi
 
 
 def findings_of(config: AgentConfig) -> tuple[DoctorFinding, ...]:
-    """What the checks of the device itself find, as codes that may leave it: details hold paths."""
+    """The findings of the checks that need no network, as codes that may leave the device. Details contain paths and stay here."""
     found = examine(config, datetime.now(timezone.utc), get_args(DoctorCheck))
     return tuple(
         DoctorFinding.model_validate({"check": one.check, "state": one.state}) for one in found if one.state != "ok"
@@ -105,24 +105,24 @@ def findings_of(config: AgentConfig) -> tuple[DoctorFinding, ...]:
 def _clock(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
         return "ok", clock_time(now), ""
-    detail, advice = f"it shows {clock_time(now)}", f"{SET_CLOCK}: TLS needs it"
-    with contextlib.suppress(EnrolError):  # the check of the certificate reports it
+    detail, advice = f"it shows {clock_time(now)}", f"{SET_CLOCK}: TLS needs a correct clock"
+    with contextlib.suppress(EnrolError):  # reported by the certificate check
         certificate = read_certificate(config.tls.cert)
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if now < first:
-            return "failed", f"{detail}, before this device's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
+            return "failed", f"{detail}, before this device's certificate is valid ({first:%Y-%m-%d %H:%M} UTC)", advice
         if now > last + LONG_OFF:
-            detail += f", long after this device's certificate ended ({last:%Y-%m-%d})"
+            detail += f", long after this device's certificate expired ({last:%Y-%m-%d})"
             return "failed", detail, f"if it is wrong: {advice}"
     return "ok", clock_time(now), ""
 
 
 def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result:
-    """This box's clock beside the dates of its certificate and beside the coordinator's: by its welcome, else by its listener."""
+    """Compare this device's clock with its certificate's dates and the coordinator's clock, from its welcome or its enrolment listener."""
     state, detail, advice = _clock(config, now)
     url, problem = (
         config.enrolment.url,
-        "no welcome over the broker was waited for, and agent.toml has no url under [enrolment]",
+        "no welcome was received over the broker, and agent.toml has no url under [enrolment]",
     )
     if ahead_s is None and url is not None and config.tls is not None:
         try:
@@ -134,32 +134,32 @@ def _clocks(config: AgentConfig, now: datetime, ahead_s: float | None) -> Result
     if ahead_s is None:
         return "warning" if url else "ok", f"{detail}, not compared with the coordinator's: {problem}", ""
     if abs(ahead_s) <= CLOCK_OFF_S:
-        return "ok", f"{detail}, as the coordinator's", ""
+        return "ok", f"{detail}, matches the coordinator's", ""
     return "failed" if abs(ahead_s) > MOST_CLOCK_OFF_S else "warning", clock_difference(ahead_s), SET_CLOCK
 
 
 def _paths(config: AgentConfig, now: datetime) -> Result:
-    """Folders and files that agent.toml names are there as the agent needs them."""
+    """Folders and files named in agent.toml exist and can be used by the agent."""
     for name, folder in (("store", existing_place(config.store)), ("metrics_folder", config.metrics_folder)):
         if folder is not None and not folder.is_dir():
-            return "failed", f"{name}: {folder} is no folder", f"correct `{name}` in agent.toml, or make the folder"
+            return "failed", f"{name}: {folder} is not a folder", f"correct `{name}` in agent.toml, or create it"
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
             detail = f"{name}: the user with id {os.geteuid()} can't write to {folder}"
-            advice = f"let the agent's user write there (chown, chmod), or correct `{name}` in agent.toml"
+            advice = f"give the agent's user write access (chown, chmod), or correct `{name}` in agent.toml"
             if os.statvfs(folder).f_flag & os.ST_RDONLY:
                 detail, advice = f"{detail}, which is on a read-only disk", f"mount it writable, {advice}"
             return "failed", detail, advice
     lock = config.eligibility.lock_file
     if lock is not None and lock.exists() and not (lock.is_file() and os.access(lock, os.R_OK, effective_ids=True)):
         detail = (
-            f"lock_file: {lock} is no file that the user with id {os.geteuid()} can read, so nothing is ever trained"
+            f"lock_file: {lock} is not a file that the user with id {os.geteuid()} can read, so training never starts"
         )
         return (
             "failed",
             detail,
-            "correct `lock_file` under [eligibility], leave it out, or let the agent's user read it",
+            "correct or omit `lock_file` under [eligibility], or give the agent's user read access",
         )
-    return "ok", "folders and files that agent.toml names can be used", ""
+    return "ok", "folders and files named in agent.toml can be used", ""
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:
@@ -167,20 +167,20 @@ def _disk(config: AgentConfig, now: datetime) -> Result:
     free = shutil.disk_usage(place).free
     detail = f"{free / (1 << 30):.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
-        return "failed", detail, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
+        return "failed", detail, f"free disk space: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
     return "ok", detail, ""
 
 
 def check_encryption(place: Path, root: Path = LIVE_ROOT) -> Result:
-    """Whether a folder lies on an encrypted block device, as far as Linux shows it below `root`."""
+    """Whether a folder is on an encrypted block device, as far as Linux reports it below `root`."""
     found = is_encrypted(root, place.stat().st_dev)
     if found:
-        return "ok", f"yes: {place} lies on an encrypted block device", ""
+        return "ok", f"yes: {place} is on an encrypted block device", ""
     if _has_fscrypt(place):
-        return "ok", f"unknown: the file system encrypts {place} (fscrypt), and not every folder of its disk", ""
+        return "ok", f"unknown: the file system encrypts {place} (fscrypt), but possibly not its whole disk", ""
     if found is None:
-        return "ok", f"unknown: Linux names no disk for {place} (btrfs, a container, a network?)", ""
-    detail = f"no: {place} lies on a disk that is not encrypted, so whoever has the disk can read the private store"
+        return "ok", f"unknown: Linux reports no disk for {place} (btrfs, a container, a network?)", ""
+    detail = f"no: {place} is on an unencrypted disk, so anyone with the disk can read the private store"
     return "warning", detail, ENCRYPT_DISK
 
 
@@ -208,23 +208,23 @@ def _keys(config: AgentConfig, now: datetime) -> Result:
     for path in secrets:
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             return "warning", f"{path} can be read by other users", f"chmod 600 {path}"
-    return "ok", "signing key and coordinator's key are there", ""
+    return "ok", "signing key and coordinator's key can be read", ""
 
 
 def _certificate(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
-        return "warning", "no TLS", "only for trials on one machine"
+        return "warning", "no TLS", "use only for tests on one machine"
     try:
         certificate = read_certificate(config.tls.cert)
     except EnrolError as error:
         return "failed", str(error), ENROL_AGAIN
     name = common_name(certificate)
     if name != config.device:
-        detail = f"it is for {name or 'nobody'}, not for {config.device}"
-        return "failed", detail, "use this device's own bundle, or correct `device`"
+        detail = f"it is for {name or 'no device'}, not for {config.device}"
+        return "failed", detail, "use this device's bundle, or correct `device`"
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not first <= now <= last:
-        advice = f"if the clock is wrong, {SET_CLOCK}; else enrol again with a token of `fedcg token create --replaces`"
+        advice = f"if the clock is wrong, {SET_CLOCK}; otherwise enrol again with a token from `fedcg token create --replaces`"
         return "failed", f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}", advice
     renews = config.enrolment.url is not None
     if not renews and last - now < EXPIRES_SOON:
@@ -259,25 +259,25 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
     except EnrolError as error:
         return "failed", str(error), ENROL_AGAIN
     if name == AUTHORITY_NAME:
-        return "ok", f"{name}: the broker must show a certificate that was made for the broker", ""
-    detail = f"{name!r} was not made by a coordinator: any owner of a certificate of it for {config.broker.host} passes for the broker"
+        return "ok", f"{name}: the broker must present a certificate issued for a broker", ""
+    detail = f"{name!r} is not a coordinator's authority: any holder of its certificate for {config.broker.host} can act as the broker"
     return "ok", detail, ""
 
 
 def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | None]:
-    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator answers it.
+    """Send a hello and wait for the welcome: tests that the broker delivers this device's messages and that the coordinator answers.
 
-    Beside it the seconds by which this box's clock is ahead of the coordinator's, where it answered.
+    Also returns by how many seconds this device's clock is ahead of the coordinator's, if it answered.
     """
     try:
         if is_revoked(config):
             return ("failed", "it has revoked this device", REVOKED_ADVICE), None
         if _broker(config, now)[0] == "failed":
-            return ("warning", "not checked: the broker is not reached", ""), None
+            return ("warning", "not checked: can't reach the broker", ""), None
         is_made = PrivateStore(config.store).is_made
         if is_made and is_locked(config.store / "lock"):
             return _running(config), None
-        # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
+        # Don't create the store here: it would belong to the user that runs this command.
         with TemporaryDirectory() as empty:
             store, keys = open_store(config) if is_made else PrivateStore(Path(empty)), load_keys(config)
             with store.locked():
@@ -286,41 +286,41 @@ def _coordinator(config: AgentConfig, now: datetime) -> tuple[Result, float | No
     except StoreError as error:
         return ("warning", f"not checked: {error}", ""), None
     except (EdgeError, WireError, OSError) as error:
-        advice = f"ask the operator: `fedcg federation show {config.federation}`, `fedcg device show {config.device}`, and that the broker has read its access list"
+        advice = f"ask the operator: `fedcg federation show {config.federation}`, `fedcg device show {config.device}`, and whether the broker has read its access list"
         return ("failed", str(error), advice), None
     return ("ok", "it answers this device", ""), ahead_s
 
 
 def _running(config: AgentConfig) -> Result:
-    """The state of the running agent's session; a second session under the same name would end it."""
+    """Check the running agent's session. A second session under the same name would end it."""
     status = read_status(config)
     problem = status.get("link_problem")
     if not status.get("last_link") or not status.get("last_welcomed"):
         problem = problem or "it is not connected"
     elif status.get("agent_in_session") is False:
-        problem = problem or "it is in no session"
+        problem = problem or "it has no session"
     if problem:
-        detail = f"the agent runs, without an answer: {problem}"
-        return "failed", detail, "stop the agent and run this again: the check then opens a session itself"
+        detail = f"the agent runs, but has no answer: {problem}"
+        return "failed", detail, "stop the agent and run this again: the check then opens its own session"
     return "ok", "the agent runs, and the coordinator answered it", ""
 
 
 def _carrier(config: AgentConfig, now: datetime) -> Result:
     if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
-        return "ok", "artifacts travel over the broker", ""
+        return "ok", "artifacts are sent over the broker", ""
     try:
         check_ready(config.carrier_url, config.tls.files)
     except ssl.SSLError as error:
         detail = f"{config.carrier_url}: TLS failed ({error})"
-        return "failed", detail, "check carrier_url and the certificate; the port must be the carrier's"
+        return "failed", detail, "check carrier_url and the certificate; use the carrier's port"
     except (WireError, OSError, HTTPException) as error:
-        advice = 'ask the operator: `port` under [carrier] in coordinator.toml; `carrier = "mqtt"` does without'
+        advice = 'ask the operator: `port` under [carrier] in coordinator.toml; or set `carrier = "mqtt"`'
         return "failed", f"{config.carrier_url}: {error}", advice
-    return "ok", f"{config.carrier_url} answers, and lets this device in", ""
+    return "ok", f"{config.carrier_url} answers and accepts this device", ""
 
 
 def _store(config: AgentConfig, now: datetime) -> Result:
-    """Every file of the private store passes its check."""
+    """Check that every file of the private store passes its checksum."""
     try:
         store = open_store(config)
         if not store.is_made:
@@ -328,9 +328,9 @@ def _store(config: AgentConfig, now: datetime) -> Result:
         store.take_over()
         problems = (*store.generations.current()[1], *store.damage())
     except EdgeError as error:
-        return "failed", str(error), "the agent does not start with it"
+        return "failed", str(error), "the agent can't start until this is repaired"
     if problems:
-        return ("warning", "; ".join(problems), "the agent goes on with what is whole, and makes anew what it needs")
+        return ("warning", "; ".join(problems), "the agent uses the intact files and restores the others")
     return "ok", "all files pass their checks", ""
 
 
@@ -340,44 +340,44 @@ def _defence(config: AgentConfig, now: datetime) -> Result:
         return "ok", "none: models are trained on the real images", ""
     stem = config.data.defence_stem
     if stem is not None and not stem.is_file():
-        return "failed", f"{label}: defence_stem {stem} is no file", "correct it, or leave it out"
+        return "failed", f"{label}: defence_stem {stem} is not a file", "correct or omit it"
     samples = config.store / DEFENCE_FOLDER / SAMPLES_FILE
     if samples.exists():
         return "ok", f"{label}; how real images change (private, never sent): {samples}", ""
     return (
         "ok",
-        f"{label}; sample pictures will be in {samples} when the first round has begun; --samples FILE.png makes some now",
+        f"{label}; sample pictures will be in {samples} once the first round has started; --samples FILE.png creates some now",
         "",
     )
 
 
 def _policy(config: AgentConfig, now: datetime) -> Result:
     if (spec := spec_of(config)) is None:
-        return "ok", "it waits for a federation's spec", ""
+        return "ok", "not checked: no federation spec yet", ""
     try:
         refused = check_spec(spec, Consent(open_store(config).root).policy_for(config.policy, spec))
     except EdgeError as error:
-        return "failed", str(error), "restore the file from a backup, or delete it: approvals are asked for again"
+        return "failed", str(error), "restore the file from a backup, or delete it and approve again"
     if refused is None:
         return "ok", f"it allows what {spec.federation} asks for", ""
     return (
         "warning",
         f"rounds of {spec.federation} are declined: {refused[1]}",
-        "`fedcg agent approve` shows all of it and asks",
+        "review and approve it with `fedcg agent approve`",
     )
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     path = config.store / "secrets" / "cohort.key"
     if not path.exists():
-        detail = "none: private networks start from the public spec seed, so a coordinator can compute their start"
-        advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the way"
+        detail = "none: private networks start from the public spec seed, so a coordinator can compute initial weights"
+        advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others; after the first round they print the steps"
         return "warning", detail, advice
     try:
         open_store(config).cohort_secret()
     except EdgeError as error:
         return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
-    return "ok", "there", ""
+    return "ok", "present", ""
 
 
 def _sums(config: AgentConfig, now: datetime) -> Result:
@@ -385,17 +385,17 @@ def _sums(config: AgentConfig, now: datetime) -> Result:
     try:
         has_roster, first = store.is_made and bool(store.roster().keys), store.sum_gate.first_round
     except EdgeError as error:
-        return "failed", str(error), "the next step is in that line"
+        return "failed", str(error), "follow the advice in this message"
     if not has_roster and (spec := spec_of(config)) is not None and spec.sealed:
-        text = f"{spec.federation} seals sums, and this device has no roster of the cohort: it declines every round"
-        advice = "add the line of `fedcg cohort card` to the roster, then `fedcg cohort roster FILE` on every device"
+        text = f"{spec.federation} uses sealed sums, and this device has no roster of the cohort, so it declines every round"
+        advice = "add the output of `fedcg cohort card` to the roster, then `fedcg cohort roster FILE` on every device"
         return "warning", text, advice
     if not has_roster:
-        return "ok", "no roster of the cohort: this device is in no sum", ""
+        return "ok", "no roster of the cohort: this device joins no sealed sums", ""
     if first is not None:
-        return "ok", f"this device is in sums from round {first} on", ""
-    advice = "read the highest `last round with a sum` of `fedcg cohort status` on the other devices, then `fedcg cohort resume-sums ROUND`"
-    return "warning", f"this device is in no sum: {store.sum_gate.obstacle(0)}", advice
+        return "ok", f"this device joins sums from round {first} on", ""
+    advice = "find the highest `last round with a sum` in `fedcg cohort status` on the other devices, then `fedcg cohort resume-sums ROUND`"
+    return "warning", f"this device joins no sealed sums: {store.sum_gate.obstacle(0)}", advice
 
 
 def _audit(config: AgentConfig, now: datetime) -> Result:
@@ -403,14 +403,14 @@ def _audit(config: AgentConfig, now: datetime) -> Result:
     if not audit.is_on:
         return "ok", "off: updates are sent without an audit", ""
     if problem := audit.obstacle:
-        return "failed", problem, 'or set before_publish = "off", and updates are sent without an audit'
-    gate = audit.gate or "none: the report is written, and no update is withheld"
+        return "failed", problem, 'or set before_publish = "off" to send updates without an audit'
+    gate = audit.gate or "none: a report is written, no update is withheld"
     return "ok", f"{audit.before_publish}, {', '.join(audit.attacks) or 'all attacks'}; gate {gate}", ""
 
 
 def _privacy(config: AgentConfig, now: datetime) -> Result:
     if not config.privacy.is_on:
-        return "ok", "no mechanism is on: updates are sent as training leaves them", ""
+        return "ok", "no mechanism is on: updates are sent as trained", ""
     if config.privacy_obstacle:
-        return "failed", config.privacy_obstacle, "or take the table [privacy.dp_sgd] out of agent.toml"
+        return "failed", config.privacy_obstacle, "or remove [privacy.dp_sgd] from agent.toml"
     return "ok", config.privacy.label, ""

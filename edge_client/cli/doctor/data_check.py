@@ -1,4 +1,4 @@
-"""The check of a device's images: their folders, their classes, and that they can be opened. Imports torch for a program alone."""
+"""The check of a device's images: folders, classes, and whether images can be opened. Imports torch only to call a program."""
 
 import random
 import time
@@ -17,14 +17,14 @@ from fedcg.learning.program import Program
 from fedcg.learning.spec import ImageForm
 
 DAMAGED_LISTED = 20
-DECODE_S = 10.0  # about 5,000 photographs; more are a sample
-LOOSE = "lie in the folder itself, which names no class,"
-SORTED_IN = "move each image into a folder named as its class, e.g. good/ and crack/"
+DECODE_S = 10.0  # about 5,000 photographs; of more, a sample is checked
+LOOSE = "are directly in this folder instead of a class folder,"
+SORTED_IN = "move each image into a folder named after its class, e.g. good/ and crack/"
 _ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 
 
 def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Result:
-    """The images of this device can be read; a program is called where `calls` says so, and its owner let its code in."""
+    """Check that this device's images can be read. A program is only called if `calls` is set and its owner has allowed its code."""
     root = config.data.root
     expected = (
         f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/how-to/data.md"
@@ -34,33 +34,31 @@ def check_data(config: AgentConfig, now: datetime, *, calls: bool = True) -> Res
             digest, allowed = program.digest(), Consent(config.store).read().programs.values()
             has_changed = bool(allowed) and digest not in allowed
             if has_changed or not calls:
-                told = (
-                    "its owner was not asked yet for the code of now" if has_changed else "called when a round begins"
-                )
-                advice = "start the agent, and type `fedcg agent approve` when it asks" if has_changed else ""
+                told = "its changed code is not approved yet" if has_changed else "called when a round starts"
+                advice = "start the agent, then run `fedcg agent approve` when it asks" if has_changed else ""
                 return "warning" if has_changed else "ok", f"{program.name}, sha256 {digest}: {told}", advice
             return "ok", _called(program, config), ""
         except ProgramError as error:
-            return "failed", str(error), "correct `program` under [training], or install the package that has it"
+            return "failed", str(error), "correct `program` under [training], or install its package"
         except EdgeError as error:
-            return "failed", str(error), "the owner's decisions can't be read: so the program is not called"
+            return "failed", str(error), "the owner's decisions can't be read, so the program is not called"
         except DataError as error:
             return "failed", str(error), f"repair the data, or correct {program.files()[0]}"
         except LearningError as error:
-            return "failed", str(error), f"correct {program.files()[0]}, or have the operator make a plan of it anew"
+            return "failed", str(error), f"correct {program.files()[0]}, or have the operator create a new plan from it"
     if root.is_file() and sources.is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():
-        return "failed", f"{root} is no folder", f"expected {expected}"
+        return "failed", f"{root} is not a folder", f"expected {expected}"
     spec = spec_of(config)
     return _images(root, expected, () if spec is None else spec.classes)
 
 
 def _called(program: Program, config: AgentConfig) -> str:
-    """What this device's program states: it is called as at the beginning of a round, and torch comes with it.
+    """Call this device's program as at the start of a round, and summarise its data. Imports torch.
 
     Raises:
-        LearningError: it can't be called, its data can't be used, or its network is not that of the federation.
+        LearningError: the program can't be called, its data can't be used, or its network is not the federation's.
     """
     client, spec = program.client(config.device, 0), spec_of(config)
     if client.trainer is None:
@@ -74,7 +72,7 @@ def _called(program: Program, config: AgentConfig) -> str:
 
 
 def _by_class(files: list[Path], classes: tuple[str, ...]) -> tuple[str, str, list[str]]:
-    """Images per class folder, the first folder that is no class, and those with one image; classes without an image count as well."""
+    """Image counts per class (0 included), the first folder that is not a class, and the classes with a single image."""
     counts = Counter(path.parent.name for path in files)
     unknown = sorted(set(counts) - set(classes)) if classes else []
     named = ", ".join(f"{name} {counts[name]}" for name in sorted(set(classes) | set(counts)))
@@ -87,10 +85,10 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
     files, loose = sources.find_images(root, classes, unreadable.append)
     if not files and not unreadable:
         if not loose:
-            return "failed", f"{root} holds no images", f"expected {expected}"
+            return "failed", f"{root} contains no images", f"expected {expected}"
         return "failed", f"{root}: all {len(loose)} images {LOOSE[:-1]}", SORTED_IN
     by_class, unknown, single = _by_class(files, classes)
-    random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
+    random.Random(0).shuffle(files)  # so that a time limit samples all classes
     opened, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
         try:
@@ -107,29 +105,29 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
         return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
     if unknown:
-        detail = f"{detail}; the federation has no class {unknown!r}, its classes are {', '.join(classes)}"
+        detail = f"{detail}; the federation has no class {unknown!r}. Its classes are {', '.join(classes)}"
         return (
             "failed",
             detail,
-            "rename the folder to one of them, have the operator list the class in a new federation, or move it away",
+            "rename the folder to one of them, move it away, or have the operator create a federation with this class",
         )
     if damaged:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""
         detail = f"{detail}; {len(damaged)} can't be used: {'; '.join(sorted(damaged)[:DAMAGED_LISTED])}{more}"
         if not opened:
-            return "failed", detail, "correct `root` under [data], or repair the images: there is none to train on"
+            return "failed", detail, "correct `root` under [data], or repair the images: none can be used for training"
         return "warning", detail, LEFT_OUT_ADVICE
     return _distributed(files, loose, single, detail)
 
 
 def _distributed(files: list[Path], loose: list[Path], single: list[str], detail: str) -> Result:
-    """How the images that can be used are distributed over folders and classes."""
+    """Check how usable images are distributed over folders and classes."""
     if loose:
-        return "warning", f"{detail}; {len(loose)} more {LOOSE} and are left out", SORTED_IN
+        return "warning", f"{detail}; {len(loose)} more {LOOSE} and are skipped", SORTED_IN
     if len(names := {path.parent.name for path in files}) == 1:
-        detail = f"{detail}; all of them are of one class, {names.pop()!r}, so nothing here tells classes apart"
-        return "warning", detail, "add images of the other classes, each in a folder named as its class"
+        detail = f"{detail}; all of them are of one class, {names.pop()!r}, so classes can't be learned here"
+        return "warning", detail, "add images of the other classes, each in a folder named after its class"
     if single:
-        detail = f"{detail}; {', '.join(single)} with one image: training, validation or test has none of that class"
-        return "warning", detail, "add images of it: three or more let it be trained on and tested"
+        detail = f"{detail}; {', '.join(single)} with one image: too few for training, validation and test"
+        return "warning", detail, "add images: training and testing a class needs at least three"
     return "ok", detail, ""

@@ -1,4 +1,4 @@
-"""Sample pictures of a device's data defence before its first round: real images beside defended ones. Uses torch."""
+"""Sample pictures of a device's data defence before its first round: real images next to defended ones. Uses torch."""
 
 import os
 import shutil
@@ -29,13 +29,13 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
 from fedcg.learning.spec import FederationSpec, ImageForm
 
-_PER_CLASS = 2  # of a class with one image alone, antigan could learn nothing
+_PER_CLASS = 2  # antigan can't learn from one image per class
 _TIMED_STEPS = 3
 _ASSUMED = ImageForm(mode="RGB", height=96, width=96, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 class _EnoughError(Exception):
-    """A training was stopped after a few steps; `seconds` is how long all of it takes."""
+    """Training was stopped after a few steps. `seconds` is the estimated duration of the whole training."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -43,28 +43,28 @@ class _EnoughError(Exception):
 
 
 class _Stopwatch:
-    """Stops a training once a few steps are timed; the first one has work that the others don't have."""
+    """Stops training once a few steps are timed. The first step is not counted because it has extra work."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self._ends.append(time.perf_counter())
         if len(self._ends) > _TIMED_STEPS:
             raise _EnoughError(steps * (self._ends[-1] - self._ends[0]) / _TIMED_STEPS)
 
 
 def make_samples(config: AgentConfig, path: Path) -> Finding:
-    """Write a PNG of a few of this device's images beside what the defence makes of them, or find how long it trains first.
+    """Write a PNG of a few real images next to their defended versions, or estimate how long the defence trains first.
 
-    Nothing else is written: a store, or anything in it, that was made here would belong to the user that runs this.
+    Nothing else is written: files created in the store would belong to the user that runs this command.
     """
     try:
         with TemporaryDirectory() as scratch:
             return finding_of("samples", _made(config, Path(scratch), path))
     except (EdgeError, LearningError, DivergedError, NotTrainableError, OSError) as error:
-        return finding_of("samples", ("failed", str(error), "correct it, or run this as the user of the agent"))
+        return finding_of("samples", ("failed", str(error), "correct it, or run this as the agent's user"))
 
 
 def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
@@ -76,7 +76,7 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     classes, form = (_classes(section.root), _ASSUMED) if spec is None else (spec.classes, spec.image)
     size = f"images of {form.height}x{form.width} pixels"
     if spec is None:
-        size += ", which is assumed: the agent has no federation's spec yet"
+        size += " (assumed, because the agent has no federation spec yet)"
     label = defence_label(section.defence, section.defence_params)
     defence, params = defence_of(section.defence, section.defence_params)
     try:
@@ -87,13 +87,13 @@ def _made(config: AgentConfig, scratch: Path, path: Path) -> Result:
     except LearningError as error:
         return "failed", f"{error} ({size})", "correct [data] in agent.toml"
     except _EnoughError as stopped:
-        needed = f"the first round trains it, which takes about {_in_words(stopped.seconds)} here"
+        needed = f"the first round trains it, in about {_in_words(stopped.seconds)} on this device"
         return "ok", f"{label}: no picture yet: {needed} ({size})", ""
-    return "ok", f"{label}: real images beside defended ones (private; {size}): {path}", ""
+    return "ok", f"{label}: real images next to defended ones (private; {size}): {path}", ""
 
 
 def _place(config: AgentConfig, store: PrivateStore, scratch: Path) -> DefencePlace:
-    """The device's own, with a copy of what is trained."""
+    """The device's defence settings, with a copy of its trained state."""
     plan = plan_here(config, detect())
     torch.set_num_threads(plan.threads)
     secret = None if (store.root / "secrets" / "device.key").exists() else os.urandom(SECRET_BYTES)
@@ -113,9 +113,9 @@ def _newest_spec(store: PrivateStore) -> FederationSpec | None:
 
 
 def _classes(root: Path) -> tuple[str, ...]:
-    """The class folders of a device that has no spec yet."""
+    """The class folders, for a device without a spec."""
     if not root.is_dir():
-        raise DataError(f"{root}: its classes are named by the federation's spec: start the agent first")
+        raise DataError(f"{root}: the classes of this data are in the federation's spec: start the agent first")
     return tuple(sorted({path.parent.name for path in find_images(root)[0]}))
 
 

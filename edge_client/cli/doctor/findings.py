@@ -1,4 +1,4 @@
-"""What a check of `fedcg doctor` finds, and what several checks ask of the device. Never imports torch."""
+"""The findings of `fedcg doctor`, and helpers that several checks share. Never imports torch."""
 
 import contextlib
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         state: "ok", "warning" (works, but look at it) or "failed".
-        advice: what to do, where there is something to do.
+        advice: what to do; empty if nothing.
     """
 
     check: str
@@ -31,19 +31,19 @@ class Finding:
 
 
 def finding_of(check: str, result: Result) -> Finding:
-    """What a check found, in one line: a name in it can't steer the terminal."""
+    """A check's result as a finding. Texts are escaped, so that names in them can't control the terminal."""
     return Finding(check, *(log_text(in_words(text), len(text)) for text in result))
 
 
 def existing_place(place: Path) -> Path:
-    """The nearest folder that exists."""
+    """The path itself, or its nearest existing parent folder."""
     while not place.exists():
         place = place.parent
     return place
 
 
 def spec_of(config: AgentConfig) -> FederationSpec | None:
-    """The federation's spec, where this device has one."""
+    """The federation's spec, or None if this device has none."""
     with contextlib.suppress(EdgeError, OSError):
         return known_spec(open_store(config))
     return None

@@ -1,4 +1,4 @@
-"""Whether this box can train and predict: checks of `fedcg doctor`, and the readings of `fedcg doctor --hardware`. Never imports torch."""
+"""Whether this device can train and predict: checks of `fedcg doctor`, and readings of `fedcg doctor --hardware`. Never imports torch."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +24,19 @@ from fedcg.sentences import texts
 from fedcg.wire.messages.schemas import DeclineReason
 
 RATE_S = 1.0
-"""Between two readings of the counters, where there are any."""
+"""Time between two readings of the counters, if there are any."""
 
 
 def examine_hardware(
     settings: EligibilitySettings, store: Path, root: Path = LIVE_ROOT, wait: Callable[[float], None] = time.sleep
 ) -> tuple[Finding, ...]:
-    """The box and its readings, each with a verdict: "ok", "warning" (works, but look at it), or "failed" (can't train).
+    """The hardware and its readings, each with a verdict: "ok", "warning" (works, but needs attention) or "failed" (can't train).
 
     Args:
-        settings: of the box's owner.
-        store: where the private store is or will be.
+        settings: of the device's owner.
+        store: path of the private store, which may not exist yet.
         root: the file system to read, "/" or a recorded tree.
-        wait: waits some seconds.
+        wait: sleeps for some seconds.
     """
     store = existing_place(store)
     profile, sensors = detect(root), Sensors(store, root)
@@ -57,8 +57,8 @@ def examine_hardware(
         return Finding(check, "warning" if warning else "ok", detail, warning)
 
     memory = f"{gib(read.free_memory_bytes)} of {gib(profile.memory_bytes)} available"
-    slowed = "training goes on, at lower clocks" if read.causes.software else ""
-    application = "busy" if DeclineReason.RESERVED in found else "does not keep training away"
+    slowed = "training continues, at lower clocks" if read.causes.software else ""
+    application = "busy" if DeclineReason.RESERVED in found else "does not block training"
     modes = _no_effect("power_modes", settings, read)
     return (
         *_box(profile, root),
@@ -80,7 +80,9 @@ def examine_hardware(
 
 def _serving(requests_per_s: float | None, settings: EligibilitySettings, judged: Callable[..., Finding]) -> Finding:
     if requests_per_s is None:
-        remedy = f"{settings.inference_url}/metrics does not answer as `fedcg infer serve` does: it does not count against training"
+        remedy = (
+            f"{settings.inference_url}/metrics does not answer like `fedcg infer serve`, so it does not block training"
+        )
         return Finding("inference server", "warning", UNAVAILABLE, remedy)
     return judged("inference server", f"{requests_per_s:.1f} requests/s", DeclineReason.SERVING)
 
@@ -102,7 +104,7 @@ def _box(profile: DeviceProfile, root: Path) -> Iterator[Finding]:
         plan = plan_training(profile, gpu_problem=torch_obstacle() if root == LIVE_ROOT else "")
     except NotTrainableError:
         detail = f"can't train because {profile.trainable.reason}"
-        yield Finding("training", "failed", detail, "this device can run a model, but not take part")
+        yield Finding("training", "failed", detail, "this device can run a model, but can't train")
     else:
         size = f"{plan.threads} threads, {plan.batch_scale:.0%} of the batch"
         yield Finding("training", "ok", f"{plan.device}, {size}: {plan.reason}")
@@ -151,17 +153,17 @@ def _links(read: Telemetry) -> str:
 
 
 def _no_effect(name: str, settings: EligibilitySettings, read: Telemetry) -> str:
-    """The warning that a setting has no effect, because this box does not report what it is about."""
+    """The warning for a setting that has no effect, because this device does not report the needed reading."""
     missing = {
         "power_modes": bool(settings.power_modes) and read.power_mode is None,
         "on_mains": settings.on_mains and read.supply.on_mains is None,
         "unmetered": settings.unmetered and not any(link.is_default for link in read.links),
     }
-    return f"{name} under [eligibility] has no effect: this box does not report it" if missing[name] else ""
+    return f"{name} under [eligibility] has no effect: this device does not report it" if missing[name] else ""
 
 
 def check_training(config: AgentConfig, now: datetime) -> Result:
-    """Torch, the plan for this hardware, weights and backbone, and whether the box may train now."""
+    """Check torch, the plan for this hardware, weights and backbone, and whether the device may train now."""
     missing = [name for name in ("torch", "onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
         extra = "infer" if missing == ["onnxruntime"] else "edge,infer"
@@ -176,11 +178,11 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
             box, device=wanted.device, threads=wanted.threads, gpu_problem=problem, precision=wanted.precision
         )
     except NotTrainableError as error:
-        return "failed", str(error), "correct it; as it is this device can run a model, but not take part"
+        return "failed", str(error), "correct it; until then this device can run a model, but can't train"
     if (trouble := _networks(config)) is not None:
         return trouble
     if plan.device == "cpu" and plan.reason == problem:
-        return "warning", f"on the CPU, although there is a GPU ({describe_gpu(box.gpu)})", problem
+        return "warning", f"on the CPU, although the device has a GPU ({describe_gpu(box.gpu)})", problem
     settings, place = config.eligibility, existing_place(config.store)
     reason = next(iter(obstacles(read_telemetry(place), settings, datetime.now().astimezone())), None)
     if reason is not None:
@@ -189,24 +191,20 @@ def check_training(config: AgentConfig, now: datetime) -> Result:
 
 
 def check_predictions(config: AgentConfig, now: datetime) -> Result:
-    """Whether the installed ONNX Runtime uses the GPU that is here."""
+    """Check whether the installed ONNX Runtime uses this device's GPU."""
     providers = runtime_providers()
     if providers is None:
-        return (
-            "warning",
-            "onnxruntime is not installed",
-            "pip install 'fedcg-edge[infer]', with a GPU infer-gpu instead",
-        )
+        return ("warning", "onnxruntime is not installed", "pip install 'fedcg-edge[infer]', or infer-gpu with a GPU")
     obstacle = runtime_obstacle(detect())
     return "warning" if obstacle else "ok", f"onnxruntime has {', '.join(providers)}", obstacle
 
 
 def _networks(config: AgentConfig) -> Result | None:
-    """Why the networks of `[training]` can't be had; None where nothing is against them."""
+    """Why the networks of `[training]` can't be used; None if they can."""
     wanted, weights = config.training.backbone, config.training.weights
     if weights is not None and not files_of_weights(weights):
         detail = f"[training] weights = {weights}: no file, and no folder with a .safetensors or .pth file"
-        return "failed", detail, "correct the path, bring the file, or leave the setting out"
+        return "failed", detail, "correct the path, copy the file there, or omit the setting"
     spec = spec_of(config)
     try:
         if wanted != AUTO:

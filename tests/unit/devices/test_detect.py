@@ -188,7 +188,7 @@ def test_a_gpu_beside_an_onnxruntime_for_the_cpu_is_told_with_the_build_to_insta
 ) -> None:
     found = runtime_obstacle(detect(TREES / tree))  # with the onnxruntime that is installed here, which has no CUDA
     assert (found == "") if told is None else (told in found)
-    assert told is None or "a GPU is here" in found
+    assert told is None or "this device has a GPU" in found
     monkeypatch.setattr(
         onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )

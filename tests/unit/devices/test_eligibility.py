@@ -92,7 +92,7 @@ def test_quiet_hours_may_pass_midnight(span: str, hour: int, is_quiet: bool) -> 
 
 @pytest.mark.parametrize("span", ["22:00", "22-06", "24:00-06:00", "22:00-06:60", "22:00-22:00", "at night"])
 def test_hours_of_another_form_are_refused_with_an_example(span: str) -> None:
-    with pytest.raises(ValidationError, match='write "22:00-06:00"'):
+    with pytest.raises(ValidationError, match='use "22:00-06:00"'):
         EligibilitySettings(quiet_hours=(span,))
 
 

@@ -93,7 +93,7 @@ def test_a_torch_without_cuda_leaves_the_cpu_and_says_so_unless_the_operator_ask
     plan = plan_training(box(gpu=card()), gpu_problem="this torch has no CUDA")
     assert (plan.device, plan.reason) == ("cpu", "this torch has no CUDA")
     with pytest.raises(
-        NotTrainableError, match=r'device = "cuda" under \[training\] can.t be had: this torch has no CUDA'
+        NotTrainableError, match=r'device = "cuda" under \[training\] can.t be used: this torch has no CUDA'
     ):
         plan_training(box(gpu=card()), device="cuda", gpu_problem="this torch has no CUDA")
 

@@ -112,9 +112,9 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
     [
         (GOOD.replace("port =", "prot ="), "broker.prot", "did you mean `port`?"),
         (PLAIN, "(file)", "[tls]"),
-        (PLAIN.replace("port = 8884", "insecure = true"), "broker", "another one"),
+        (PLAIN.replace("port = 8884", "insecure = true"), "broker", "not for 'broker.example'"),
         # else weights might go in the clear
-        (INSECURE.replace("broker.example", "127.0.0.1"), "(file)", "leave one out"),
+        (INSECURE.replace("broker.example", "127.0.0.1"), "(file)", "remove one of them"),
         (GOOD + '[eligibility]\npower_modes = "15W"\n', "eligibility.power_modes", 'a list: power_modes = ["15W"]'),
         (GOOD + "[eligibility]\nquiet_hours = 22\n", "eligibility.quiet_hours", 'a list: quiet_hours = ["…"]'),
         (GOOD + '[eligibility]\nquiet_hours = ["at night"]\n', "eligibility.quiet_hours", "22:00-06:00"),
@@ -191,7 +191,7 @@ def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Pa
     found = problems(tmp_path, text)
     assert found["audit.before_publish"].startswith(f"line {first + 1}: must be 'off' or 'quick'")
     assert found["audit.gate"].startswith(f"line {first + 2}: gate 'faces<0.1': no figure 'faces'; there are label_l1")
-    assert found["audit.attacks"].startswith(f"line {first + 3}: no attack 'magic'; there are labels")
+    assert found["audit.attacks"].startswith(f"line {first + 3}: unknown attack 'magic'; available: labels")
     assert found["privacy.prune"].startswith(f"line {first + 5}")
     assert found["privacy.noise"].startswith(f"line {first + 6}: there is no such setting")
     assert found["privacy.dp_sgd.noise_multiplier"].startswith(f"line {first + 7}: is missing")

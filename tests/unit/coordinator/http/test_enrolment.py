@@ -268,7 +268,7 @@ def test_a_port_that_is_taken_is_reported_with_the_setting(home: Home) -> None:
 def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, tmp_path: Path) -> None:
     enrol(desk.token("a"), tmp_path / "box")
     before = {path: path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file()}
-    with pytest.raises(EnrolError, match="holds a device already"):
+    with pytest.raises(EnrolError, match="already contains a device"):
         enrol(desk.token("b"), tmp_path / "box")
     assert {path: path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file()} == before
     (tmp_path / "full").mkdir()
@@ -281,7 +281,7 @@ def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, 
 def test_a_coordinator_that_is_not_there_and_a_url_that_is_none_are_reported(home: Home, tmp_path: Path) -> None:
     with running_desk(home) as desk:
         token = desk.token("a")
-    with pytest.raises(EnrolError, match="nobody listens there"):
+    with pytest.raises(EnrolError, match="connection refused: is the coordinator running"):
         enrol(token, tmp_path / "box")
     for url in ("http://127.0.0.1:1", "127.0.0.1:1", "https://127.0.0.1:1/path", "https://127.0.0.1:high"):
         with pytest.raises(EnrolError, match="--url"):
@@ -321,7 +321,7 @@ def test_the_brokers_key_can_not_play_the_enrolment_listener(desk: Desk, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"coordinator_key": "5" * 64}, "another message key than the token"),
+        ({"coordinator_key": "5" * 64}, "a different message key than the token"),
         ({"broker_host": "evil.example"}, "not signed by the coordinator for this request"),
         ({"carrier_url": "https://evil.example:8445"}, "not signed by the coordinator for this request"),
         ({"federation": "other"}, "not signed by the coordinator for this request"),
@@ -368,8 +368,8 @@ def test_a_token_of_before_a_rotation_pins_no_key_of_after_it(desk: Desk, tmp_pa
     ("own", "shown", "why"),
     [
         ("other", "other", "another authority"),
-        ("other", "true", "not what the authority vouches for"),
-        ("a device of the true", "true", "not what the authority vouches for"),
+        ("other", "true", "the certificate of .* is not valid"),
+        ("a device of the true", "true", "the certificate of .* is not valid"),
     ],
 )
 def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(

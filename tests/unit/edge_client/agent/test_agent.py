@@ -175,7 +175,7 @@ def test_a_device_leaves_its_session_and_names_its_epoch_when_an_older_copy_of_t
     coordinator.work_until(lambda: bool(world.events("link_problem")), "a person is told")
     seen = read_status(world.config)
     assert not seen["agent_in_session"]
-    assert "is at epoch 5, behind epoch 7 that this device knows" in str(seen["link_problem"])
+    assert "is at epoch 5, behind epoch 7 that this device has seen" in str(seen["link_problem"])
     come_online(8)
     coordinator.work_until(lambda: len(world.events("welcomed")) == 3, "the later one is followed")
     assert read_status(world.config)["link_problem"] is None
@@ -334,7 +334,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.start_agent()
     for _ in range(reports.UNANSWERED_HELLOS + 2):
         world.coordinator.wait(schemas.Hello)
-    assert log.text.count("the coordinator does not answer: it does not run, this federation is not started") == 1
+    assert log.text.count("the coordinator does not answer: it is not running, this federation is not started") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])
     world.coordinator.answers_hello = True
     world.coordinator.work_until(lambda: status(world)["link_problem"] is None, "the answer ends the problem")

@@ -76,7 +76,7 @@ def test_a_pause_outlives_the_agent_and_ends_by_itself(make_world: MakeWorld) ->
     world.coordinator.wait(Hello)
     assert status(world)["obstacle"] is None
     assert PauseFile(world.config.store).read() is None
-    assert world.events("agent_resumed")[-1]["reason"] == "the time of the pause has passed"
+    assert world.events("agent_resumed")[-1]["reason"] == "the pause is over"
     world.open_round()
     world.coordinator.wait(Accept)
 
@@ -99,7 +99,7 @@ def test_an_update_that_waits_is_withheld_when_its_approval_is_revoked(make_worl
     world.coordinator.wait(Manifest)
     owner.ask_agent(world.config.store, owner.RevokeRequest(spec=world.spec.digest))
     assert world.store.deliveries()[-1].outcome == "withheld"
-    assert status(world)["now"] == "waits for a round"
+    assert status(world)["now"] == "waiting for a round"
     world.open_round(1, attempt=3)
     assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
     with pytest.raises(OwnerRequestError, match="not approved"):
@@ -161,7 +161,7 @@ def test_an_agent_whose_folder_for_requests_cannot_be_made_reports_that_and_trai
     world.connect()
     world.open_round()
     world.coordinator.wait(Manifest)
-    assert "the owner's commands don't reach this agent" in str(world.events("agent_error")[0]["detail"])
+    assert "the owner's commands can't reach this agent" in str(world.events("agent_error")[0]["detail"])
 
 
 def test_what_leaves_is_recorded_before_its_first_byte_and_gets_its_receipt(make_world: MakeWorld) -> None:

@@ -103,13 +103,13 @@ def test_signs_of_life_come_three_times_within_the_limit_and_the_status_when_it_
     )
     service.ready()
     assert received(manager) == "READY=1"
-    service.alive("waits for a round")
-    assert received(manager) == "STATUS=waits for a round\nWATCHDOG=1"
+    service.alive("waiting for a round")
+    assert received(manager) == "STATUS=waiting for a round\nWATCHDOG=1"
     now = 9.9
-    service.alive("waits for a round")
+    service.alive("waiting for a round")
     assert not select.select([manager], [], [], 0)[0]  # nothing more
     now = 10.0
-    service.alive("waits for a round")
+    service.alive("waiting for a round")
     assert received(manager) == "WATCHDOG=1"
     service.alive("line\nbreak")
     assert received(manager) == "STATUS=line break"
@@ -134,7 +134,7 @@ def test_an_agent_reports_from_its_start_to_its_end(
     world = connected(make_world)
     assert received(manager) == "READY=1"
     seen = [received(manager) for _ in range(3)]
-    assert "STATUS=waits for a round" in seen[0]
+    assert "STATUS=waiting for a round" in seen[0]
     assert all("WATCHDOG=1" in one for one in seen)
     world.agent.stop()
     while (last := received(manager)) != "STOPPING=1":

@@ -79,7 +79,7 @@ def test_a_round_that_takes_longer_here_than_what_is_left_is_declined_by_the_coo
     watch.noted({"event": "committed", "seconds": 100.0})  # 70 without the pause
     assert watch.decline(invited, offer(1_000_111.0), now=90.0) is None  # 1,000,040 there: 71 s are left
     found = watch.decline(invited, offer(1_000_109.0), now=90.0)
-    assert found == (schemas.DeclineReason.NO_TIME, "the last round took 70 s here, 69 s are left")
+    assert found == (schemas.DeclineReason.NO_TIME, "the last round took 70 s here, but only 69 s are left")
     assert (
         watch.decline(Invited(schemas.RoundAttempt(2, 2)), offer(1_000_109.0), now=90.0) is None
     )  # of another attempt

@@ -116,11 +116,11 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordi
 def test_the_doctor_says_whether_the_store_lies_on_an_encrypted_disk(device: Path, tmp_path: Path) -> None:
     number = tmp_path.stat().st_dev
     disk = tmp_path / "sys/dev/block" / f"{os.major(number)}:{os.minor(number)}"  # where Linux describes it
-    unknown = f"unknown: Linux names no disk for {tmp_path} (btrfs, a container, a network?)"
+    unknown = f"unknown: Linux reports no disk for {tmp_path} (btrfs, a container, a network?)"
     assert checks.check_encryption(tmp_path, tmp_path)[:2] == ("ok", unknown)
     disk.mkdir(parents=True)
     state, detail, advice = checks.check_encryption(tmp_path, tmp_path)
-    assert (state, f"no: {tmp_path} lies on a disk that is not encrypted" in detail) == ("warning", True)
+    assert (state, f"no: {tmp_path} is on an unencrypted disk" in detail) == ("warning", True)
     assert "LUKS with the TPM" in advice
     assert "docs/how-to/encrypt-disk.md" in advice
     (disk / "dm").mkdir()
@@ -254,7 +254,7 @@ def test_since_takes_a_span_or_a_time_and_json_gives_the_events(config: Path) ->
 
 def test_a_log_that_is_not_there_yet_and_a_time_that_is_none_are_bad_input(config: Path) -> None:
     words = ("agent", "logs", "--config", config)
-    assert "is not there yet" in fails(NOT_FOUND, *words)
+    assert "events.jsonl not found" in fails(NOT_FOUND, *words)
     log(config, 1.0).write("welcomed", epoch=1)
     assert "give 10m, 2h, 3d" in fails(BAD_INPUT, *words, "--since", "soon")
 

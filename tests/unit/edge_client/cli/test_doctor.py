@@ -60,13 +60,13 @@ def test_a_device_that_gets_no_answer_learns_the_likely_causes(service_world: Wo
     causes = "federation is not started .*federation start.*coordinator run.*missing in the broker's access list .*device show"
     with pytest.raises(NoAnswerError, match=causes):
         talk(service_world, tmp_path, own, 0.5)
-    with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
+    with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled again"):
         talk(service_world, tmp_path, SigningKey.generate(), 1.0)
     config = box_config(tmp_path / "ahead")
     PrivateStore.open(config.store, config.federation, "a").save_seen((10**15, 1, 1))
     with RunningService(service_world), pytest.raises(NoAnswerError, match=f"behind epoch {10**15} that this device"):
         talk(service_world, tmp_path / "ahead", own, 1.0)
-    with pytest.raises(NoAnswerError, match="the coordinator does not run"):
+    with pytest.raises(NoAnswerError, match="the coordinator is not running"):
         talk(service_world, tmp_path, own, 0.5)
 
 
@@ -89,9 +89,9 @@ CRACKS, GOOD = (tuple(f"{name}/{number}.png" for number in range(3)) for name in
     ("damaged", "gone", "state", "detail", "advice"),
     [
         ((), (), "ok", "6 images in {root} (crack 3, good 3), 6 of them opened", ""),
-        (GOOD[1:2], (), "warning", "1 can't be used: {root}/good/1.png", "repair or remove them; training leaves them"),
+        (GOOD[1:2], (), "warning", "1 can't be used: {root}/good/1.png", "repair or remove them; training skips them"),
         (CRACKS + GOOD, (), "failed", ", 0 of them opened; 6 can't be used: ", "`root` under [data]"),
-        ((), CRACKS[1:], "warning", "crack with one image: training, validation or test has none", ""),
+        ((), CRACKS[1:], "warning", "crack with one image: too few for training, validation and test", ""),
         ((), CRACKS, "warning", "all of them are of one class, 'good'", "add images of the other classes"),
     ],
 )
@@ -130,14 +130,14 @@ def doctor(config: Path) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("line", "detail", "next_step"),
     [
-        ('store = "/etc/passwd"', "store: /etc/passwd is no folder", "correct `store`"),
-        ('store = "/etc/passwd/box"', "store: /etc/passwd is no folder", "correct `store`"),
-        ('metrics_folder = "/etc/passwd"', "metrics_folder: /etc/passwd is no folder", "correct `metrics_folder`"),
-        ('metrics_folder = "absent"', "absent is no folder", "make the folder"),
+        ('store = "/etc/passwd"', "store: /etc/passwd is not a folder", "correct `store`"),
+        ('store = "/etc/passwd/box"', "store: /etc/passwd is not a folder", "correct `store`"),
+        ('metrics_folder = "/etc/passwd"', "metrics_folder: /etc/passwd is not a folder", "correct `metrics_folder`"),
+        ('metrics_folder = "absent"', "absent is not a folder", "or create it"),
         ('metrics_folder = "/sys/kernel"', "metrics_folder: the user with id 65534 can't write to", "chown"),
         ('store = "/sys/box"', "store: the user with id 65534 can't write to /sys", "correct `store`"),
-        ('[eligibility]\nlock_file = "/tmp"', "lock_file: /tmp is no file", "correct `lock_file` under [eligibility]"),
-        ('[eligibility]\nlock_file = "shut"', "shut is no file that the user with id 65534 can read", "[eligibility]"),
+        ('[eligibility]\nlock_file = "/tmp"', "lock_file: /tmp is not a file", "`lock_file` under [eligibility]"),
+        ('[eligibility]\nlock_file = "shut"', "shut is not a file that the user with id 65534", "[eligibility]"),
     ],
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not write")
@@ -168,13 +168,13 @@ def test_images_in_the_folder_itself_are_named_as_such_not_as_a_class_of_its_nam
     found = data_finding(config)
     assert found.state == "warning"
     assert "(crack 3, good 2)" in found.detail
-    assert "1 more lie in the folder itself, which names no class" in found.detail
+    assert "1 more are directly in this folder instead of a class folder" in found.detail
     for name in ("good", "crack"):
         shutil.rmtree(folders / name)
     found = data_finding(config)
-    assert (found.state, "all 1 images lie in the folder itself" in found.detail) == ("failed", True)
+    assert (found.state, "all 1 images are directly in this folder" in found.detail) == ("failed", True)
     assert config.data.root.name not in found.detail.replace(str(config.data.root), "")
-    assert found.advice.startswith("move each image into a folder named as its class")
+    assert found.advice.startswith("move each image into a folder named after its class")
 
 
 @pytest.mark.parametrize("what", ["crack", "crack/1.png"])
@@ -263,15 +263,15 @@ def test_a_running_agent_is_undisturbed_and_what_it_knows_is_told(
         return next(finding for finding in found if finding.check == "coordinator")
 
     events.write("agent_started")
-    assert coordinator().detail == "the agent runs, without an answer: it is not connected"
+    assert coordinator().detail == "the agent runs, but has no answer: it is not connected"
     events.write("link", up=True)
     events.write("welcomed", epoch=1)
     assert coordinator() == Finding("coordinator", "ok", "the agent runs, and the coordinator answered it")
     with monkeypatch.context() as answer:
         answer.setattr("edge_client.cli.status.ask_agent", lambda *_: {"in_session": False})
-        assert coordinator().detail == "the agent runs, without an answer: it is in no session"
+        assert coordinator().detail == "the agent runs, but has no answer: it has no session"
     events.write("link_problem", detail="not authorized")
-    assert coordinator().detail == "the agent runs, without an answer: not authorized"
+    assert coordinator().detail == "the agent runs, but has no answer: not authorized"
     events.write("agent_started")
     assert coordinator().state == "failed"
 
@@ -285,7 +285,7 @@ def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_t
     def policy() -> Finding:
         return examine(config, datetime.now(timezone.utc), ("policy",))[0]
 
-    assert policy().detail == "it waits for a federation's spec"
+    assert policy().detail == "not checked: no federation spec yet"
     spec = tiny_spec()
     store.save_spec(spec.canonical())
     assert policy() == Finding("policy", "ok", f"it allows what {FEDERATION} asks for")

@@ -55,11 +55,11 @@ def test_an_orin_shows_every_reading_and_nothing_keeps_it_from_training(tmp_path
         ("raspberrypi-4", {}, "throttling", "failed", "can't train because under-voltage"),
         ("x86-laptop", {"on_mains": True}, "supply", "failed", "can't train because no mains power"),
         ("x86-laptop", {"unmetered": True}, "links", "failed", "wwan0"),
-        ("x86-laptop", {"min_free_memory_mb": 10_000}, "memory", "failed", "10000 are needed"),
+        ("x86-laptop", {"min_free_memory_mb": 10_000}, "memory", "failed", "needs 10000 MB"),
         ("raspberrypi-5", {"power_modes": ["15W"]}, "power mode", "warning", "unavailable"),
         ("raspberrypi-5", {"quiet_hours": ["00:00-12:00", "12:00-00:00"]}, "quiet hours", "failed", "can't train"),
         ("raspberrypi-5", {"stop_file": "/proc/self/stat"}, "application", "failed", "/proc/self/stat exists"),
-        ("raspberrypi-5", {"min_free_disk_mb": 1 << 24}, "disk", "failed", "of disk are free"),
+        ("raspberrypi-5", {"min_free_disk_mb": 1 << 24}, "disk", "failed", "of disk free"),
     ],
 )
 def test_each_line_has_its_verdict_and_what_to_do(
@@ -112,7 +112,7 @@ def test_before_the_agent_was_ever_started_pictures_are_made_and_nothing_else(tm
     config, picture = write_config(tmp_path / "box", tmp_path / "images", defence), tmp_path / "seen.png"
     found = shown(config, picture)
     assert found["state"] == "ok"
-    assert "which is assumed: the agent has no federation's spec yet" in found["detail"]
+    assert "(assumed, because the agent has no federation spec yet)" in found["detail"]
     assert found["detail"].endswith(str(picture))
     pixels = np.array(Image.open(picture))
     assert pixels.shape == (96 * len(CLASSES), 2 * 96, 3)
@@ -131,7 +131,7 @@ def test_antigan_before_its_training_is_told_with_its_time_and_afterwards_shown(
     found = shown(config, picture)
     assert found["state"] == "ok"
     assert re.search(
-        r"the first round trains it, which takes about \d+ s here \(images of 32x32 pixels\)", found["detail"]
+        r"the first round trains it, in about \d+ s on this device \(images of 32x32 pixels\)", found["detail"]
     )
     assert not picture.exists()
     site.train()
@@ -147,7 +147,7 @@ def test_without_a_defence_or_with_one_that_the_images_do_not_allow_no_picture_i
     found = shown(write_config(tmp_path / "odd", tmp_path / "images", "etc", block=5), picture)
     assert found["state"] == "failed"
     assert "block = 5 does not divide images of 96x96 pixels" in found["detail"]
-    assert "is assumed: the agent has no federation's spec yet" in found["detail"]
+    assert "(assumed, because the agent has no federation spec yet)" in found["detail"]
     alone = write_config(tmp_path / "alone", tmp_path / "images", "etc", key="cohort")
     assert "key = cohort needs the cohort secret" in shown(alone, picture)["detail"]
     assert not picture.exists()

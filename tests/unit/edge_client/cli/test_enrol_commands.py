@@ -41,7 +41,7 @@ def joined(first: Path) -> AgentConfig:
     root = first.parent.parent
     named = ("--config", first, "--federation", "second", "--data", root / "images")
     done = succeeds("agent", "join", *named, "--out", root / "second")
-    assert "with a place for this device, fedcg doctor asks it." in done
+    assert "fedcg doctor checks whether the coordinator has second" in done
     return load_config(root / "second" / "agent.toml", {})
 
 
@@ -72,11 +72,11 @@ def test_a_key_of_the_coordinator_that_was_replaced_is_not_trusted_again_in_the_
 @pytest.mark.parametrize(
     ("change", "ends", "why"),
     [
-        ({"federation": "Second!"}, BAD_INPUT, "small letters, digits and dashes"),
-        ({"federation": FEDERATION}, BAD_INPUT, "is in it already"),
+        ({"federation": "Second!"}, BAD_INPUT, "lowercase letters, digits and dashes"),
+        ({"federation": FEDERATION}, BAD_INPUT, "is already in it"),
         ({"out": "box"}, EXISTS, "is not empty"),
-        ({"data": "nowhere"}, NOT_FOUND, "there is no such file or folder"),
-        ({"program": "client:client"}, BAD_INPUT, "and leave --data out"),
+        ({"data": "nowhere"}, NOT_FOUND, "no such file or folder"),
+        ({"program": "client:client"}, BAD_INPUT, "and omit --data"),
     ],
 )
 def test_a_second_federation_that_can_not_be_is_refused_and_nothing_is_written(
@@ -137,10 +137,10 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
 def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("a").text
     refused = fails(NOT_FOUND, "enrol", "--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
-    assert "imgaes: there is no such file or folder. The token was not used" in refused
+    assert "imgaes: no such file or folder. The token was not used" in refused
     for words in (("enrol",), ("agent", "join")):
         told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run_fedcg(*words, "--help").stdout).split())
-        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?is not there", told), told
+        assert re.search(rf"Exit codes: .*; {NOT_FOUND} --data (or agent.toml )?not found", told), told
     assert not (tmp_path / "box").exists()
     (tmp_path / "images").mkdir()
     assert run_enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0
@@ -194,7 +194,7 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: 
         (("--url", "http://127.0.0.1"), "--url http://127.0.0.1: write https://HOST:PORT"),
     ):
         assert named in refusal(2, tmp_path / "fourth", bound, *wrong)
-    assert "holds other things" in refusal(6, tmp_path, bound)
+    assert "contains other files" in refusal(6, tmp_path, bound)
 
 
 def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:

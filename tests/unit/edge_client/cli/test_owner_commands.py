@@ -56,7 +56,7 @@ def device(tmp_path: Path) -> Path:
 @pytest.fixture
 def asked(device: Path) -> Iterator[list[OwnerRequest]]:
     """What reaches an agent of the device, which agrees to everything."""
-    data = {"until": 1e9, "reason": "", "was_paused": True, "now": "waits for a round"}
+    data = {"until": 1e9, "reason": "", "was_paused": True, "now": "waiting for a round"}
     with answering_agent(device.parent / "store", success(data)) as taken:
         yield taken
 
@@ -69,7 +69,7 @@ def test_pause_and_resume_reach_the_running_agent(device: Path, asked: list[Owne
     paused = run(device, "pause", "--for", "2h", "--reason", "maintenance", "--now")
     assert paused.stdout.startswith(f"{DEVICE} is paused until 2001-09-09 01:46:40 UTC.\nNext: ")
     assert asked[0].model_dump() == {"v": 1, "command": "pause", "for_s": 7200.0, "reason": "maintenance", "now": True}
-    assert run(device, "resume").stdout == f"{DEVICE} takes part again.\n"
+    assert run(device, "resume").stdout == f"{DEVICE} is no longer paused.\n"
     assert data_of(run(device, "pause", "--json").stdout)["paused"] is True
     assert data_of(run(device, "resume", "--json").stdout)["paused"] is False
 
@@ -101,7 +101,7 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     assert lines[0] == f"Federation {FEDERATION}, method {STATISTICS.method}, spec {STATISTICS.digest[:12]}."
     assert "policy.allow_upload of this device does not list: statistics" in lines[1]
     assert lines[1].endswith("; the spec asks for epochs = 500; policy.max_epochs of this device is 200")
-    assert lines[2] == f"After each round this would leave {DEVICE}, up to 1.3 MB:"
+    assert lines[2] == f"Leaves {DEVICE} after each round, up to 1.3 MB:"
     assert "classifier 4.8 kB the network from features to classes; it never sees an image" in lines
     assert any(
         line.startswith("statistics 1.2 MB numbers computed from the images") and "(not in [policy])" in line
@@ -109,7 +109,7 @@ def test_approve_shows_in_plain_words_what_would_leave_and_asks(device: Path) ->
     )
     assert "label_counts the number of training images of each class (not in [policy])" in lines
     assert "examples the number of training images" in lines
-    assert "What a round asks of it: epochs 500 (not in [policy]), batch size 16." in lines
+    assert "Work per round: epochs 500 (not in [policy]), batch size 16." in lines
     assert not Consent(device.parent / "store").read().approved
     assert run(device, "approve", typed="y\n").exit_code == 0
     assert list(Consent(device.parent / "store").read().approved) == [STATISTICS.digest]
@@ -139,7 +139,7 @@ def test_a_question_without_a_terminal_ends_with_an_envelope_that_names_the_opti
     assert "Traceback" not in asked.stderr
     assert not Consent(device.parent / "store").read().approved
     if words == ("agent", "approve"):
-        assert "After each round this would leave" in asked.stderr, "nobody approves what was not shown"
+        assert "Leaves site-1 after each round" in asked.stderr, "nobody approves what was not shown"
 
 
 def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Path) -> None:
@@ -152,11 +152,11 @@ def test_approvals_are_listed_named_by_their_first_digits_and_revoked(device: Pa
         assert run(device, "approve", name, "--yes").exit_code == NOT_FOUND
     assert run(device, "approve", short, "--yes").exit_code == 0
     assert f"{short}  approved" in run(device, "approve", "--list").stdout
-    assert "no spec waits for approval" in fails(NOT_FOUND, "agent", "approve", "--yes", "--config", device)
+    assert "no spec is waiting for approval" in fails(NOT_FOUND, "agent", "approve", "--yes", "--config", device)
     revoked = data_of(run(device, "approve", "--revoke", short, "--json").stdout)
     assert revoked == {"device": DEVICE, "spec": STATISTICS.digest, "approved": False}
     assert data_of(run(device, "approve", "--list", "--json").stdout) == {"waiting": {}, "approved": {}}
-    assert "No spec waits" in run(device, "approve", "--list").stdout
+    assert "No spec is waiting" in run(device, "approve", "--list").stdout
 
 
 def test_code_is_approved_as_it_was_shown_and_its_permission_is_taken_back(device: Path) -> None:
@@ -166,7 +166,7 @@ def test_code_is_approved_as_it_was_shown_and_its_permission_is_taken_back(devic
     shown, again = (sha256(text).hexdigest() for text in (b"shown = 1", b"other = 2"))
     consent.wait_for(STATISTICS.digest, DeclineReason.NEEDS_APPROVAL, f"has changed: sha256 {shown[:12]}", 1e9)
     code.write_text("other = 2")
-    assert f"has changed again: sha256 {again[:12]}; nothing is approved" in run(device, "approve", "--yes").stderr
+    assert f"has changed again: sha256 {again[:12]}; nothing was approved" in run(device, "approve", "--yes").stderr
     assert run(device, "approve", "--yes").exit_code == 0
     assert consent.read().programs == {STATISTICS.digest: again}
     assert run(device, "approve", "--revoke", STATISTICS.digest).exit_code == 0
@@ -186,7 +186,7 @@ def test_status_shows_the_owners_decisions_and_what_the_agent_does(device: Path,
     status = data_of(run(device, "status", "--json").stdout)
     assert (status["paused"], status["pause_reason"]) == ("until 2096-10-02 07:06:40 UTC", "maintenance")
     assert status["waits_for_approval"] == [f"{STATISTICS.digest[:12]}: statistics are not listed"]
-    assert (status["bytes_today"], status["agent_now"]) == ({"up": 12, "down": 0}, "waits for a round")
+    assert (status["bytes_today"], status["agent_now"]) == ({"up": 12, "down": 0}, "waiting for a round")
     lines = [re.split(r"  +", line) for line in run(device, "status").stdout.splitlines()]
     assert lines[0] == ["ABOUT", "STATE"]
     assert ["bytes today", "up 12, down 0"] in lines
@@ -216,7 +216,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert f"2001-09-09 01:46:40 UTC  round 1, attempt 1: {len(update)} bytes (classifier 60 bytes" in shown
     assert "reported: accuracy 0.5, examples 3; facts: " in shown
     assert artifact_id(update) in shown
-    assert "control messages until then: hello 532 bytes" in shown
+    assert "earlier control messages: hello 532 bytes" in shown
     assert "no receipt" in shown
     late = data_of(run(device, "sent", "--since", "2030-01-01", "--json").stdout)["items"]
     assert [item["round"] for item in late] == [2]
@@ -224,7 +224,7 @@ def test_sent_lists_everything_since_a_time_with_totals(device: Path) -> None:
     assert (store / SENT_FILE).stat().st_mode & 0o777 == 0o600
     assert data["problem"] is None
     (store / SENT_FILE).write_text((store / SENT_FILE).read_text().replace("update", "updatE", 1))
-    assert f"{store / SENT_FILE} is damaged: 1 of its lines do not count" in run(device, "sent").stdout
+    assert f"{store / SENT_FILE} is damaged: 1 of its lines are ignored" in run(device, "sent").stdout
 
 
 def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(device: Path) -> None:
@@ -237,7 +237,7 @@ def test_ledger_lists_what_rounds_cost_and_says_that_a_torn_line_is_left_out(dev
         file.write('{"kind": "round", "t": 1')
     append_line(path, {**about, "t": 2e9, "round": 2, "seconds": 10.0, "joules": None, "rail": None})
     *lines, sums, damage = run(device, "ledger").stdout.splitlines()
-    assert damage == f"{path} is damaged: 1 of its lines do not count"
+    assert damage == f"{path} is damaged: 1 of its lines are ignored"
     head, first, second = (re.split(r"  +", line) for line in lines)
     assert head == ["TIME", "FEDERATION", "ROUND", "ATTEMPT", "SECONDS", "ON", "IMAGES", "BYTES TO SEND", "ENERGY"]
     assert first == ["2001-09-09 01:46:40 UTC", FEDERATION, "1", "1", "12.5", "cpu", "30", "5000", "70 J (VDD_IN)"]
@@ -268,7 +268,7 @@ def test_the_support_file_has_no_secret_class_or_image_in_it(device: Path, monke
     out = root / "support.zip"
     done = data_of(run(device, "diagnose", "--out", out, "--json").stdout)
     again = fails(EXISTS, "agent", "diagnose", "--out", out, "--config", device)
-    assert f"{out} exists already; name another file" in again
+    assert f"{out} exists already; choose another file" in again
     texts = members(out)
     assert done["holds"] == list(texts)
     names = ("about", "configuration", "status", "doctor", "files")
@@ -362,7 +362,7 @@ def test_no_name_in_any_form_stays_and_the_words_of_the_program_do(tmp_path: Pat
     assert (found, len([one for one in declines if re.search(r"class .?class-[1-7]", one)])) == ([], 30)
     checks = {one["check"]: one["state"] for one in json.loads(texts["doctor.json"])}
     assert (checks["disk"], checks["broker"]) == ("ok", "failed")
-    assert "artifacts travel over the broker" in texts["doctor.json"]
+    assert "artifacts are sent over the broker" in texts["doctor.json"]
     assert json.loads(texts["configuration.json"])["broker"]["host"] == "127.0.0.1"
     assert json.loads(texts["configuration.json"])["store"] == str(root / "store")
 

@@ -113,7 +113,7 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     assert str(enrolled.store) in told["erased"]
     again = run_fedcg("agent", *arguments, "--yes")
     assert again.exit_code == NOT_FOUND
-    assert "nothing to leave behind" in again.output
+    assert "no private store: nothing to leave" in again.output
 
 
 def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: AgentConfig, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: Agent
     told = erased(tmp_path / "box")
     assert (set(files_of(enrolled.store)), set(files_of(tmp_path / "box" / "tls"))) == (strangers, {"plans.next"})
     for name in ("notes.json", "notes.txt", "photos"):
-        assert f"left {enrolled.store / name}: this program did not make it" in told
+        assert f"kept {enrolled.store / name}: not created by this program" in told
 
 
 def test_a_store_that_was_moved_aside_is_named_with_the_command_that_removes_it(

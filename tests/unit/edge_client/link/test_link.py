@@ -320,7 +320,7 @@ def test_doctor_says_which_carrier_works(tmp_path: Path, pki: Pki) -> None:
         found = next(item for item in examine(config, datetime.now(timezone.utc)) if item.check == "carrier")
         return found.state, found.detail + found.advice
 
-    assert finding(make_config(tmp_path)) == ("ok", "artifacts travel over the broker")
+    assert finding(make_config(tmp_path)) == ("ok", "artifacts are sent over the broker")
     tls, url = pki.tls("a"), f"https://{HOST}:{free_port()}"
     update = {"carrier": Carrier.HTTPS, "carrier_url": url, "tls": TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key)}
     state, told = finding(make_config(tmp_path).model_copy(update=update))

@@ -75,7 +75,7 @@ def test_a_box_that_trained_without_the_secret_or_with_another_joins_by_the_refu
         code.write_text(code_of(bytes([number]) * 32))
         join = ("cohort", "join", "--config", config, "--code-file", code)
         refusal = fails(ends, *join)
-        command = re.search(r"stop the agent, `(mv [^`]+)`, give this command again, start the agent", refusal)
+        command = re.search(r"stop the agent, `(mv [^`]+)`, repeat this command, start the agent", refusal)
         assert command is not None, refusal
         subprocess.run(command[1].replace(".before", f".before-{number}").split(), check=True)
         assert "Joined; mark" in run_fedcg(*join).stdout
@@ -121,7 +121,7 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(tmp_path: 
     nothing: dict[str, object] = {"roster": [], "alone": [], "roster_mark": None, "last_sum_round": 0, "sums": ""}
     status = run_fedcg("cohort", "status", "--config", second, "--json")
     assert data_of(status.stdout) == {"mark": made["mark"], **nothing}
-    assert "has a cohort secret already" in fails(EXISTS, "cohort", "create", "--config", first)
+    assert "already has a cohort secret" in fails(EXISTS, "cohort", "create", "--config", first)
     code.write_text("ABCD")
     assert "this one has 4" in fails(BAD_INPUT, *join)
     code.unlink()
@@ -138,15 +138,15 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
     device, federation, key, signature = lines[0].split()
     other = SigningKey.generate().public.hex
     for bad, problem in (
-        (lines[0], "line-1 or its key is there twice"),
-        (card_of("line-3", FEDERATION, keys[0]), "line-3 or its key is there twice"),
+        (lines[0], "line-1 or its key occurs twice"),
+        (card_of("line-3", FEDERATION, keys[0]), "line-3 or its key occurs twice"),
         (f"line-3 {federation} {key} {signature}", "the card of line-3 is not signed by its own key"),
         (f"{device} {federation} {other} {signature}", "the card of line-1 is not signed by its own key"),
         (f"{device} herbs {key} {signature}", "the card of line-1 is not signed by its own key"),
         (card_of("line-3", "herbs", SigningKey.generate()), f"line-3 is for federation herbs, not for {FEDERATION}"),
-        (f"Line-3 {federation} {key} {signature}", "is not a whole card of `fedcg cohort card`"),
-        (f"{lines[0][:-1]}", "is not a whole card"),
-        (f"line-3 {key}", "is not a whole card"),
+        (f"Line-3 {federation} {key} {signature}", "is not a full card of `fedcg cohort card`"),
+        (f"{lines[0][:-1]}", "is not a full card"),
+        (f"line-3 {key}", "is not a full card"),
         (f"line-1 {federation} {key} alone {signature}", "the card of line-1 is not signed by its own key"),
         (
             card_of("line-3", FEDERATION, SigningKey.generate(), alone=True).replace(" alone", ""),
@@ -155,7 +155,7 @@ def test_every_card_is_signed_by_its_own_key_and_a_bad_line_is_named_with_its_fi
     ):
         with pytest.raises(CohortError, match=f"roster.txt, line 3.*{problem}"):
             roster_of("\n".join([*lines, bad]), FEDERATION, "roster.txt")
-    with pytest.raises(CohortError, match=r"roster\.txt holds no card"):
+    with pytest.raises(CohortError, match=r"roster\.txt contains no card"):
         roster_of("\n", FEDERATION, "roster.txt")
 
 
@@ -192,7 +192,7 @@ def test_the_cards_of_all_devices_give_each_the_same_roster_and_mark(tmp_path: P
         done = run_fedcg("cohort", "roster", roster, "--config", config)
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("2 devices: first, second\nmark of the roster ")
-        assert "Compare this mark with that of every other device" in done.stdout
+        assert "Compare this mark with every other device's mark" in done.stdout
         assert "A sealed sum needs 4 devices" in done.stdout
         marks.append(done.stdout.split("mark of the roster ")[1].split()[0])
         values = json.loads(run_fedcg("cohort", "status", "--config", config, "--json").stdout)["data"]
@@ -210,12 +210,12 @@ def test_an_owner_consents_in_the_card_that_members_see_this_device_alone(tmp_pa
     assert run_fedcg("cohort", "create", "--config", config).exit_code == 0
     roster = tmp_path / "roster.txt"
     marks = []
-    for words, line in (((), ""), (("--alone",), "Members may see alone the numbers of: first")):
+    for words, line in (((), ""), (("--alone",), "Members may see individual numbers of: first")):
         roster.write_text(run_fedcg("cohort", "card", "--config", config, *words).stdout)
         marks.append(data_of(run_fedcg("cohort", "roster", roster, "--config", config, "--json").stdout)["mark"])
         for command in (("roster", roster), ("status",)):
             shown = run_fedcg("cohort", *command, "--config", config).stdout
-            assert ("Members may see alone" in shown) == bool(line)
+            assert ("Members may see individual" in shown) == bool(line)
             assert line in shown
     assert marks[0] != marks[1]
     assert PrivateStore(config.parent / "store").roster().alone == {"first"}
@@ -252,7 +252,7 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
     done = run_fedcg("cohort", "renew", "--config", first, typed="y\n")
     assert done.exit_code == 0, done.output
     assert "This replaces the cohort secret of first." in done.stderr
-    patterns = (r"\n  ([A-Z2-7-]{69})\n", r"everywhere: (\w+)")
+    patterns = (r"\n  ([A-Z2-7-]{69})\n", r"every device: (\w+)")
     code, mark = (present(re.search(pattern, done.stdout))[1] for pattern in patterns)
     carried = tmp_path / "code"
     carried.write_text(code)
@@ -263,7 +263,7 @@ def test_a_cohort_gets_another_secret_while_its_federation_runs(cohort: tuple[Pa
         assert "stop it first" in fails(ALREADY_RUNNING, *join, "--replace", "--yes")
     joined = run_fedcg(*join, "--replace", "--yes")
     assert joined.stdout.startswith(f"Joined; mark {mark}\n"), joined.output
-    assert run_fedcg(*join, "--replace").stdout.startswith("This device had joined before"), "nothing is asked"
+    assert run_fedcg(*join, "--replace").stdout.startswith("This device had already joined"), "nothing is asked"
     for config in cohort:
         store = store_of(config)
         assert store.cohort_secret() == secret_of(code)
@@ -279,7 +279,7 @@ def test_a_secret_that_is_not_there_or_encrypts_images_is_not_renewed(cohort: tu
     assert "has no cohort secret to renew" in fails(NOT_FOUND, "cohort", "renew", "--config", second, "--yes")
     text = first.read_text().replace("[data]\n", '[data]\ndefence = "etc"\ndefence_params = {key = "cohort"}\n')
     first.write_text(text)
-    assert "(key = cohort), and trained networks know no other" in fails(
+    assert "(key = cohort). Trained networks only work with that key" in fails(
         BAD_INPUT, "cohort", "renew", "--config", first, "--yes"
     )
     assert store_of(first).cohort_secret() == b"c" * 32
@@ -298,7 +298,7 @@ def test_what_a_store_knows_of_its_sums_decides_from_which_round_on_it_is_in_one
     store.save_sum_record("parts", {"round": 4})
     assert "`fedcg cohort resume-sums ROUND`" in gate.obstacle(99)
     assert gate.resume(2) == 5, "never below what it knows itself"
-    assert (gate.obstacle(4), gate.obstacle(5)) == ("this device takes part in sums from round 5 on", "")
+    assert (gate.obstacle(4), gate.obstacle(5)) == ("this device joins sums from round 5 on", "")
 
 
 @pytest.mark.parametrize("name", ["sums.json", "weights.json", "sum_gate.json"])
@@ -324,20 +324,20 @@ def test_a_box_whose_record_of_sums_is_gone_says_so_until_its_owner_resumes_them
     roster.write_text(run_fedcg("cohort", "card", "--config", first).stdout)
     assert run_fedcg("cohort", "roster", roster, "--config", first).exit_code == 0
     sums = ("cohort", "resume-sums", "17", "--config", first)
-    assert "Sums are not blocked here" in run_fedcg(*sums).stdout
+    assert "Sums were not blocked" in run_fedcg(*sums).stdout
     (store_of(first).root / "sum_gate.json").unlink()
     shown = (("cohort", "status"), ("agent", "status"), ("doctor",))
     for words in shown:
         output = " ".join(run_fedcg(*words, "--config", first).stdout.split())
-        assert "or its record of sums is gone: `fedcg cohort resume-sums ROUND`" in output, words
+        assert "or its record of sums is missing: `fedcg cohort resume-sums ROUND`" in output, words
     assert "last round with a sum: unknown" in run_fedcg("cohort", "status", "--config", first).stdout
     with store_of(first).locked():
         assert "stop it first" in fails(ALREADY_RUNNING, *sums)
-    assert "in sums from round 8 on" in run_fedcg("cohort", "resume-sums", "7", "--config", first).stdout
-    assert "in sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
+    assert "joins sums from round 8 on" in run_fedcg("cohort", "resume-sums", "7", "--config", first).stdout
+    assert "joins sums from round 18 on" in run_fedcg(*sums).stdout, "too low a number is corrected"
     assert "last round with a sum: 17" in run_fedcg("cohort", "status", "--config", first).stdout
     for words in shown:
-        assert "record of sums is gone" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
+        assert "record of sums is missing" not in " ".join(run_fedcg(*words, "--config", first).stdout.split())
 
 
 def test_a_box_takes_no_further_step_of_a_sum_that_began_before_its_store_was_restored(make_world: MakeWorld) -> None:

@@ -227,7 +227,7 @@ def test_a_store_of_another_format_is_refused_by_name_and_left_as_it_was(store: 
     before = (store.root / "format.json").read_bytes()
     with pytest.raises(
         StoreFormatError,
-        match=rf"has store format {version}; this program reads format {STORE_FORMAT} alone. Use the program that",
+        match=rf"has store format {version}; this program only reads format {STORE_FORMAT}. Use the program that",
     ):
         reopened(store)
     assert (store.root / "format.json").read_bytes() == before

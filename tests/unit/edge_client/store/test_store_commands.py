@@ -67,14 +67,14 @@ def test_a_restored_box_has_identity_configuration_and_all_private_state(box: Pa
 def test_nothing_is_overwritten(box: Path, tmp_path: Path) -> None:
     file, before = made(box), files_of(box.parent)
     output = run("restore", file, "--config", box, root=tmp_path, ends=EXISTS)
-    assert f"{box.parent / 'store'} is there already" in output
+    assert f"{box.parent / 'store'} exists" in output
     assert "exists already" in run("backup", "--config", box, "--out", file, root=tmp_path, ends=EXISTS)
     other = write_device(tmp_path / "other", "site-9")
-    assert "is of device 'site-9'" in run("restore", file, "--config", other, root=tmp_path, ends=1)
+    assert "is for device 'site-9'" in run("restore", file, "--config", other, root=tmp_path, ends=1)
     same = write_device(tmp_path / "same")  # another signing key
     kept = files_of(same.parent)
     output = run("restore", file, "--config", same, root=tmp_path, ends=EXISTS)
-    assert "signing.key is there already and differs" in output
+    assert "signing.key exists and differs" in output
     assert (files_of(same.parent), files_of(box.parent)) == (kept, before)
 
 

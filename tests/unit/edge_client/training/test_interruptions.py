@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
     saves = count_saves(monkeypatch)
     site.train()
     (refused,) = site.events("refused")
-    assert "checkpoint.bin is damaged; the round begins anew" in refused["detail"]
+    assert "checkpoint.bin is damaged; the round starts from the beginning" in refused["detail"]
     assert saves[0] >= EPOCHS
 
 

@@ -219,8 +219,8 @@ def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent
     told = str(read_status(site.config)["images_left_out"])
     finding = site.finding("data")
     assert told.startswith("6: ")
-    assert told.endswith("repair or remove them; training leaves them out")
-    assert (finding.state, finding.advice) == ("warning", "repair or remove them; training leaves them out")
+    assert told.endswith("repair or remove them; training skips them")
+    assert (finding.state, finding.advice) == ("warning", "repair or remove them; training skips them")
     assert "6 can't be used" in finding.detail
     for name, reason in reasons.items():
         assert f"{folder / name}: {reason}" in told

@@ -184,7 +184,7 @@ def test_a_spec_whose_weights_are_not_here_is_declined_until_the_owner_names_the
     site = site_of(tmp_path, weights)
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     reason, text = check_spec(site.spec, PolicySection()) or (None, "")
-    assert (reason, "matches no local file" in text) == (DeclineReason.SPEC_REFUSED, True)
+    assert (reason, "sha256 of no file here" in text) == (DeclineReason.SPEC_REFUSED, True)
 
     def run(path: Path) -> None:
         training = TrainingSection(weights=path)
@@ -228,9 +228,9 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
         nothing = found(weights=tmp_path / place, backbone=own)
         assert (nothing.state, "bring the file" in nothing.advice) == ("failed", True)
         assert f"{place}: no file, and no folder with" in nothing.detail
-    assert "matches no local file" in found(backbone=own).detail
-    assert "no backbone 'nope'" in found(weights=weights, backbone="nope").detail
-    assert "none of those that the federation allows" in found(weights=weights, backbone="mobilenetv3_small_100").detail
+    assert "is the sha256 of no file here" in found(backbone=own).detail
+    assert "no backbone named 'nope'" in found(weights=weights, backbone="nope").detail
+    assert "is not allowed by the federation" in found(weights=weights, backbone="mobilenetv3_small_100").detail
 
 
 def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(tmp_path: Path, weights: Path) -> None:
@@ -254,6 +254,6 @@ def test_a_device_trains_its_own_backbone_sends_what_fits_all_and_stays_with_it(
     site.train(2)
     choose(f"timm:{TIMM}")
     refusal = site.declined(DeclineReason.SPEC_REFUSED, 3)
-    assert "were trained with timm:test_resnet, and [training] backbone is now timm:test_efficientnet" in refusal
+    assert "were trained with timm:test_resnet, but [training] backbone is now timm:test_efficientnet" in refusal
     owner = OwnerControl(site.config, site.store, EventLog(tmp_path / "owner.jsonl", time.time), time.time)
     assert (owner.check(site.spec) or ("",))[0] is DeclineReason.SPEC_REFUSED

@@ -72,7 +72,7 @@ def test_the_masks_of_an_attempt_hide_one_set_of_numbers_and_never_another(tmp_p
     site.store.save_sum_record("parts", cohort.disks[DEVICE].sum_record("parts"))
     for attempt in (1, 2):
         site.train(1, attempt)
-    assert "may have left behind the same masks" in site.declined(DeclineReason.NO_SUM)
+    assert "may have been sent with these masks" in site.declined(DeclineReason.NO_SUM)
     assert {TRAINED_FROM + "classifier", TRAINED_FROM + "extractor"} <= site.state().extras.keys(), "a vote needs both"
 
 

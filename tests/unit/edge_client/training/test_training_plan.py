@@ -243,7 +243,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_or_declines_
     assert (plan["device"], plan["reason"]) == ("cpu", NO_CUDA)
     found = site.finding("training")
     assert (found.state, found.advice) == ("warning", NO_CUDA)
-    assert "on the CPU, although there is a GPU (Orin" in found.detail
+    assert "on the CPU, although the device has a GPU (Orin" in found.detail
     configure(site, device="cuda")  # its owner asks for it
     detail, found = site.declined(DeclineReason.NOT_ELIGIBLE), site.finding("training")
     assert detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
