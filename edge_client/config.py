@@ -99,7 +99,7 @@ class EnrolmentSection(Settings):
 class DataSection(Settings):
     """This device's images: `class/*.png|jpg`, `train/` and `test/` folders with classes, or an `.npz`.
 
-    docs/data.md describes all forms. `common_test` is for demos.
+    docs/how-to/data.md describes all forms. `common_test` is for demos.
 
     Attributes:
         defence: rewrites the training images before the method uses them; None: no defence.
@@ -192,7 +192,7 @@ class TrainingSection(Settings):
         str | None,
         Field(
             pattern=PROGRAM_PATTERN,
-            description="module:function that defines network and data (docs/python.md), from an installed package or the folder of this "
+            description="module:function that defines network and data (docs/how-to/python.md), from an installed package or the folder of this "
             "file; used instead of [data] root",
         ),
     ] = None

@@ -122,7 +122,7 @@ def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
     volumes, reporting = overview.volumes(record.id), {each.device for each in served_models(known, federation)}
     devices, service = [], known.services.get(federation)
     for client, last in sorted(overview.last_deliveries(record.id).items()):
-        updates, size = volumes[client]
+        updates, size = volumes.get(client, (1, last.size))
         of_itself = {
             "model": client in reporting,
             "telemetry": service is not None and client in service.conditions.readings,

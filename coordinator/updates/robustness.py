@@ -1,7 +1,7 @@
 """Limits how far one device's update may move a merge, by its distance from the base, its weight, and its step compared with the others'.
 
 Updates too far from the base are rejected. Beyond a smaller limit they are scaled back. Their weight is at most a share of the total, and two
-figures are evaluated: the length and the direction of the step. Torch-free arithmetic on values, without database or network. docs/explanation/robustness.md
+figures are evaluated: the length and the direction of the step. Torch-free arithmetic on values, without database or network. docs/research/hostile-devices.md
 has the figures of honest and hostile updates, and the attacks that this does and does not stop.
 """
 
@@ -23,7 +23,7 @@ NORM_BOUND = 1e5
 """Largest L2 norm of a part without a base, or with a base of zeros; networks of this size have 10 to 1,000."""
 DISTANCE_BOUND = 10.0
 """An update is rejected if its distance from the base exceeds this multiple of the larger of the base's norm and the last round's median
-distance. Honest updates stayed below 2 (docs/explanation/robustness.md)."""
+distance. Honest updates stayed below 2 (docs/research/hostile-devices.md)."""
 SMALL_NORM = 1.0
 """Least norm assumed for a part's base."""
 MIN_MEDIAN = 3

@@ -22,7 +22,7 @@ ProgramOption = Annotated[
     typer.Option(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="This device's own program, used instead of images (docs/programs.md).",
+        help="This device's own program, used instead of images (docs/how-to/programs.md).",
     ),
 ]
 
@@ -45,7 +45,7 @@ def enrol_command(
         str | None, typer.Option("--device", help="Device id (a-z, 0-9, dashes), if the token does not contain one.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder or file with this device's images (docs/data.md).")
+        str | None, typer.Option("--data", help="Folder or file with this device's images (docs/how-to/data.md).")
     ] = None,
     program: ProgramOption = None,
 ) -> Result:
@@ -82,7 +82,7 @@ def join_command(
     federation: Annotated[str, typer.Option("--federation", help="Federation to join, on the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="New folder for agent.toml and the private store.")],
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder or file with this device's images for it (docs/data.md).")
+        str | None, typer.Option("--data", help="Folder or file with this device's images for it (docs/how-to/data.md).")
     ] = None,
     config: ConfigOption = Path("agent.toml"),
     program: ProgramOption = None,

@@ -138,7 +138,7 @@ def test_a_store_that_the_new_version_cannot_read_keeps_the_old_version_and_ever
     refused = refusals["store too new"]
     assert refused.done.returncode == 1
     assert f"has store format 99; this program only reads format {NEXT_FORMAT}" in " ".join(refused.done.stderr.split())
-    assert "version 1.1, units and private stores are as before" in refused.done.stderr
+    assert "version 1.1, units and private stores are unchanged" in refused.done.stderr
     assert f"has format {NEXT_FORMAT}" in refused.done.stdout, "the other store was migrated before, and must come back"
     assert (refused.version, refused.prefix) == ("1.1", refusals["upgraded"].prefix)
     assert {name: data for name, data in refused.stores.items() if name.startswith("shapes/")} == store_before(tmp_path)

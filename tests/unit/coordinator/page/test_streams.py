@@ -181,7 +181,7 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
     text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
     assert "tiny: waiting, round 1 of 2" in text
     assert "no coordinator is running" in text
-    assert "a is not invited until it is enabled: moved" in text
+    assert "a disabled and no longer invited: moved" in text
     assert run_fedcg("federation", "watch", "none", "--dir", world.root).exit_code == NOT_FOUND
 
 
