@@ -134,7 +134,7 @@ def test_a_class_may_be_missing_and_an_unknown_one_is_an_error_with_the_fix(site
         assert "class 'cow'" in text
         assert ", ".join(CLASSES) in text
         assert "ename the folder to one of them" in text
-        assert "create a federation with this class" in text
+        assert "list the class" in text
 
 
 @pytest.mark.parametrize(
