@@ -109,7 +109,7 @@ def _images(root: Path, expected: str, classes: tuple[str, ...]) -> Result:
         return (
             "failed",
             detail,
-            "rename the folder to one of them, move it away, or have the operator create a federation with this class",
+            "rename the folder to one of them, move it away, or have the operator list the class in a new federation",
         )
     if damaged:
         more = f"; and {len(damaged) - DAMAGED_LISTED} more" if len(damaged) > DAMAGED_LISTED else ""

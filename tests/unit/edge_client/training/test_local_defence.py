@@ -231,7 +231,7 @@ def test_the_doctor_names_a_file_of_weights_that_is_not_there(tmp_path: Path) ->
     state, detail = finding(site)
     assert state == "failed"
     assert detail.startswith("antigan-")
-    assert detail.endswith(f"defence_stem {tmp_path / 'gone.pth'} is no file")
+    assert detail.endswith(f"defence_stem {tmp_path / 'gone.pth'} is not a file")
 
 
 def test_before_the_first_round_the_doctor_shows_the_newest_of_several_specs(tmp_path: Path) -> None:
