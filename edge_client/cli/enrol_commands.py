@@ -82,7 +82,8 @@ def join_command(
     federation: Annotated[str, typer.Option("--federation", help="Federation to join, on the same coordinator.")],
     out: Annotated[Path, typer.Option("--out", help="New folder for agent.toml and the private store.")],
     data: Annotated[
-        str | None, typer.Option("--data", help="Folder or file with this device's images for it (docs/how-to/data.md).")
+        str | None,
+        typer.Option("--data", help="Folder or file with this device's images for it (docs/how-to/data.md)."),
     ] = None,
     config: ConfigOption = Path("agent.toml"),
     program: ProgramOption = None,
