@@ -332,7 +332,7 @@ class Run:
         return {figures["id"]: self._client(figures) for figures in self.record["clients"]}
 
     def table(self) -> pd.DataFrame:
-        """Return one row per client: samples, and accuracies in % of its own, local-only, downloaded and deployed models."""
+        """Return one row per client: samples, and accuracies in % of the client's own, local-only, downloaded and deployed models."""
         rows = [
             {
                 "client": one["id"],

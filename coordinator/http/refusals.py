@@ -65,12 +65,12 @@ class FailureLimits:
     Args:
         clock: monotonic seconds.
         per_address: limit of one IPv4 address, or one IPv6 network of 64 bits.
-        everybody: limit of all addresses together.
+        in_all: limit of all addresses together.
     """
 
-    def __init__(self, clock: Callable[[], float], per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> None:
+    def __init__(self, clock: Callable[[], float], per_address: Rate = PER_ADDRESS, in_all: Rate = ALL) -> None:
         self._addresses: Buckets[str] = Buckets(per_address, clock)
-        self._all: Buckets[None] = Buckets(everybody, clock)
+        self._all: Buckets[None] = Buckets(in_all, clock)
 
     def wait_s(self, address: str) -> float:
         """Seconds until this address may send a request; 0 if it may now."""

@@ -98,7 +98,7 @@ class _Kept(BaseModel, frozen=True, extra="forbid", ser_json_bytes="hex"):
     Attributes:
         count: this device's images. `total`: all devices' images, if known from a separate sum; otherwise weights are announced.
         voted: the highest round with a vote. Other attempts of that round, and earlier rounds, get the same vote. The coordinator chooses what
-            is judged, so many different answers would reveal information about this device's images.
+            is judged, thus many different answers would reveal information about this device's images.
         sealed: shares that this device dealt; `dealt`: shares that it received.
         opened: the opened sum of weights of each group, by group number, of `groups`.
         signed: the list that it signed.

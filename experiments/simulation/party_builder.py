@@ -145,7 +145,7 @@ def featured(cohort: Cohort, spec: FederationSpec, device: str) -> Cohort:
 
 
 def _featured_by(data: ClientData, common: ImageSet, spec: FederationSpec, device: str) -> ClientData:
-    """Return a client's images, and the common ones, as features of its own backbone."""
+    """Return a client's images, and the common ones, as features of that client's backbone."""
     train, val, test, shared = with_features(spec, [data.train, data.val, data.test, common], device)
     return ClientData(train, val, test, common=shared)
 
