@@ -31,7 +31,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(
         root=tmp_path_factory.mktemp("owner"),
         devices=(PLAIN, PAUSED, STRICT),
-        method="fedproto",
+        method="fedgh",
         params={"epochs": 40},
         rounds=2,
         allow_upload={PLAIN: ALLOWED},

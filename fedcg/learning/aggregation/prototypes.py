@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, ServerState, Spill, Update, Weights
+from fedcg.learning.method import Aggregate, ServerState, Spill, Update
 from fedcg.learning.networks.assembly import feature_shape, split_of
 from fedcg.learning.spec import FederationSpec, NetworkSpec
 from fedcg.learning.training.batches import extract_features
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import TensorLayout
 
 HELD, PROTOTYPES = "held", "prototypes"
 _HIGHEST = 1e4
@@ -31,24 +31,11 @@ def prototype_layout(spec: NetworkSpec) -> tuple[TensorLayout, ...]:
 
 
 def prototypes_of(extractor: nn.Module, data: ImageSet, spec: FederationSpec) -> dict[str, torch.Tensor]:
-    """A client's own statistics (FedProto eq. 3), on the CPU; `extractor` is left in evaluation mode."""
+    """A client's own statistics, on the CPU; `extractor` is left in evaluation mode."""
     features = extract_features(extractor, data.images, spec).flatten(1).cpu()
     ours = nn.functional.one_hot(data.labels.cpu(), spec.class_count).float()
     counts = ours.sum(0)
     return {HELD: (counts > 0).long(), PROTOTYPES: ours.T @ features / counts.clamp(min=1)[:, None]}
-
-
-def merged_prototypes(updates: Mapping[str, Callable[[], Update]]) -> dict[str, torch.Tensor]:
-    """The clients' mean by class, in client-id order; weighted by images if EVERY client reports its label counts, else unweighted."""
-    found = [updates[client]() for client in sorted(updates)]
-    counted = all(update.label_counts is not None for update in found)
-    sums, total = torch.zeros(()), torch.zeros(())
-    for update in found:
-        ours = update.parts[Part.STATISTICS]
-        weights = torch.tensor(update.label_counts) * ours[HELD] if counted else ours[HELD]
-        sums = sums + weights[:, None].double() * ours[PROTOTYPES]
-        total = total + weights.double()
-    return {HELD: (total > 0).long(), PROTOTYPES: (sums / total.clamp(min=1)[:, None]).float()}
 
 
 class FinishOnlyAggregator:
@@ -71,12 +58,3 @@ class FinishOnlyAggregator:
         """Merge all updates at once."""
         aggregate = self._merge(updates)
         return aggregate, ServerState(aggregate)
-
-
-def filled(ours: Weights, others: Weights) -> dict[str, torch.Tensor]:
-    """A client's statistics, with prototypes of missing classes taken from others'."""
-    held = ours[HELD].bool()
-    return {
-        HELD: torch.where(held, ours[HELD], others[HELD]),
-        PROTOTYPES: torch.where(held[:, None], ours[PROTOTYPES], others[PROTOTYPES]),
-    }

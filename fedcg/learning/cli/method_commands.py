@@ -34,7 +34,6 @@ WHEN: Mapping[str, str] = {
     "feddf": "all networks may be shared, and the coordinator has public images of the same kind",
     "fedprox": "baseline: no gain over fedavg in our runs",
     "fedper": "baseline: shares the extractor, keeps the classifier private",
-    "fedproto": "baseline: shares only class prototypes; close to local training in our runs",
     "fedgen": "baseline for fedcg",
     "ppidsg": "the classifier must stay private too; needs many images and costs accuracy",
     "local": "baseline: nothing is shared",

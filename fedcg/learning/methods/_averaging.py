@@ -5,7 +5,6 @@ step after averaging. `averaging_method` builds a method from these. FedAvg (McM
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -112,16 +111,6 @@ def local_result(
         fl.SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
         fl.ClientState({part: weights_of(net) for part, net in nets.items()}, average_extras(averages)),
         Report(examples=len(data), loss=loss, label_counts=counts),
-    )
-
-
-def with_statistics(result: fl.LocalResult, told: fl.Weights) -> fl.LocalResult:
-    """The local result with statistics added: shared, and a copy kept by the client."""
-    kept = {name: tensor.clone() for name, tensor in told.items()}
-    return replace(
-        result,
-        shared=fl.SharedResult({**result.shared.parts, Part.STATISTICS: told}),
-        private=replace(result.private, parts={**result.private.parts, Part.STATISTICS: kept}),
     )
 
 

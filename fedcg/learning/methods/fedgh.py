@@ -5,6 +5,7 @@ weight, each as one row with its class as label.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from fedcg.learning import method as fl
 from fedcg.learning.aggregation import prototypes
 from fedcg.learning.aggregation.distillation import Distillation, distillation
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.methods._averaging import PERSONAL, local_result, with_statistics
+from fedcg.learning.methods._averaging import PERSONAL, local_result
 from fedcg.learning.networks import feature_shape, load_part, weights_of
 from fedcg.learning.training.classification import train_classifier
 from fedcg.learning.training.losses import cross_entropy
@@ -39,7 +40,9 @@ def local_round(
     average = moving_average(nets, params)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, after=average)
     result = local_result(nets, frozenset(), data, loss, fl.LabelCounts.NEVER, average)
-    return with_statistics(result, prototypes.prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec))
+    ours = prototypes.prototypes_of(nets[Part.EXTRACTOR], data, ctx.spec)
+    kept = {**result.private.parts, Part.STATISTICS: {name: tensor.clone() for name, tensor in ours.items()}}
+    return fl.LocalResult(fl.SharedResult({Part.STATISTICS: ours}), replace(result.private, parts=kept), result.report)
 
 
 def trained_head(

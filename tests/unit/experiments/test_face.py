@@ -48,7 +48,7 @@ def clients() -> dict[str, fedcg.Client]:
 QUICK: dict[str, Any] = {"local_epochs": 2, "batch_size": 8, "lr": 3e-3}
 
 
-@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedseal", "fedproto"])
+@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedseal", "fedgh"])
 def test_a_program_of_ones_own_is_federated(method: str, tmp_path: Path) -> None:
     run = fedcg.simulate(clients(), method=method, rounds=2, seed=1, out=tmp_path, **QUICK)
     table = run.table()

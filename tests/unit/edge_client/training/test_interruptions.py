@@ -34,8 +34,8 @@ from tests.support.edge.world import aggregate_of, make_config
 from tests.support.raising import raising
 
 EPOCHS = 3
-METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedproto", "fedgh", "ppidsg")
-QUICK = ("fedcg", "fedsplit", "fedproto")
+METHODS = ("fedcg", "fedavg", "fedprox", "fedsplit", "local", "fedmd_cg", "fedgh", "ppidsg")
+QUICK = ("fedcg", "fedsplit", "fedgh")
 PRIVATE = NetworkChoice(noise_dim=8, discriminator="mlp_plain")
 SETTINGS = {
     "noise": PrivacySettings(gradient_noise=0.01, dropout=0.2),

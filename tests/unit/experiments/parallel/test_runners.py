@@ -122,7 +122,7 @@ def test_as_many_workers_as_cpus_but_not_more_than_clients_and_one_per_accelerat
     assert default_workers(8, "cuda:0") == 1
 
 
-@pytest.mark.parametrize("method", ["fedmd_cg", "local", "fedproto"])
+@pytest.mark.parametrize("method", ["fedmd_cg", "local", "fedgh"])
 def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tmp_path: Path) -> None:
     stages: list[Simulation] = []
     simulate(party_of(method), Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)

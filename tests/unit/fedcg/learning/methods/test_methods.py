@@ -206,8 +206,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def install(folder: Path, name: str, held: str) -> None:
-    text = (Path(methods.__path__[0]) / "fedproto.py").read_text()
-    (folder / "our_package.py").write_text(text.replace('name="fedproto"', f'name="{held}"'))
+    text = (Path(methods.__path__[0]) / "fedgh.py").read_text()
+    (folder / "our_package.py").write_text(text.replace('name="fedgh"', f'name="{held}"'))
     register(folder, "ours", "fedcg.methods", name, "our_package:METHOD")
 
 
@@ -215,9 +215,10 @@ def test_an_installed_method_is_listed_and_runs_as_the_built_in_one(folder: Path
     install(folder, "our_prototypes", "our_prototypes")
     assert "our_prototypes" in method_names()
     ours, built_in = (
-        simulate(cases.party_of(name, ("a", "b")), Schedule(rounds=2)) for name in ("our_prototypes", "fedproto")
+        simulate(cases.party_of(name, ("a", "b"), server_steps=6), Schedule(rounds=2))
+        for name in ("our_prototypes", "fedgh")
     )
-    assert set(ours.aggregate.parts) == {Part.STATISTICS}
+    assert set(ours.aggregate.parts) == {Part.CLASSIFIER}
     assert cases.same_parts(ours.aggregate.parts, built_in.aggregate.parts)
     assert ours.curves["a"][-1].accuracy_after is not None
     assert not torch.equal(*(ours.states[name].parts[Part.EXTRACTOR]["0.weight"] for name in ("a", "b")))
@@ -281,9 +282,9 @@ def test_a_method_that_seals_what_it_does_not_average_or_alternates_without_stat
 def test_a_package_cannot_take_the_name_of_a_built_in_method(folder: Path) -> None:
     spec = cases.quick_spec("local")
     registry.registered.cache_clear()
-    install(folder, "fedproto", "fedproto")
-    with pytest.raises(ExtensionError, match=r"registers 'fedproto' in fedcg\.methods .* that name is built in"):
-        get_method("fedproto")
+    install(folder, "fedgh", "fedgh")
+    with pytest.raises(ExtensionError, match=r"registers 'fedgh' in fedcg\.methods .* that name is built in"):
+        get_method("fedgh")
     refusal = check_spec(spec, PolicySection())
     assert refusal is not None
     assert refusal[0] is DeclineReason.SPEC_REFUSED

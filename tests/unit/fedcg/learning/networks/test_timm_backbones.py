@@ -142,7 +142,7 @@ def test_frozen_tensors_are_in_no_state_and_stay_as_the_file_has_them(
     assert bool(trained) == any(layer.training for layer in extractor.backbone.modules())
 
 
-@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedmd_cg", "fedproto"])
+@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedmd_cg", "fedgh"])
 def test_kept_features_train_and_predict_what_images_do(weights: Path, method: str) -> None:
     spec = complete_spec(tiny_plan(method, weights, epochs=3))
     known, data = get_method(method), images(24)
