@@ -23,7 +23,7 @@ _RUNS = Path(__file__).parents[1] / "records/runs"
 
 
 def tables_command(
-    runs: Annotated[Path, typer.Option(help="folder with records of runs, one JSON each")] = _RUNS,
+    runs: Annotated[Path, typer.Option(help="folder with JSON records of runs", show_default="ours")] = _RUNS,
     paper: Annotated[
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
