@@ -235,9 +235,7 @@ def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_c
         (("upgrade", "--python", "/bin/false"), "no Python from 3.10 on"),
     ],
 )
-def test_wrong_options_are_refused_with_the_next_step_and_change_nothing(
-    box: Box, words: tuple[str, ...], said: str
-) -> None:
+def test_bad_options_are_refused_with_advice_and_change_nothing(box: Box, words: tuple[str, ...], said: str) -> None:
     before = content(box.root)
     refused = box.run(*words)
     assert refused.returncode == 2

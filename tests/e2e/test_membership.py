@@ -336,9 +336,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
         made.end(name)
 
 
-def test_the_printed_commands_lead_to_rounds_over_a_broker_elsewhere_and_a_revoked_box_is_out(
-    operator: Operator,
-) -> None:
+def test_printed_commands_lead_to_rounds_over_a_broker_elsewhere_and_a_revoked_box_is_out(operator: Operator) -> None:
     init, create, deploy, start, run, token, enrol, doctor, agent, revoke = printed_commands()
     folder, config = operator.folder, operator.folder / "broker-machine" / "config"
     operator.run(init)

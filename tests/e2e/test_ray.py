@@ -177,9 +177,7 @@ def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported
     assert_same_simulation(found, simulate(one, Schedule(rounds=3)))
 
 
-def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
-    cluster: RayCluster,
-) -> None:
+def test_a_client_and_a_server_that_diverge_tell_the_reasons_they_tell_without_ray(cluster: RayCluster) -> None:
     one = party_of("fedavg", optimiser="sgd", lr=1e18)
     found, expected = simulate(one, Schedule(rounds=1), runner=RayRunner()), simulate(one, Schedule(rounds=1))
     assert found.failures == expected.failures

@@ -232,9 +232,7 @@ def parts_by_sender(stack: Stack) -> dict[str, set[str]]:
     return held
 
 
-def test_an_image_generator_leaves_only_once_its_owner_lists_it_and_each_device_then_has_one_model(
-    tmp_path: Path,
-) -> None:
+def test_an_image_generator_leaves_only_once_its_owner_lists_it_and_each_device_has_one_model(tmp_path: Path) -> None:
     willing, strict = "site-1", "site-2"
     stack = Stack(tmp_path, devices=(willing, strict), method="ppidsg", split="image_small", params={"epochs": 1})
     stack.rounds, stack.allow_upload = 1, {willing: (GENERATOR,)}

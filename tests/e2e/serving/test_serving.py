@@ -399,9 +399,7 @@ def test_a_server_that_dies_is_reported_by_the_broker(broker: RunningMosquitto, 
         wait_until(lambda: camera.status() == {"online": False}, "its will is heard")
 
 
-def test_more_requests_than_the_queue_takes_are_refused_by_name(
-    broker: RunningMosquitto, app: MakeApp, models: Path
-) -> None:
+def test_requests_beyond_the_queue_are_refused_by_name(broker: RunningMosquitto, app: MakeApp, models: Path) -> None:
     camera = app("camera")
     image = encoded(Image.new("RGB", (3000, 3000), (200, 30, 90)), "PNG")  # small to send, long to decode
     with serving_mqtt(broker, models, "--queue", "1"):

@@ -135,9 +135,7 @@ SLOW = ("drops", "alters", "delays")  # what was lost is waited for
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
-def test_whatever_the_broker_does_the_final_aggregate_is_that_of_an_honest_one(
-    make: Run, undisturbed: str, name: str
-) -> None:
+def test_whatever_a_broker_does_the_aggregate_is_that_of_an_honest_one(make: Run, undisturbed: str, name: str) -> None:
     behaviour, by_coordinator, by_agents = CASES[name]
     federation = make(behaviour)
     if name == "imports":

@@ -143,9 +143,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
 
 
 @pytest.mark.parametrize("place", ["enrolment", "carrier", "api"])
-def test_silent_connections_neither_end_the_coordinator_nor_lock_others_out(
-    coordinator: Coordinator, place: str
-) -> None:
+def test_silent_connections_neither_end_a_coordinator_nor_lock_others_out(coordinator: Coordinator, place: str) -> None:
     key = coordinator.home.signing_key
     kept = key.rename(key.with_name("kept.key"))  # would be missed if it was read again
     try:

@@ -54,9 +54,7 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path, mosquitto: StartM
 @pytest.mark.parametrize("victim", ["a", COORDINATOR])
 @pytest.mark.parametrize("way", ["up", "down"])
 @pytest.mark.slow
-def test_whoever_is_killed_in_mid_transfer_only_the_rest_is_carried(
-    make_world: MakeWorld, way: str, victim: str
-) -> None:
+def test_whoever_is_killed_mid_transfer_only_the_rest_is_carried(make_world: MakeWorld, way: str, victim: str) -> None:
     world = make_world()
     parties, window = world.parties, WINDOWS[world.carrier]
     count = parties.uploaded if way == "up" else parties.downloaded

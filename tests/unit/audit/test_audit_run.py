@@ -67,9 +67,7 @@ def test_what_was_done_is_not_done_again_and_another_audit_needs_another_folder(
         (("--cohort", __file__), "holds no cohort's secret"),
     ],
 )
-def test_bad_input_is_named_before_anything_is_attacked(
-    place: Path, tmp_path: Path, more: tuple[object, ...], said: str
-) -> None:
+def test_bad_input_is_named_before_any_attack(place: Path, tmp_path: Path, more: tuple[object, ...], said: str) -> None:
     done = run_fedcg(*audit_command(place, tmp_path / "out", *more))
     assert done.exit_code != 0
     assert said in done.stderr

@@ -240,9 +240,7 @@ def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_base", [True, False], ids=["base seen", "base not seen"])
-def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
-    wire: Recording, tmp_path: Path, has_base: bool
-) -> None:
+def test_a_coded_update_is_decoded_and_a_missing_base_is_told(wire: Recording, tmp_path: Path, has_base: bool) -> None:
     save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")
     start = np.random.default_rng(4).normal(0, 5, EXTRACTOR.shape).astype(np.float32)
     header = AGGREGATE.model_copy(update={"round": 1})

@@ -52,9 +52,7 @@ def test_the_cpu_keeps_one_core_free_and_never_uses_more_threads_than_help(cpus:
         (None, "cpu", "no NVIDIA GPU"),
     ],
 )
-def test_a_gpu_is_used_when_it_can_be_trained_on_and_else_the_reason_is_said(
-    gpu: Gpu | None, device: str, word: str
-) -> None:
+def test_a_gpu_is_used_if_it_can_train_and_else_the_reason_is_said(gpu: Gpu | None, device: str, word: str) -> None:
     plan = plan_training(box(gpu=gpu))
     assert plan.device == device
     assert word in plan.reason
@@ -74,9 +72,7 @@ def test_a_gpu_is_used_when_it_can_be_trained_on_and_else_the_reason_is_said(
         (32 * GIB, card(memory=None), 1.0),
     ],
 )
-def test_the_batch_shrinks_with_the_memory_of_the_device_that_trains(
-    memory: int | None, gpu: Gpu | None, scale: float
-) -> None:
+def test_the_batch_shrinks_with_the_training_devices_memory(memory: int | None, gpu: Gpu | None, scale: float) -> None:
     assert plan_training(box(memory=memory, gpu=gpu)).batch_scale == scale
 
 

@@ -277,9 +277,7 @@ BOARDS = {
 
 
 @pytest.mark.parametrize("tree", BOARDS)
-def test_what_a_board_draws_is_the_sum_that_the_catalogue_names_else_unknown_and_never_guessed(
-    tree: str, tmp_path: Path
-) -> None:
+def test_what_a_board_draws_is_the_sum_that_the_catalogue_names_else_unknown(tree: str, tmp_path: Path) -> None:
     name, watts = BOARDS[tree]
     whole = telemetry.read_power(TREES / tree)
     assert whole is not None

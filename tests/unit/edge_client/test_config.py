@@ -66,9 +66,7 @@ def test_paths_are_relative_to_the_file_and_absolute_ones_stay(tmp_path: Path) -
     assert config.keys.signing == tmp_path / "signing.key"
 
 
-def test_by_default_only_classifier_generator_and_harmless_fields_may_leave_and_no_shadow_is_trained(
-    tmp_path: Path,
-) -> None:
+def test_by_default_only_classifier_generator_and_harmless_fields_leave_and_no_shadow_trains(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
     assert config.policy.allow_upload == DEFAULT_ALLOW_UPLOAD == {Part.CLASSIFIER, Part.GENERATOR}
     assert config.policy.allow_report == DEFAULT_ALLOW_REPORT
@@ -131,9 +129,7 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
         (DEFENDED + "[privacy.dp_sgd]\nnoise_multiplier = 1.0\n", "", "dp_sgd's epsilon does not cover"),
     ],
 )
-def test_a_setting_that_can_not_be_is_named_with_what_it_may_be(
-    tmp_path: Path, text: str, setting: str, told: str
-) -> None:
+def test_a_bad_setting_is_named_with_what_it_may_be(tmp_path: Path, text: str, setting: str, told: str) -> None:
     found = {name: message for name, message in problems(tmp_path, text).items() if name.startswith(setting)}
     assert any(told in message for message in found.values()), found
 

@@ -149,9 +149,7 @@ print(run.folder.is_dir())
 """
 
 
-def test_a_run_without_a_folder_leaves_none_and_an_exporter_that_fails_before_the_other_prints_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_run_without_a_folder_leaves_none_and_an_exporter_that_fails_first_prints_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNUSUAL, str(tmp_path / "m.onnx")]
     (tmp_path / "passing").mkdir()
     there = {**os.environ, "TMPDIR": str(tmp_path / "passing")}

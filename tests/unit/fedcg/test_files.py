@@ -40,9 +40,7 @@ def test_a_full_disk_leaves_only_the_old_content(tmp_path: Path, monkeypatch: py
     assert [entry.name for entry in tmp_path.iterdir()] == ["seen.json"]
 
 
-def test_content_is_synced_before_the_name_changes_and_the_name_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_synced_before_a_rename_and_the_name_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "seen.json"
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace

@@ -277,9 +277,7 @@ def test_half_of_the_descriptors_bound_the_connections(
     assert "LimitNOFILE" in caplog.text
 
 
-def test_a_flood_is_one_line_in_the_log(
-    listener: Listener, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flood_is_one_log_line(listener: Listener, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     accepted(listener, open_sockets, *[HOST] * 30)
     assert len(caplog.records) == 1
     assert "test 127.0.0.1" in caplog.text

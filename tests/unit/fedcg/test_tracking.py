@@ -107,9 +107,7 @@ def test_an_interrupted_run_goes_on_in_its_mlflow_run_and_is_not_sent_again_when
     assert max(path.stat().st_size for path in tables.values()) < 1000, "no weights"
 
 
-def test_a_server_that_was_away_gets_all_rounds_once(
-    serve: Callable[[int], str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_returning_server_gets_all_rounds_once(serve: Callable[[int], str], caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     track, run = f"mlflow:http://user:secret@127.0.0.1:{port}", TrackedRun("one", "abc", lambda: {"lr": {"first": 0.1}})
     interrupted = Tracking(track, run)
@@ -132,9 +130,7 @@ def test_a_server_that_was_away_gets_all_rounds_once(
     assert "secret" not in warning
 
 
-def test_a_command_without_its_server_warns_once_and_ends_well(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_command_without_server_warns_once_and_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = fedcg_simulate(tmp_path / "out", f"--method local --rounds 2 --track mlflow:http://127.0.0.1:{free_port()}")
     assert done.exit_code == 0, done.output
     assert len(caplog.messages) == 1

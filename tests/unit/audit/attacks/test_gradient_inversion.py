@@ -51,9 +51,7 @@ def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyP
     assert 0 < rank.value.value <= 400 / (32 * 32)  # as many pixels as there are features
 
 
-def test_where_the_whole_model_is_sent_the_ceiling_is_the_best_setting_with_a_prior(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_whole_models_are_sent_the_ceiling_is_the_best_setting_with_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
     outcome = carried_out("inversion", simulated_case(method="fedavg"))
     for name in ("psnr", "ssim"):

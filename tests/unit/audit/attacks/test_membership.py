@@ -57,9 +57,7 @@ def test_rmias_ratio_divides_by_the_offline_estimate_of_the_images_likelihood(mo
     assert log_ratio(target, images, _streams()) == pytest.approx(np.log([0.8 / 0.61, 0.2 / 0.48]))
 
 
-def test_rmias_score_is_the_share_of_the_population_that_the_image_is_likelier_than(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rmias_score_is_the_share_of_the_population_less_likely_than_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     population = _images([0, 0, 0])
     confidences = {"victim": [0.9, 0.5], "victimz": [0.4, 0.6, 0.8]}
     target = _target_with(

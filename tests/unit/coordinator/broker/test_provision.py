@@ -296,9 +296,7 @@ def test_the_folder_of_a_broker_elsewhere_lacks_the_authoritys_key(home: Home, d
         ("", '{"version":2,"host":"h","port":1}', BAD_INPUT, "upgrade it"),
     ],
 )
-def test_a_broker_is_run_in_a_folder_that_is_one(
-    tmp_path: Path, name: str, content: str | None, code: int, why: str
-) -> None:
+def test_a_broker_is_run_in_a_real_folder(tmp_path: Path, name: str, content: str | None, code: int, why: str) -> None:
     if content is not None:
         (tmp_path / "broker.json").write_text(content)
     ended, output = call("broker", "run", "--dir", tmp_path / name)

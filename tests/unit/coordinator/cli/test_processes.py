@@ -114,9 +114,7 @@ def test_a_coordinator_that_lost_a_revocation_starts_once_the_loss_is_accepted(h
 
 
 @pytest.mark.broker
-def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_after_any_crash(
-    home: Home, processes: Plant
-) -> None:
+def test_a_coordinator_publishes_who_is_enrolled_or_revoked_after_any_crash(home: Home, processes: Plant) -> None:
     """As after a coordinator that was killed between its database and the broker's lists."""
     processes.start_broker()
     assert "user a" in (home.broker / "acl").read_text().splitlines()

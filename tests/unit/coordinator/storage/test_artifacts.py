@@ -58,9 +58,7 @@ def test_a_damaged_object_is_refused_and_leaves_nothing_in_the_cache(moto: Moto,
     assert list((tmp_path / "second").iterdir()) == []
 
 
-def test_pruning_deletes_the_objects_too_with_their_size_and_passes_over_what_is_gone(
-    moto: Moto, tmp_path: Path
-) -> None:
+def test_pruning_deletes_objects_too_with_their_size_and_passes_over_what_is_gone(moto: Moto, tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path / "cache", ObjectStore(moto.url))
     kept, *gone = (store.put(bytes([number]) * 10) for number in range(3))
     assert store.delete_all([*gone, "f" * 64]) == (2, 20)

@@ -162,9 +162,7 @@ def test_an_accepted_loss_goes_on_with_an_epoch_that_no_device_has_seen(killed: 
     Store.of(killed).close()
 
 
-def test_copies_of_one_home_take_other_epochs_and_each_start_a_higher_one(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_a_home_take_other_and_each_start_a_higher_epoch(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter([4, 7, 2, 63])
     monkeypatch.setattr("coordinator.storage.store.secrets.randbelow", lambda most: next(steps) % most)
 

@@ -33,9 +33,7 @@ from tests.support.edge.world import (
 from tests.support.waiting import wait_until
 
 
-def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(
-    make_world: MakeWorld, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_two_round_federation_ends_with_a_chosen_model(make_world: MakeWorld, log: pytest.LogCaptureFixture) -> None:
     world = make_world()
     coordinator = world.coordinator
     world.connect(until_finished=True)
@@ -80,9 +78,7 @@ def test_a_revoked_device_believes_the_coordinator_alone_says_so_once_and_ends_w
     assert not world.store.is_revoked("0" * 64)  # enrolled anew
 
 
-def test_a_revoked_device_that_is_restarted_remembers_it_until_the_coordinator_welcomes_it(
-    make_world: MakeWorld,
-) -> None:
+def test_a_restarted_revoked_device_remembers_it_until_the_coordinator_welcomes_it(make_world: MakeWorld) -> None:
     world = make_world()
     store, key = open_store(world.config, make=True), world.coordinator.device_key.public.hex
     store.save_revoked(key, revoked=True)

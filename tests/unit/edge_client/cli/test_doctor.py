@@ -141,9 +141,7 @@ def doctor(config: Path) -> dict[str, dict[str, str]]:
     ],
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not write")
-def test_a_path_of_the_settings_that_cannot_be_used_is_named(
-    open_folder: Path, line: str, detail: str, next_step: str
-) -> None:
+def test_an_unusable_path_of_the_settings_is_named(open_folder: Path, line: str, detail: str, next_step: str) -> None:
     config = write_device(open_folder)
     text = config.read_text()
     config.write_text(f"{text}{line}\n" if line.startswith("[") else f"{line}\n{text}")
@@ -205,9 +203,7 @@ NAMESPACE = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-u
 
 
 @pytest.mark.slow
-def test_a_read_only_store_is_named_by_the_doctor_and_the_agent_and_status_and_diagnose_need_no_more(
-    tmp_path: Path,
-) -> None:
+def test_a_read_only_store_is_named_by_doctor_and_agent_and_status_and_diagnose_need_no_more(tmp_path: Path) -> None:
     probe = subprocess.run((*NAMESPACE, "mount --bind /tmp /opt"), capture_output=True, check=False)
     if probe.returncode:
         pytest.skip(f"no mount namespace can be made: {probe.stderr.decode()}")
@@ -249,9 +245,7 @@ def test_a_check_that_the_system_breaks_off_is_a_finding_and_the_others_are_made
     assert "data" in found
 
 
-def test_a_running_agent_is_undisturbed_and_what_it_knows_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_is_undisturbed_and_what_it_knows_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = box_config(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 1.0)
@@ -276,9 +270,7 @@ def test_a_running_agent_is_undisturbed_and_what_it_knows_is_told(
     assert coordinator().state == "failed"
 
 
-def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_the_owner_approves(
-    tmp_path: Path,
-) -> None:
+def test_a_policy_that_refuses_what_the_federation_asks_for_is_a_finding_until_approval(tmp_path: Path) -> None:
     config = box_config(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
 

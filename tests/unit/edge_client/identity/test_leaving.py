@@ -129,9 +129,7 @@ def test_files_that_this_program_did_not_make_stay_and_are_named(enrolled: Agent
         assert f"kept {enrolled.store / name}: not created by this program" in told
 
 
-def test_a_store_that_was_moved_aside_is_named_with_the_command_that_removes_it(
-    enrolled: AgentConfig, tmp_path: Path
-) -> None:
+def test_a_store_moved_aside_is_named_with_the_command_that_removes_it(enrolled: AgentConfig, tmp_path: Path) -> None:
     before = enrolled.store.with_name("store.before")
     enrolled.store.rename(before)
     (tmp_path / "box" / "store.txt").write_text("the owner's")

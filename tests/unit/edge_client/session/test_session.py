@@ -451,9 +451,7 @@ def test_the_laws_hold_under_every_order_of_events(events: list[signals.Input | 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
-def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(
-    events: list[signals.Input | str],
-) -> None:
+def test_whatever_happened_a_quiet_coordinator_brings_the_device_to_the_end(events: list[signals.Input | str]) -> None:
     shell = Shell(
         [
             *events,

@@ -135,9 +135,7 @@ def test_a_pointer_that_can_not_be_read_makes_no_uncommitted_generation_count(st
         getattr(PrivateStore(store.root).generations, look)()
 
 
-def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_the_current_one(
-    store: PrivateStore,
-) -> None:
+def test_newest_is_the_generation_of_another_process_and_falls_back_like_the_current_one(store: PrivateStore) -> None:
     trainer, agent = Generations(store.root), Generations(store.root)
     assert agent.newest() is None
     for number in (1, 2):

@@ -280,9 +280,7 @@ def test_a_snapshot_survives_its_encoding_and_its_digest_tells_any_difference() 
         Snapshot.decode(b'[{"path": "a"}]')
 
 
-def test_a_kept_spec_that_was_tampered_with_counts_as_absent_and_is_replaced_by_the_next_download(
-    store: PrivateStore,
-) -> None:
+def test_a_spec_that_was_tampered_with_counts_as_absent_and_the_next_download_replaces_it(store: PrivateStore) -> None:
     store.save_spec(SPEC.canonical())
     assert reopened(store).spec(SPEC.digest) == SPEC
     path = store.root / "specs" / f"{SPEC.digest}.json"

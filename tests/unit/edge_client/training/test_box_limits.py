@@ -196,9 +196,7 @@ def test_software_throttling_and_what_only_a_new_round_needs_do_not_pause(tmp_pa
     assert not box.path.exists()
 
 
-def test_a_round_that_was_paused_commits_what_an_undisturbed_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_round_commits_what_an_undisturbed_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge_client.training.box_limits.LOOK_EVERY_S", 0.0)
     updates = []
     for name, readings in (("calm", [hot(50)]), ("hot", [hot(50), hot(95), hot(50)])):
@@ -302,9 +300,7 @@ def test_a_busy_inference_server_keeps_a_device_from_a_round_with_the_reason(tmp
 
 
 @pytest.mark.parametrize(("duty", "slept"), [(1.0, []), (0.5, [0.4]), (0.25, [1.2])])
-def test_a_duty_cycle_sleeps_after_each_step_for_the_rest_of_the_time(
-    tmp_path: Path, duty: float, slept: list[float]
-) -> None:
+def test_a_duty_cycle_sleeps_after_each_step_for_the_rest(tmp_path: Path, duty: float, slept: list[float]) -> None:
     clock = Clock()
     events = EventLog(tmp_path / "events.jsonl", clock)
     pauses = Pauses(

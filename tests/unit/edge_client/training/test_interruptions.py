@@ -153,9 +153,7 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return site
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_round_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_checkpoint_is_reported_and_the_round_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = interrupted(tmp_path, monkeypatch)
     path = site.store.root / "checkpoint.bin"
     content = bytearray(path.read_bytes())
@@ -204,9 +202,7 @@ JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 
 
 @pytest.mark.slow
-def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_working_or_idle_training_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge_client.training.trainer_handle.run_child", driven_worker.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
     training = TrainingSection(device="cpu", threads=1, stall_s=STALL_S)

@@ -56,9 +56,7 @@ def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(
     assert labels == images.labels.tolist()
 
 
-def test_a_folder_in_which_every_image_is_damaged_is_no_data(
-    spec: FederationSpec, store: PrivateStore, tmp_path: Path
-) -> None:
+def test_a_folder_of_damaged_images_is_no_data(spec: FederationSpec, store: PrivateStore, tmp_path: Path) -> None:
     for path in image_tree(tmp_path / "d", 3, PETS, "L").rglob("*.png"):
         path.write_bytes(b"gone")
     with pytest.raises(RoundError, match=r"cat/000\.png: not an image.*none of the 6 images"):
@@ -191,9 +189,7 @@ def test_a_box_that_keeps_its_label_counts_declines_before_it_trains_what_can_no
 
 
 @pytest.mark.timeout(60)
-def test_what_is_named_as_an_image_and_is_no_file_is_left_out_and_named_by_agent_and_doctor_alike(
-    tmp_path: Path,
-) -> None:
+def test_what_is_named_like_an_image_and_is_no_file_is_left_out_and_named_by_agent_and_doctor(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec())
     folder = site.root / "data" / "train" / CLASSES[0]
     (folder / "gone.png").symlink_to("no-such-file")

@@ -144,9 +144,7 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     assert with_shadow.weights("shadow") == alone.weights()
 
 
-def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_is_reported_in_each(
-    tmp_path: Path,
-) -> None:
+def test_a_shadow_of_every_second_round_is_the_model_of_these_rounds_alone_and_reported_in_each(tmp_path: Path) -> None:
     site, alone = Site(tmp_path / "a", real_spec(), shadow=2), Site(tmp_path / "b", real_spec("local"))
     slots, told = [], []
     for number in (1, 2, 3):
@@ -275,9 +273,7 @@ def test_private_weights_that_are_no_numbers_after_the_last_step_count_as_diverg
     assert site.store.generations.current() == (None, ())
 
 
-def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_diverging_shadow_stands_still_and_the_round_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, real_spec("fedsplit"), shadow=1)
     site.train(1)
     before = site.weights("shadow")

@@ -73,9 +73,7 @@ def test_what_cannot_be_simulated_is_explained_before_anything_starts(
 
 
 @pytest.mark.parametrize("command", ["simulate", "demo"])
-def test_weights_that_do_not_fit_end_the_command_before_anything_starts(
-    weights: Path, tmp_path: Path, command: str
-) -> None:
+def test_weights_that_do_not_fit_end_a_command_before_it_starts(weights: Path, tmp_path: Path, command: str) -> None:
     file = tmp_path / "w.pt"
     torch.save({"conv_stem.weight": torch.zeros(1)}, file)
     words = TINY if command == "simulate" else f"demo {IMAGES}"

@@ -102,9 +102,7 @@ def picky(_party: Party, _task: TeacherTask, _server: None) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_that_kills_every_worker_is_given_up_an_error_is_raised_here_and_the_pool_goes_on(
-    pool: PoolRunner,
-) -> None:
+def test_a_task_that_kills_every_worker_is_given_up_an_error_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
     one = party_of("fedavg")
     pool.start(one)
     with pytest.raises(RunError, match="worker processes died at one task"):

@@ -164,9 +164,7 @@ def test_without_codecs_nothing_is_touched() -> None:
     assert simulate(replace(party_of("fedavg"), spec=spec), Schedule(rounds=1)).update_bytes == ()
 
 
-def test_a_client_whose_update_can_not_be_coded_keeps_its_state_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_with_an_uncodable_update_keeps_its_state_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     without = simulate(coded("fedavg", names=("a", "b")), Schedule(rounds=1, shadow=False))
     update = WireCoding.update
 

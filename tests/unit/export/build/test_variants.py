@@ -276,9 +276,7 @@ def test_the_form_in_use_is_not_installed_a_second_time(tmp_path: Path, folder: 
     assert "* " in people.stdout
 
 
-def test_an_unsigned_version_is_never_put_in_use_over_a_signed_one(
-    tmp_path: Path, folder: Path, key: Path, clock: Clock
-) -> None:
+def test_an_unsigned_version_never_replaces_a_signed_one(tmp_path: Path, folder: Path, key: Path, clock: Clock) -> None:
     root = install_model(tmp_path, key=key).parent
     clock(fp16=10.0)
     told = _optimise(root, folder)

@@ -54,9 +54,7 @@ def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestIma
     assert "either --json or --csv" in fails(2, "infer", images.files[0], "--model", slots_root, "--csv", "--json")
 
 
-def test_bad_files_are_named_on_stderr_and_the_others_still_done(
-    slots_root: Path, images: TestImages, tmp_path: Path
-) -> None:
+def test_bad_files_are_named_on_stderr_and_others_done(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
     text = tmp_path / "notes.png"
     text.write_text("not an image at all")
     done = run_fedcg(

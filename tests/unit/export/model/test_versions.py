@@ -75,9 +75,7 @@ def three(installed: ModelVersions) -> ModelVersions:
         ("{", "", "not valid JSON"),
     ],
 )
-def test_a_manifest_that_is_not_valid_is_refused_and_the_field_named(
-    tmp_path: Path, old: str, new: str, named: str
-) -> None:
+def test_an_invalid_manifest_is_refused_and_the_field_named(tmp_path: Path, old: str, new: str, named: str) -> None:
     write_manifest(tmp_path, _manifest(b"model"))
     path = tmp_path / "manifest.json"
     text = path.read_text()
@@ -136,9 +134,7 @@ def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(three: Mode
     assert three.current().name == "0003"
 
 
-def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_versions_go_but_never_the_one_in_use_or_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "KEEP", 2)
     installed = ModelVersions(tmp_path)
     for content in (b"one", b"two", b"three"):
@@ -247,9 +243,7 @@ def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, image
     assert read_manifest(install_model(tmp_path, seed=1, images=images, gate=0.0)).gate is None
 
 
-def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(
-    tmp_path: Path, first: Path, right: TestImages
-) -> None:
+def test_a_worse_model_is_refused_and_the_one_in_service_stays(tmp_path: Path, first: Path, right: TestImages) -> None:
     with pytest.raises(GateError, match=r"version 0001 in service has 100\.0%"):
         install_model(tmp_path, seed=2, images=right, gate=0.01)
     assert ModelVersions(tmp_path).current() == first

@@ -196,9 +196,7 @@ def test_a_candidate_that_fails_is_taken_back_and_serves_at_once_when_it_is_chos
     assert _states(models) == ("0002", None)
 
 
-def test_a_candidate_whose_values_are_not_numbers_counts_as_failing(
-    staged: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_candidate_with_nan_values_counts_as_failing(staged: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, bad = Model.predict, present(staged.candidate)
     monkeypatch.setattr(
         Model, "predict", lambda self, images: sound(self, images) * (np.nan if self is bad.model else 1)
@@ -243,9 +241,7 @@ def test_a_newer_version_replaces_the_candidate_and_has_the_rest_of_its_time(
     assert _after(staged, clock, 1) == ("0003", None)
 
 
-def test_the_candidate_is_dropped_when_the_pointer_returns_to_the_version_in_service(
-    three_root: Path, clock: Clock
-) -> None:
+def test_a_candidate_is_dropped_when_the_pointer_returns_to_the_version_in_use(three_root: Path, clock: Clock) -> None:
     models = _started(three_root, clock)
     served = models.current
     _choose(models, three_root, "0002")
@@ -315,9 +311,7 @@ def test_when_the_version_in_service_does_badly_itself_the_candidate_takes_the_r
 
 
 @pytest.mark.parametrize("what", ["its version is gone", "the record is damaged", "a rollback in between", "no stage"])
-def test_a_restart_serves_the_version_in_use_where_the_stage_cannot_go_on(
-    three_root: Path, clock: Clock, what: str
-) -> None:
+def test_a_restart_serves_the_version_in_use_if_no_stage_can_go_on(three_root: Path, clock: Clock, what: str) -> None:
     models = _started(three_root, clock)
     _choose(models, three_root, "0003")
     models.close()

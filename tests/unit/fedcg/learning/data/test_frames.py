@@ -94,9 +94,7 @@ WAVE = (0.0, 0.5, -0.25, -1.0)
         (3, 32, struct.pack("<4f", *WAVE)),
     ],
 )
-def test_sound_of_every_kind_is_read_alike_and_channels_are_mixed(
-    tmp_path: Path, kind: int, bits: int, data: bytes
-) -> None:
+def test_sound_of_any_kind_is_read_alike_and_channels_mixed(tmp_path: Path, kind: int, bits: int, data: bytes) -> None:
     wav(tmp_path / "rest" / "plain.wav", kind, bits, data)
     stereo = struct.pack("<8f", *(part for one in WAVE for part in (one, 0.5)))
     wav(tmp_path / "walk" / "Stereo.WAV", 3, 32, stereo, channels=2)
@@ -142,9 +140,7 @@ SAMPLES = struct.pack("<4f", *WAVE)
         ({"bits": 16, "kind": 1, "cut": 3}, "can't be read as WAV: Reached EOF prematurely"),
     ],
 )
-def test_sound_that_is_of_another_kind_or_damaged_is_refused(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_sound_of_another_kind_or_damaged_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     cut = changes.pop("cut", 0)
     path = wav(tmp_path / "rest" / "s.wav", **{"kind": 3, "bits": 32, "data": SAMPLES, **changes})
     path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])

@@ -233,9 +233,7 @@ class Asked(nn.Module):
         (PrivacySettings.model_validate({"dp_sgd": {"noise_multiplier": 1.0}}), {0, 1, 2}),
     ],
 )
-def test_the_generator_asks_for_all_labels_alike_where_they_are_secret(
-    privacy: PrivacySettings, classes: set[int]
-) -> None:
+def test_generators_ask_for_all_labels_alike_where_they_are_secret(privacy: PrivacySettings, classes: set[int]) -> None:
     spec, generator = quick_spec("fedcg"), Asked()
     ctx = RoundContext(spec, 2, 1, context(spec).streams, privacy=privacy)
     source = cast("FeatureSource", GivenFeatures(torch.zeros(40, 2)))  # all of class 0

@@ -115,9 +115,7 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx) is None
 
 
-def test_the_auxiliary_loss_is_the_cross_entropy_through_the_classifier_as_it_came_down_beside_other_penalties() -> (
-    None
-):
+def test_the_auxiliary_loss_is_the_cross_entropy_through_the_downloaded_classifier_beside_other_penalties() -> None:
     # Logits are the features times the weight: of (1, 0) with weight 2, (2, 0), so class 0 has the loss log(1 + e^-2).
     classifier, ctx = Scale(2.0), replace(cases.context(cases.quick_spec("fedsplit")), round=2)
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)

@@ -69,9 +69,7 @@ def test_its_averages_are_those_of_fedavg_with_the_same_help() -> None:
     assert all(near(first[0][part], first[1][part]) for part in (E, C))
 
 
-def test_a_round_of_moments_trains_nothing_and_brings_those_of_all_the_mean_extractors_features(
-    sealed: Simulation,
-) -> None:
+def test_a_round_of_moments_trains_nothing_and_brings_those_of_the_mean_extractors_features(sealed: Simulation) -> None:
     party = ours()
     first = simulate(party, Schedule(rounds=1))
     for name, state in first.states.items():

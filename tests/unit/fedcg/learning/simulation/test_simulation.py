@@ -196,9 +196,7 @@ def test_a_federation_with_everything_sealed_has_the_mean_of_one_with_nothing_se
         assert not cases.same_parts(found, wanted), "it went through whole numbers"
 
 
-def test_a_client_with_nine_tenths_of_the_images_counts_for_two_fifths_of_a_sealed_mean_and_nine_tenths_in_the_clear() -> (
-    None
-):
+def test_nine_tenths_of_the_images_count_for_two_fifths_of_a_sealed_mean_and_nine_tenths_in_the_clear() -> None:
     one = cases.party_of("fedavg")
     one = with_data(one, a=cases.client_data("a", train=18), b=cases.client_data("b", train=324))
     one = sealing(with_data(one, c=cases.client_data("c", train=18)), Part.EXTRACTOR)

@@ -119,9 +119,7 @@ def test_a_broker_that_does_not_answer_a_subscription_is_tried_again(
 @pytest.mark.parametrize(
     "early", [packets.suback("5", 0x8000, b"\x01"), packets.message("5", "t", b"early", 1), packets.puback(1)]
 )
-def test_nothing_is_taken_from_a_broker_before_its_answer(
-    broker: ScriptedBroker, connect: Connect, early: bytes
-) -> None:
+def test_nothing_is_accepted_before_the_brokers_answer(broker: ScriptedBroker, connect: Connect, early: bytes) -> None:
     client = connect("t")
     peer = broker.accept()
     peer.expect(packets.CONNECT)
