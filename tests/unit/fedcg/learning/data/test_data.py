@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fedcg.learning.data.array_files import MAX_BYTES
-from fedcg.learning.data.image_folder import normalise, read_images, split_by_hash, usable_rows
+from fedcg.learning.data.image_folder import normalise, read_images, split_by_hash
 from fedcg.learning.data.sources import list_files, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry
@@ -236,8 +236,3 @@ def test_an_epoch_uses_every_image_once_but_never_a_last_batch_of_one(count: int
     seen = torch.cat(list(index_blocks(count, 16, -(-used // 16), torch.Generator().manual_seed(0))))
     assert len(seen) == used
     assert len(set(seen.tolist())) == used
-
-
-def test_one_image_cannot_be_trained_on() -> None:
-    with pytest.raises(DataError, match="at least 2"):
-        usable_rows(1, 16)
