@@ -6,7 +6,7 @@ its certificate's validity fails in the TLS handshake, before any report; `fedcg
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
@@ -69,7 +69,7 @@ class Problem:
     remedy: str
     is_severe: bool = False
     device: str | None = None
-    docs: str = field(init=False)
+    docs: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "docs", f"docs/reference/problems.md#{self.kind.replace(' ', '-')}")
