@@ -184,7 +184,7 @@ def test_a_spec_whose_weights_are_not_here_is_declined_until_the_owner_names_the
     site = site_of(tmp_path, weights)
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     reason, text = check_spec(site.spec, PolicySection()) or (None, "")
-    assert (reason, "sha256 of no file here" in text) == (DeclineReason.SPEC_REFUSED, True)
+    assert (reason, "matches no local file" in text) == (DeclineReason.SPEC_REFUSED, True)
 
     def run(path: Path) -> None:
         training = TrainingSection(weights=path)
@@ -227,7 +227,7 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     for place in ("nowhere", "empty"):
         nothing = found(weights=tmp_path / place, backbone=own)
         assert (nothing.state, "bring the file" in nothing.advice) == ("failed", True)
-        assert f"{place}: no file, and no folder with" in nothing.detail
+        assert f"{place}: not a file, and not a folder with" in nothing.detail
     assert "matches no local file" in found(backbone=own).detail
     assert "no backbone 'nope'" in found(weights=weights, backbone="nope").detail
     assert "is not allowed by the federation" in found(weights=weights, backbone="mobilenetv3_small_100").detail
