@@ -226,7 +226,7 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     (tmp_path / "empty").mkdir()
     for place in ("nowhere", "empty"):
         nothing = found(weights=tmp_path / place, backbone=own)
-        assert (nothing.state, "bring the file" in nothing.advice) == ("failed", True)
+        assert (nothing.state, "copy the file" in nothing.advice) == ("failed", True)
         assert f"{place}: not a file, and not a folder with" in nothing.detail
     assert "matches no local file" in found(backbone=own).detail
     assert "no backbone 'nope'" in found(weights=weights, backbone="nope").detail
