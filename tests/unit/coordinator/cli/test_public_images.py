@@ -74,7 +74,7 @@ def test_what_can_not_be_read_is_refused_with_its_place(tmp_path: Path) -> None:
         ("empty", "no public images"),
         ("broken", "none of 1 public images"),
         ("fake.npz", "not an .npz"),
-        ("other.npz", "without `images`"),
+        ("other.npz", "needs one of the arrays `images`"),
         ("floats.npz", "must be uint8"),
         ("flat.npz", "must be"),
     ):
