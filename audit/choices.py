@@ -45,7 +45,7 @@ class Condition:
 
 
 def parse_gate(text: str) -> tuple[Condition, ...]:
-    """Parse conditions, separated by commas: `reid_gain<0.02,mia_auc<0.60`.
+    """Parse conditions, separated by commas: `reid_gain<0.1,mia_auc<0.75`.
 
     Raises:
         GateFormError: names the condition that is malformed or has an unknown figure.

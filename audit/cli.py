@@ -106,7 +106,10 @@ def run(
     effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="1 min, 10 min, hours")] = "default",
     seed: Annotated[int, typer.Option(help="seed of all random numbers")] = 0,
     processes: Annotated[int | None, typer.Option(min=1, help="parallel attacks; default: one per CPU")] = None,
-    gate: Annotated[str, typer.Option(help="bounds, e.g. reid_gain<0.02,mia_auc<0.60; exit code 3 if one fails")] = "",
+    gate: Annotated[
+        str,
+        typer.Option(help="bounds, e.g. mia_auc<0.75 (take bounds from your own reports); exit code 3 if one fails"),
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="discard the audit in the folder")] = False,
 ) -> Result:
     """Attack the update of a device in a round, and report what leaked.

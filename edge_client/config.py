@@ -223,7 +223,7 @@ class AuditSection(Settings):
     before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: about a minute per round")] = (
         "off"
     )
-    gate: Annotated[str, Field(description="e.g. label_l1_gain<0.05,reid_gain<0.02")] = ""
+    gate: Annotated[str, Field(description="e.g. mia_auc<0.75; take bounds from your own reports")] = ""
     auxiliary: Path | None = None
     attacks: tuple[str, ...] = ()
 

@@ -60,6 +60,7 @@ class Problem:
         remedy: what to do.
         is_severe: whether it blocks rounds.
         device: the affected device, if there is one.
+        docs: the section of the documentation about this kind.
     """
 
     kind: str
@@ -68,6 +69,10 @@ class Problem:
     remedy: str
     is_severe: bool = False
     device: str | None = None
+    docs: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "docs", f"docs/reference/problems.md#{self.kind.replace(' ', '-')}")
 
     @property
     def key(self) -> str:

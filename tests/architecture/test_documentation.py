@@ -1,6 +1,7 @@
 """The text that people read: short pages of short sentences, no phrase of a list; commands, options, fields and code that there are."""
 
 import ast
+import inspect
 import re
 import textwrap
 from collections.abc import Mapping
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import tomllib
 
+from coordinator.facts import problems
 from docs import build_reference
 from fedcg.cli import app
+from fedcg.sentences import texts
 from tests.architecture.test_imports import ROOT
 from tests.support.commands import commands_of
 
@@ -80,6 +83,15 @@ def test_the_list_for_language_models_names_every_page_once() -> None:
     named = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "llms.txt").read_text("utf-8"))
     pages_there = [str(page.relative_to(DOCS)) for page in [*PEOPLE, *(DOCS / "reference").glob("*.md")]]
     assert sorted(named) == sorted({*pages_there, "research/index.md"} - {"index.md"})
+
+
+def test_every_kind_of_problem_has_the_section_that_it_names() -> None:
+    literal = re.findall(r"roblem\(\"([a-z ]+)\"", inspect.getsource(problems))
+    kinds = [*literal, *(kind for kind, _ in [*problems.remedies().values(), *texts().ended.values()])]
+    named = {problems.Problem(kind, "", "", "").docs for kind in kinds}
+    headings = re.findall(r"^## (.+)$", pages()["problems.md"], re.MULTILINE)
+    assert named <= {f"docs/reference/problems.md#{heading.replace(' ', '-')}" for heading in headings}
+    assert len(named) > 20
 
 
 def test_the_reference_is_that_of_the_code() -> None:

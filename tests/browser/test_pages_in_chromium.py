@@ -253,7 +253,7 @@ def test_the_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, w
     page.on("request", lambda request: requests.append(request.url))
     page.goto(file.as_uri())
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
-    assert page.get_by_text("1 of 3 attacks got something back from this update").is_visible()
+    assert page.get_by_text("1 of 3 attacks beat the best guess on this update").is_visible()
     verdict = page.locator("#verdict").bounding_box()
     assert verdict is not None
     assert verdict["height"] < 900 or width < 1280  # one screen, where there is room for one

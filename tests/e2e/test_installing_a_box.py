@@ -228,11 +228,11 @@ def test_a_store_that_was_used_since_an_upgrade_was_cut_is_not_replaced_by_its_c
     ("words", "said"),
     [
         (("instal",), "Usage"),
-        (("upgrade", "--sorce", "x"), "there is no option --sorce"),
+        (("upgrade", "--sorce", "x"), "unknown option --sorce"),
         (("upgrade", "--source", ""), "needs a value"),
-        (("upgrade", "--source", "torch==2"), "no requirement such as fedcg-edge"),
+        (("upgrade", "--source", "torch==2"), "or a requirement such as fedcg-edge"),
         (("upgrade", "--extra", "edge;x"), "names with commas"),
-        (("upgrade", "--python", "/bin/false"), "no Python from 3.10 on"),
+        (("upgrade", "--python", "/bin/false"), "is not Python 3.10 or newer"),
     ],
 )
 def test_bad_options_are_refused_with_advice_and_change_nothing(box: Box, words: tuple[str, ...], said: str) -> None:
@@ -246,8 +246,8 @@ def test_bad_options_are_refused_with_advice_and_change_nothing(box: Box, words:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("install", "--extra", "serve,nix"), "--extra nix: there is no such extra; there are audit broker "),
-        (("install", "--python", "/bin/true"), "/bin/true is no Python from 3.10 on"),
+        (("install", "--extra", "serve,nix"), "--extra nix: unknown extra; choose from audit broker "),
+        (("install", "--python", "/bin/true"), "/bin/true is not Python 3.10 or newer"),
         (("upgrade",), "install first"),
     ],
 )

@@ -203,7 +203,7 @@ def _networks(config: AgentConfig) -> Result | None:
     """Why the networks of `[training]` can't be used; None if they can."""
     wanted, weights = config.training.backbone, config.training.weights
     if weights is not None and not files_of_weights(weights):
-        detail = f"[training] weights = {weights}: no file, and no folder with a .safetensors or .pth file"
+        detail = f"[training] weights = {weights}: not a file, and not a folder with a .safetensors or .pth file"
         return "failed", detail, "correct the path, copy the file there, or omit the setting"
     spec = spec_of(config)
     try:

@@ -169,7 +169,7 @@ def test_a_coordinator_that_changes_its_mind_is_refused() -> None:
         cohort.keeper(name).survivors(AT, schemas.SumSurvivors(names=tuple(cohort.names[:4])))
     with pytest.raises(SumError, match="a different list of survivors than this device signed"):
         cohort.keeper(name).opening(AT, schemas.SumOpening(names=tuple(cohort.names[:4]), signatures={}))
-    with pytest.raises(SumError, match="0 of 4 devices that must have signed"):
+    with pytest.raises(SumError, match="0 of 4 required devices have signed"):
         cohort.keeper(name).opening(AT, schemas.SumOpening(names=tuple(cohort.names), signatures={}))
     elsewhere = SumRound("shapes", 9, 1)
     assert cohort.masks(name, elsewhere) is None
@@ -244,14 +244,14 @@ def test_of_a_split_view_of_the_members_neither_three_devices_nor_two_and_one_th
     five = {name: keys[name] for name in cohort.names[:5]}
     views = [View(five, cohort.names[:3]), View(keys, cohort.names[3:])]
     told = revealed(cohort, views, cohort.names[:5])
-    assert set(told.values()) == {f"{n} of 4 devices that must have signed the list of survivors did" for n in (2, 3)}
+    assert set(told.values()) == {f"{n} of 4 required devices have signed the list of survivors" for n in (2, 3)}
 
     cohort, helping = Cohort(4), [SumSecrets.draw("box-03") for _ in range(2)]
     keys = {name: cohort.announced(name) for name in cohort.names[:3]}
     twice = [{**keys, "box-03": one.announce(AT, 5, cohort.keys["box-03"])} for one in helping]
     views = [View(twice[0], cohort.names[:2], helping[0]), View(twice[1], ["box-02"], helping[1])]
     told = revealed(cohort, views, cohort.names)
-    assert set(told.values()) == {f"{n} of 4 devices that must have signed the list of survivors did" for n in (2, 3)}
+    assert set(told.values()) == {f"{n} of 4 required devices have signed the list of survivors" for n in (2, 3)}
 
 
 def test_shares_that_were_dealt_in_one_view_of_the_members_open_in_no_other() -> None:
@@ -377,7 +377,7 @@ def test_devices_that_were_told_different_totals_open_no_sum() -> None:
     for name, dealt in cohort.answer(board, sends, set()):
         cohort.reply(name, dealt)
     cohort.answer(board, cohort.answer(board, board.close(cohort.names, cohort.now), set()), set())
-    with pytest.raises(SumError, match="shares of its masks came"):
+    with pytest.raises(SumError, match="shares of its masks arrived"):
         board.correction(SIZE)
 
 
@@ -441,7 +441,7 @@ def test_a_sum_of_weights_tells_the_cohort_how_many_images_there_are_and_nobody_
         assert keeper.found(at) == (cohort.weights[name], 1150, cohort.votes[name])
     other = opened.model_copy(update={"numbers": bytes([opened.numbers[0] ^ 128]) + opened.numbers[1:]})
     halved = opened.model_copy(update={"groups": 2})
-    for lie, why in ((other, "changed on the way"), (halved, "groups of a sum")):
+    for lie, why in ((other, "altered in transit"), (halved, "groups of a sum")):
         with pytest.raises(SumError, match=why):
             cohort.keeper("box-00", "weights").opened(at, lie)
 
@@ -612,7 +612,7 @@ def test_a_device_that_gives_wrong_shares_does_not_keep_the_sum_closed(attempt: 
 def test_a_device_that_deals_out_rubbish_costs_the_sum_and_is_named(attempt: Attempt) -> None:
     attempt.lies["shares"] = lambda step: schemas.SumShares(sealed=dict.fromkeys(step.sealed, bytes(48)))
     assert attempt.run() == OpenedSum()
-    reason = "box-00: 0 of 4 shares of its masks came"
+    reason = "box-00: 0 of 4 shares of its masks arrived"
     assert attempt.sums.failure == SumFailure(3, reason, None)
     assert [event["reason"] for event in attempt.events("sum_off")] == [reason]
 
@@ -662,6 +662,6 @@ def test_a_sum_that_is_in_no_aggregate_is_a_problem_too(make_world: MakeWorld) -
         world.start_devices()
         world.wait_event("finished")
         problem = world.problems(running.service)["no sealed sum"]
-    assert problem.what == "round 1 went on without the sum over its devices: the sum has clients: b"
+    assert problem.what == "round 1 continued without the sum over its devices: the sum has clients: b"
     assert problem.remedy.startswith("After one round, nothing")
     assert [event["reason"] for event in world.events("sum_off")] == ["the sum has clients: b"]

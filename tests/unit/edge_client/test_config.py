@@ -123,7 +123,7 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
         (GOOD + '[policy]\nfederations = ["A B"]\n', "policy.federations", ""),
         (GOOD + "[policy]\nmax_download_mb_per_day = 0\n", "policy.max_download_mb_per_day", ""),
         (GOOD + '[audit]\ngate = "reid<0.1"\n', "audit", "gate has no effect while before_publish"),
-        (DEFENDED.replace('"antigan"', '"antigam"'), "data", "there is no 'antigam' (did you mean `antigan`?)"),
+        (DEFENDED.replace('"antigan"', '"antigam"'), "data", "unknown name 'antigam' (did you mean `antigan`?)"),
         (DEFENDED.replace("v_e", "ve"), "data", "ve: there is no such setting (did you mean `v_e`?)"),
         (DEFENDED.replace("0.3", "3"), "data", "v_e: must be less than or equal to 1"),
         (DEFENDED + "[privacy.dp_sgd]\nnoise_multiplier = 1.0\n", "", "dp_sgd's epsilon does not cover"),
@@ -186,7 +186,7 @@ def test_problems_of_audit_and_privacy_name_section_line_and_remedy(tmp_path: Pa
     first = len(GOOD.splitlines()) + 1
     found = problems(tmp_path, text)
     assert found["audit.before_publish"].startswith(f"line {first + 1}: must be 'off' or 'quick'")
-    assert found["audit.gate"].startswith(f"line {first + 2}: gate 'faces<0.1': no figure 'faces'; there are label_l1")
+    assert found["audit.gate"].startswith(f"line {first + 2}: gate 'faces<0.1': no figure 'faces'; choose label_l1")
     assert found["audit.attacks"].startswith(f"line {first + 3}: unknown attack 'magic'; available: labels")
     assert found["privacy.prune"].startswith(f"line {first + 5}")
     assert found["privacy.noise"].startswith(f"line {first + 6}: there is no such setting")

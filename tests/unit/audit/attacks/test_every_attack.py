@@ -106,7 +106,7 @@ def of_one_class(case: Case) -> Case:
         ("memorisation", WITH_GENERATOR, bare, None),
         ("memorisation", WITH_GENERATOR, lambda case: blind(bare(case)), "give --auxiliary"),
         ("memorisation", WITH_GENERATOR, held_out(1), "--held-out"),
-        ("memorisation", WITH_GENERATOR, of_other_classes, "no class has images"),
+        ("memorisation", WITH_GENERATOR, of_other_classes, "no class has both training images and other images"),
         ("image_generator", {"method": "fedcg"}, seen(), "fedcg sends no image_generator"),
         pytest.param("image_generator", TRANSLATING, bare, "give --auxiliary", marks=pytest.mark.slow),
         ("epsilon", {"method": "fedcg"}, blind, "give --private"),

@@ -70,11 +70,11 @@ def test_what_can_not_be_read_is_refused_with_its_place(tmp_path: Path) -> None:
     np.savez(tmp_path / "floats.npz", images=np.zeros((1, 2, 2)))
     np.savez(tmp_path / "flat.npz", images=np.zeros(4, np.uint8))
     for name, said in (
-        ("nowhere", "no such folder"),
+        ("nowhere", "not a folder of public images"),
         ("empty", "no public images"),
         ("broken", "none of 1 public images"),
         ("fake.npz", "not an .npz"),
-        ("other.npz", "without `images`"),
+        ("other.npz", "needs one of the arrays `images`"),
         ("floats.npz", "must be uint8"),
         ("flat.npz", "must be"),
     ):
@@ -97,7 +97,7 @@ def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_s
     first = images(GREY)
     (folder / "000.png").unlink()
     assert first is images(GREY)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="not a folder of public images"):
         public_images(tmp_path / "nowhere", 9)(GREY)
 
 

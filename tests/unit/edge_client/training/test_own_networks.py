@@ -217,7 +217,7 @@ def test_the_doctor_finds_weights_and_backbones_that_can_not_be_had(
     for place in ("nowhere", "empty"):
         nothing = found(weights=tmp_path / place, backbone=own)
         assert (nothing.state, "copy the file" in nothing.advice) == ("failed", True)
-        assert f"{place}: no file, and no folder with" in nothing.detail
+        assert f"{place}: not a file, and not a folder with" in nothing.detail
     assert "matches no local file" in found(backbone=own).detail
     assert "no backbone 'nope'" in found(weights=weights, backbone="nope").detail
     assert "is not allowed by the federation" in found(weights=weights, backbone="mobilenetv3_small_100").detail

@@ -95,7 +95,7 @@ def test_a_round_that_would_exceed_the_budget_is_declined_before_it_trains(tmp_p
     site.configure(privacy=dp_sgd(budget_epsilon=(expected_epsilon(site, 1) + expected_epsilon(site, 2)) / 2))
     before, phases = site.store.privacy(), len(site.events("phase_started"))
     detail = site.declined(DeclineReason.WITHHELD, 2)
-    for text in ("budget is used up", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
+    for text in ("budget is exhausted", "budget_epsilon", "Nothing was trained", "fedcg agent leave"):
         assert text in detail
     assert [event["phase"] for event in site.events("phase_started")[phases:]] == ["load"]
     assert (site.store.privacy(), site.state().generation.round_attempt) == (before, RoundAttempt(1, 1))

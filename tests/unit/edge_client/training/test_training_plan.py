@@ -246,7 +246,7 @@ def test_a_torch_without_cuda_trains_on_the_cpu_for_a_stated_reason_or_declines_
     assert "on the CPU, although the device has a GPU (Orin" in found.detail
     configure(site, device="cuda")  # its owner asks for it
     detail, found = site.declined(DeclineReason.NOT_ELIGIBLE), site.finding("training")
-    assert detail == f'device = "cuda" under [training] can\'t be had: {NO_CUDA}'
+    assert detail == f'device = "cuda" under [training] can\'t be used: {NO_CUDA}'
     assert (found.state, found.detail) == ("failed", detail)
 
 

@@ -13,7 +13,7 @@ REFUSED = [
     ("--device nosuch", "--device nosuch"),
     ("--method local --set lr=fast", "local: lr"),
     ("--crop 16", "crop: crops of 16 pixels can miss the whole image; use fewer than its shorter side, 16"),
-    ("--generator nope", "no generator 'nope'; choose from conv"),
+    ("--generator nope", "unknown generator 'nope'; choose conv"),
     ("--method ppidsg --method local --network lenet5", "network.split must be image_small or image_paper"),
     ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
     ("--codec i4", "--codec"),

@@ -89,4 +89,4 @@ def test_a_project_is_simulated_with_its_plan_and_errors_of_its_code_show_where(
     assert f'"method":"{method}"' in done.stdout.replace(" ", "")
     refused = run_fedcg("simulate", str(folder), "--partition", "iid", "--rounds", "1")
     assert refused.exit_code == 2
-    assert "partition: of no use" in refused.output
+    assert "partition: not allowed here" in refused.output

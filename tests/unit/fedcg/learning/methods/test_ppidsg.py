@@ -292,5 +292,5 @@ def test_a_device_declines_an_image_generator_until_its_owner_lists_it() -> None
     refused = check_spec(SPEC, PolicySection())
     assert refused is not None
     assert refused[0] is DeclineReason.UPLOAD_NOT_ALLOWED
-    assert "image_generator (a network that takes images" in refused[1]
+    assert "image_generator (a network that turns images" in refused[1]
     assert check_spec(SPEC, PolicySection(allow_upload=frozenset({Part.IMAGE_GENERATOR}))) is None
