@@ -61,7 +61,7 @@ def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
     data, setting = Path(summary["data"]).name, summary["setting"]
     weights = setting.get("weights")
     clients = [
-        {**client, "onnx_model": _relative(client["onnx_model"], root) if client["onnx_model"] else None}
+        {**client, "onnx_model": str(Path(client["onnx_model"]).relative_to(root)) if client["onnx_model"] else None}
         for client in summary["clients"]
     ]
     return {
@@ -74,10 +74,6 @@ def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
         "setting": {**setting, "data": data, **({"weights": Path(weights).name} if weights else {})},
         "clients": clients,
     }
-
-
-def _relative(path: str, root: Path) -> str:
-    return str(Path(path).relative_to(root))
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:

@@ -177,7 +177,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     pool, count = _pool(case), len(case.truth.train)
     order = torch.randperm(count, generator=streams.generator("images")).tolist()
     of_update = _line_ups(pool, order[: effort.of(400, 2000, 10_000)], count, streams.at("update"))
-    missing = _lacks_gradients(case)
+    missing = case.lacks(private=True) or gradients.lacks_closed_form(case.view.spec)
     of_gradient = [] if missing else _line_ups(pool, order[: effort.of(40, 200, 1000)], 0, streams)
     sources = _sources(case)
     tick = trial.steps(len(of_gradient) + len(sources) + 1)
@@ -205,10 +205,6 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
         yield f"Mean reciprocal rank from one image's gradient, by extractor: {means}."
     if missing:
         yield f"Gradients of single images were not tried: {missing}."
-
-
-def _lacks_gradients(case: Case) -> str | None:
-    return case.lacks(private=True) or gradients.lacks_closed_form(case.view.spec)
 
 
 def _lacks(case: Case) -> str | None:

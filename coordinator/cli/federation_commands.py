@@ -123,7 +123,8 @@ def federation_show(client: Client, federation: Named = None) -> Result:
     found = client.get(f"/federations/{client.federation(federation)}")
     policy = ", ".join(f"{name} = {_toml(value)}" for name, value in found["policy"].items() if value is not None)
     coded = f"codec of updates: {found['codec']}, of aggregates: {found['aggregate_codec']}"
-    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}{_forgotten(found)}"
+    forgotten = f"\nforgotten: {', '.join(found['forgotten'])}" if found["forgotten"] else ""
+    return found, f"{_line(found)}\n{policy}\n{coded}{_sealed(found)}{forgotten}"
 
 
 @federation_app.command("start")
@@ -286,10 +287,6 @@ def _sealed(found: Mapping[str, Any]) -> str:
     parts = ", ".join(found["sealed"])
     unseen = "only the devices of the cohort can read the mean, and screening can't check the sealed numbers of a single device"
     return f"\n{parts} sealed: {unseen}" if parts else ""
-
-
-def _forgotten(found: Mapping[str, Any]) -> str:
-    return f"\nforgotten: {', '.join(found['forgotten'])}" if found["forgotten"] else ""
 
 
 def _steered(

@@ -210,24 +210,16 @@ def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelPr
         return converted
 
 
-def _to_fp16(content: bytes, _calibration: Sequence[runtime.Sample]) -> bytes:
-    """Weights and arithmetic of the network in float16; input and outputs keep their types."""
-    return _converted(content, _halved)
-
-
 def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
+    """Weights and arithmetic of the network in float16; input and outputs keep their types."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     halved: onnx.ModelProto = convert_float_to_float16(network, keep_io_types=True)
     return halved
 
 
-def _to_int8(content: bytes, calibration: Sequence[runtime.Sample]) -> bytes:
-    """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
-    return _converted(content, lambda network: _quantised(network, calibration))
-
-
 def _quantised(network: onnx.ModelProto, calibration: Sequence[runtime.Sample]) -> onnx.ModelProto:
+    """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
@@ -262,8 +254,8 @@ class _Calibration:
 
 
 _CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[runtime.Sample]], bytes]] = {
-    "fp16": _to_fp16,
-    "int8": _to_int8,
+    "fp16": lambda content, _: _converted(content, _halved),
+    "int8": lambda content, calibration: _converted(content, lambda network: _quantised(network, calibration)),
     "trt_fp16": _to_trt_fp16,
 }
 _SAME_FILE = frozenset({"fp32", "trt_fp16"})

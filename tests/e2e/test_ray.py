@@ -131,9 +131,7 @@ def test_a_program_of_ones_own_is_simulated_on_a_cluster(nodes: TwoNodes) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_a_task_whose_worker_is_killed_is_repeated(
-    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_workers_task_is_redone(cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = party_of("fedavg")
     expected = simulate(one, Schedule(rounds=2))
     monkeypatch.setattr(simulation, "local_task", partial(ray_cases.killed_after_training, tmp_path))

@@ -158,18 +158,10 @@ def rate_factor(round_number: int, rounds: int, constant_rounds: int) -> float:
     return min(1.0, max(rounds - round_number + 1, 1) / falling)
 
 
-def _square_to_one(scores: torch.Tensor) -> torch.Tensor:
-    return (scores - 1.0).square().mean()
-
-
-def _square_to_zero(scores: torch.Tensor) -> torch.Tensor:
-    return scores.square().mean()
-
-
 # Losses on scores of real and of generated images. The generator uses the loss of real ones, on its own images.
 _ADVERSARIAL: Mapping[Adversarial, tuple[ScoreLoss, ScoreLoss]] = {
     "logarithm": (real_loss, fake_loss),
-    "least_squares": (_square_to_one, _square_to_zero),
+    "least_squares": (lambda scores: (scores - 1.0).square().mean(), lambda scores: scores.square().mean()),
 }
 
 

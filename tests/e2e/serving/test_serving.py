@@ -333,9 +333,7 @@ def test_tensors_are_asked_about_over_mqtt(broker: RunningMosquitto, app: MakeAp
     assert "the model takes tensors [2, 20, 24] of float32" in refused["message"]
 
 
-def test_applications_ask_over_mqtt_and_each_hears_its_own_answers(
-    broker: RunningMosquitto, app: MakeApp, models: Path
-) -> None:
+def test_programs_ask_over_mqtt_and_get_their_own_answers(broker: RunningMosquitto, app: MakeApp, models: Path) -> None:
     camera, press = app("camera"), app("press")
     camera.send(b"left over from before", "old", retain=True)
     image = encoded(picture(1), "PNG")

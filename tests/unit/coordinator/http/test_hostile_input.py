@@ -92,9 +92,7 @@ def page(tmp_path: Path) -> Iterator[ServedPage]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extremes", [EXTREMES, EXTREMES[::-1]], ids=["the least", "the most"])
-def test_no_number_that_a_policy_or_a_token_takes_breaks_a_page_or_an_answer(
-    page: ServedPage, extremes: tuple[str, ...]
-) -> None:
+def test_no_number_of_a_policy_or_token_breaks_a_page_or_an_answer(page: ServedPage, extremes: tuple[str, ...]) -> None:
     reader, as_program = page.reader(), {"Authorization": f"Bearer {page.token(Role.ADMIN)}", "Content-Type": JSON}
 
     def change(body: str, method: str = "PATCH", path: str = "/policy") -> bool:

@@ -270,9 +270,7 @@ def lived(tmp_path: Path) -> tuple[PrivateStore, Path]:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_an_older_copy_of_one_file_is_refused_by_name_and_the_others_are_read(
-    lived: tuple[PrivateStore, Path], name: str
-) -> None:
+def test_an_old_copy_of_a_file_is_refused_by_name_and_others_read(lived: tuple[PrivateStore, Path], name: str) -> None:
     store, earlier = lived
     shutil.copyfile(earlier / name, store.root / name)
     with pytest.raises(DamagedFileError, match=rf"{name} is an older copy.*(fedcg agent restore|delete it)"):

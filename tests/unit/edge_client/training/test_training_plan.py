@@ -262,9 +262,7 @@ def test_bf16_trains_other_weights_and_its_update_tells_so(tmp_path: Path, monke
     assert updates["f32"][0] != updates["bf16"][0]
 
 
-def test_the_batch_follows_what_is_available_before_the_first_round_and_stays(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_follows_what_is_free_before_round_1_and_stays(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def share(free: int) -> object:
         on(monkeypatch, CPU_BOX, free=free)
         site.trainer()._memory.round_begins()

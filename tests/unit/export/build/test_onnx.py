@@ -81,9 +81,7 @@ def test_the_file_passes_the_checker_states_its_opset_and_says_what_it_is(
     assert path.read_bytes() == exported.content
 
 
-def test_the_same_weights_give_the_same_bytes_and_other_weights_others(
-    tmp_path: Path, spec: FederationSpec, parts: Parts
-) -> None:
+def test_same_weights_give_the_same_bytes_and_others_others(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
     first = export_personal(spec, parts, tmp_path / "a.onnx")
     assert export_personal(spec, parts, tmp_path / "b.onnx").content == first.content
     assert export_personal(spec, export_models.make_parts(spec, seed=2), tmp_path / "c.onnx").content != first.content

@@ -30,9 +30,7 @@ def test_a_token_is_read_back_as_it_was_written_also_with_white_space_around(tok
 
 
 @given(TOKENS, st.data())
-def test_a_mistyped_or_cut_token_is_noticed_before_anything_is_asked(
-    token: enrolment_messages.Token, data: st.DataObject
-) -> None:
+def test_a_mistyped_or_cut_token_is_noticed_at_once(token: enrolment_messages.Token, data: st.DataObject) -> None:
     at = data.draw(st.integers(min_value=5, max_value=len(token.text) - 2))
     other = "A" if token.text[at] != "A" else "B"
     for damaged in (token.text[:at] + other + token.text[at + 1 :], token.text[:at]):
