@@ -241,7 +241,7 @@ class ModelVersions:
             yield
         except OSError as error:
             raise SlotError(
-                f"{error.filename or self.root}: {error.strerror or error}; the version in use stays in use. "
+                f"{error.filename or self.root}: {error.strerror or error}; the version in use is unchanged. "
                 f"Free space on, or repair, {self.root}, then try again"
             ) from error
 
@@ -265,7 +265,8 @@ def resolve(directory: Path) -> Path:
     if (_root_of(directory) / POINTER_NAME).is_file():
         return ModelVersions(directory).current()
     if not directory.is_dir():
-        raise ManifestError(f"{directory}: no such folder", exit_code=NOT_FOUND)
+        why = "a file, not the folder of a model or of its versions" if directory.exists() else "no such folder"
+        raise ManifestError(f"{directory}: {why}", exit_code=NOT_FOUND)
     raise ManifestError(
         f"{directory}: contains neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )

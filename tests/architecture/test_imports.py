@@ -68,7 +68,7 @@ def test_the_profile_of_a_box_and_the_help_of_every_command_are_shown_without_to
 
 
 def test_every_test_module_that_the_documentation_names_is_there() -> None:
-    known = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    known = {file.name for file in (ROOT / "tests").rglob("test_*.py")} | {"test_client.py"}  # of `fedcg new`
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
     named = {(name, text.name) for text in texts for name in re.findall(r"test_\w+\.py", text.read_text("utf-8"))}
     assert len(named) > 20

@@ -185,7 +185,7 @@ def test_each_write_of_a_command_that_finds_no_room_is_reported_and_the_server_g
         done = _python(COMMAND, part, *command(checkpoint, root))
         assert done.returncode == 2, done.stdout + done.stderr
         assert f"Free space on, or repair, {root}, then try again" in done.stderr, done.stderr
-        assert "the version in use stays in use" in done.stderr
+        assert "the version in use is unchanged" in done.stderr
         assert "Traceback" not in done.stderr
         assert sorted(path.name for path in root.iterdir()) == [".lock", "0001", POINTER_NAME]
         answer = server.ask("/predict", served, PNG)

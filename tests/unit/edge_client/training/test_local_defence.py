@@ -188,7 +188,7 @@ def test_the_exported_model_has_the_evaluations_accuracy_on_plain_digits(tmp_pat
     spec = next((site.store.root / "specs").glob("*.json"))
     by_hand = run_fedcg("export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "by_hand")
     assert by_hand.exit_code == 2
-    assert "the data defence etc encrypted" in " ".join(by_hand.stderr.split())
+    assert "encrypted by the data defence etc" in " ".join(by_hand.stderr.split())
 
 
 def test_all_sets_of_a_device_are_encrypted_alike_and_a_second_round_has_the_same_key(tmp_path: Path) -> None:

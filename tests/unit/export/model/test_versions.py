@@ -94,6 +94,9 @@ def test_a_folder_without_manifest_or_model_is_refused(tmp_path: Path) -> None:
         resolve(tmp_path)
     with pytest.raises(ManifestError, match="no such folder"):
         resolve(tmp_path / "gone")
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(ManifestError, match="a file, not the folder of a model"):
+        resolve(tmp_path / "model.onnx")
 
 
 def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(installed: ModelVersions) -> None:
