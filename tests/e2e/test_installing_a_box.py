@@ -97,7 +97,7 @@ def test_the_installed_program_is_the_wheels_and_its_units_are_in_place(life: di
         AGENT_UNIT: render_agent_unit(),
         INFER_UNIT: (REPOSITORY / "deploy" / "systemd" / INFER_UNIT).read_text(),
     }
-    assert "no user is made, no unit is stopped or started" in installed.done.stdout
+    assert "creates no user, stops and starts no unit" in installed.done.stdout
 
 
 @pytest.mark.slow
