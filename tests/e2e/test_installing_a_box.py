@@ -120,7 +120,7 @@ def test_an_onnxruntime_that_is_there_is_kept_and_else_the_one_for_the_cpu_is_as
     place: tuple[Path, Box], life: dict[str, After], tmp_path: Path
 ) -> None:
     assert (place[1].prefix / "venv" / "fedcg.extras").read_text() == "edge,infer\n"
-    assert "give --extra edge,infer-gpu" in life["installed"].done.stdout
+    assert "use --extra edge,infer-gpu" in life["installed"].done.stdout
     jetson, package = Box(tmp_path / "jetson"), tmp_path / "system" / "onnxruntime"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

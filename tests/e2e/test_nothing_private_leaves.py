@@ -168,7 +168,7 @@ def test_the_log_of_a_coordinator_as_json_has_the_events_with_their_sentences(st
     assert by_name["online"].startswith("shapes: site-")
     assert by_name["attempt_opened"] == "shapes: round 1 of 2 opened (3 devices invited)"
     assert re.fullmatch(
-        r"shapes: round 1: the update of site-\d is accepted \([0-9.]+ kB in [0-9.]+ s\)", by_name["update_stored"]
+        r"shapes: round 1: update of site-\d accepted \([0-9.]+ kB in [0-9.]+ s\)", by_name["update_stored"]
     )
     assert by_name["aggregate_stored"].startswith("shapes: round 1: aggregate stored (")
     assert by_name["finished"].startswith("shapes: finished after round 2: ")
