@@ -265,7 +265,7 @@ def test_the_sources_install_with_what_they_depend_on_and_once_more_in_place_of_
         shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, sources / name)
-    for folder, told in (("venv-a", "fedcg-infer@NAME"), ("venv-b", "is in place, before it was")):
+    for folder, told in (("venv-a", "fedcg-infer@NAME"), ("venv-b", "is installed, before it was")):
         done = box.run("install", "--extra", "serve", script=sources / "deploy" / "box" / "install.sh", depends=True)
         if any(word in done.stdout + done.stderr for word in ("NewConnectionError", "Max retries")):
             pytest.skip("no package index can be reached")
