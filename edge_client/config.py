@@ -254,7 +254,7 @@ class AuditSection(Settings):
 
     Attributes:
         before_publish: quick: attack each update before it is sent, about a minute per round; off: do not.
-        gate: conditions on the figures, as in `fedcg audit run --gate`, such as `mia_auc<0.75`. If one is not met, nothing is sent.
+        gate: conditions on the figures, as in `fedcg audit run --gate`, such as mia_auc<0.75. If one is not met, nothing is sent.
         auxiliary: labelled images that an attacker could have, as under [data]. Without them, attacks that need them are skipped.
         attacks: names from `fedcg audit attacks`; empty: all.
     """

@@ -87,7 +87,7 @@ def federation_continue(
     client: Client,
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
     federation: Annotated[
-        str | None, typer.Argument(help="Federation whose last weights become the initial ones. Default: as in `show`.")
+        str | None, typer.Argument(help="Federation whose last weights become the initial ones. Default: see `list`.")
     ] = None,
     start: Start = True,
 ) -> Result:
@@ -235,7 +235,7 @@ def federation_set(
         list[str],
         typer.Argument(
             metavar="[FEDERATION] FIELD=VALUE...",
-            help="Federation id (default: as in `show`) and policy fields, e.g. rounds=40.",
+            help="Federation id (default: see `list`) and policy fields, e.g. rounds=40.",
         ),
     ],
 ) -> Result:

@@ -34,7 +34,7 @@ Somewhere = Annotated[
 Url = Annotated[
     str | None, typer.Option("--url", help="Instead of --dir: the coordinator's URL; needs a token in FEDCG_API_TOKEN.")
 ]
-Named = Annotated[str | None, typer.Argument(help="Federation id. Default: the only one, as `list --help` says.")]
+Named = Annotated[str | None, typer.Argument(help="Federation id. Default: see `fedcg federation list --help`.")]
 Reason = Annotated[str, typer.Option("--reason", help="Reason for the event log, e.g. maintenance.")]
 
 
