@@ -27,8 +27,13 @@ class BrokerSettings(Settings):
     """The address of the broker, its protocol, and the limits of the link.
 
     Attributes:
-        preset: limits of a known broker or service.
-        chunk_bytes, window_chunks, window_bytes: single limits that replace those of the preset.
+        host: host name or address of the broker, at which coordinator and devices reach it.
+        port: its port for MQTT over TLS.
+        protocol: MQTT version; auto tries 5 first, then 3.1.1.
+        preset: limits of this kind of broker.
+        chunk_bytes: largest chunk in bytes. Default: the preset's.
+        window_chunks: maximum number of chunks in transit. Default: the preset's.
+        window_bytes: maximum number of bytes in transit. Default: the preset's.
     """
 
     host: Host = "127.0.0.1"
@@ -52,7 +57,8 @@ class ApiSettings(Settings):
         host: a loopback address; other addresses need a certificate or a proxy.
         port: port to listen on.
         names: further host names accepted in the Host header of requests.
-        certificate, key: PEM files for HTTPS; both or none. Relative paths start at the folder of coordinator.toml.
+        certificate: PEM file with the certificate for HTTPS, which also needs `key`. A relative path starts at the folder of this file.
+        key: PEM file with the private key of `certificate`.
         proxy: address of an HTTPS reverse proxy in front; only the proxy and loopback may connect.
     """
 
@@ -91,13 +97,7 @@ class ConnectionSettings(Settings):
 
 
 class ListenerSettings(Settings):
-    """An HTTPS listener for devices; off without a port.
-
-    Attributes:
-        port: port to listen on.
-        listen: address to listen on; by default 127.0.0.1 if devices reach it there, else all addresses.
-        host: name or address at which devices reach it; default `broker.host`.
-    """
+    """An HTTPS listener for devices; off without a port."""
 
     port: Port | None = None
     listen: Annotated[str, Field(min_length=1)] | None = None
@@ -109,13 +109,22 @@ class ListenerSettings(Settings):
 
 
 class CarrierSettings(ListenerSettings):
-    """The HTTPS listener that carries artifacts of devices with `carrier = "https"`."""
+    """The HTTPS listener that carries artifacts of devices with `carrier = "https"`.
+
+    Attributes:
+        port: port of the HTTPS listener for updates and aggregates, usually 8445. Default: off.
+        listen: address to listen on. Default: 127.0.0.1 if `host` is a loopback address, else all addresses.
+        host: name or address at which devices reach it. Default: `host` under [broker].
+    """
 
 
 class EnrolmentSettings(ListenerSettings):
     """The HTTPS listener at which devices enrol by token and renew their certificates.
 
     Attributes:
+        port: port of the HTTPS listener for enrolment and renewal, usually 8444. Default: off.
+        listen: address to listen on. Default: 127.0.0.1 if `host` is a loopback address, else all addresses.
+        host: name or address at which devices reach it. Default: `host` under [broker].
         certificate_days: validity of a device's certificate in days; it is renewed in the last third.
     """
 
@@ -147,7 +156,7 @@ class FigureRule(Settings):
     """The bound beyond which a figure of an update is odd, and the action for odd updates.
 
     Attributes:
-        bound: for `norm`: maximum as a multiple of the median; for `direction`: maximum distance below the median cosine.
+        bound: for `norm`: maximum distance, as a multiple of the median; for `direction`: maximum distance below the median cosine.
         action: `warn` writes an event. `down-weight` counts the update with `down_weight` of its examples. `quarantine` stores and
             acknowledges the update, but does not merge it.
     """
@@ -184,9 +193,9 @@ class StorageSettings(Settings):
     """Storage locations and retention.
 
     Attributes:
-        database: URL of a PostgreSQL database; without it, a SQLite file in the coordinator's directory is used.
+        database: postgresql+psycopg://user@host/database of a PostgreSQL database. Default: a SQLite file in the coordinator's directory.
         database_password_file: file with its password; the environment variable FEDCG_DATABASE_PASSWORD takes precedence.
-        artifacts: S3 bucket and prefix for durable storage of artifacts; the local directory is then a cache.
+        artifacts: s3://bucket/prefix for durable storage of artifacts; the local directory is then a cache. Default: only that directory.
         keep_rounds: number of closed rounds whose updates and aggregates are kept; older ones are deleted when a round closes.
         audit_days: minimum days to keep a line of the audit log.
     """
@@ -221,17 +230,17 @@ class PageSettings(Settings):
     """The web page.
 
     Attributes:
-        webhook: URL that receives a JSON object by POST when a problem opens or closes.
+        webhook: https://HOST/PATH that receives a JSON object by POST when a problem opens or closes.
     """
 
     webhook: Annotated[str | None, Field(pattern=r"^https?://[^\s]{1,500}$", description="https://HOST/PATH")] = None
 
 
 class CoordinatorConfig(Settings):
-    """coordinator.toml.
+    """`fedcg coordinator init` writes the configuration of a coordinator, and the operator edits it. Restart the coordinator after a change.
 
     Attributes:
-        track: destination for metrics of closed rounds; a relative directory is relative to this file.
+        track: destination for metrics of closed rounds: mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT. Default: none.
     """
 
     track: Annotated[str | None, Field(pattern=TRACK_PATTERN, description=TRACK_FORMS)] = None

@@ -33,15 +33,18 @@ class EligibilitySettings(Settings):
     """When this device may train. Without settings, only heat, hardware throttling and a full disk prevent training.
 
     Attributes:
-        max_temperature_c: limit for every zone; no effect above a zone's own limit.
+        max_temperature_c: train only while every zone is below this temperature, in °C. Default: each zone's own limit, which always holds.
+        min_free_memory_mb: train only with this much free memory, in MB.
+        min_free_disk_mb: train only with this much free disk space at the store, in MB.
         power_modes: allowed modes, as shown by `fedcg doctor --hardware`; empty: all.
         on_mains: train only on mains power.
-        quiet_hours: local hours without training; a span may cross midnight.
-        unmetered: don't train while the default route uses one of `metered_interfaces` (names, or patterns such as `wwan*`).
+        quiet_hours: local hours without training, such as `["22:00-06:00"]`; a span may cross midnight.
+        unmetered: don't train while the default route uses one of `metered_interfaces`.
+        metered_interfaces: names of network interfaces, or patterns such as `wwan*`.
         lock_file: don't train while another process holds a `flock` on this file.
         stop_file: don't train while this file exists.
-        inference_url: of the device's inference server, `fedcg infer serve`. Don't train while it gets more than `max_requests_per_s`
-            requests.
+        inference_url: http://HOST:PORT of this device's `fedcg infer serve`. Don't train while it gets more than `max_requests_per_s`.
+        max_requests_per_s: requests per second to the server at `inference_url`.
     """
 
     max_temperature_c: Annotated[float, Field(ge=20, le=120)] | None = None

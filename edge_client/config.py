@@ -39,7 +39,17 @@ ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
 
 
 class BrokerSection(Settings):
-    """The address of the MQTT broker. Without TLS only on this machine, with `insecure`."""
+    """The address of the MQTT broker. Without TLS only on this machine, with `insecure`.
+
+    Attributes:
+        protocol: MQTT version; auto tries 5 first, then 3.1.1.
+        keepalive_s: seconds between heartbeats to the coordinator, also the keepalive of MQTT.
+        insecure: connect without TLS; only if the broker is on this machine.
+        preset: limits of this kind of broker; use the coordinator's value.
+        chunk_bytes: largest chunk in bytes, small for slow links. Default: the preset's.
+        window_chunks: maximum number of chunks in transit. Default: the preset's.
+        window_bytes: maximum number of bytes in transit. Default: the preset's.
+    """
 
     host: Annotated[Host, Field(description="host name or address of the broker")]
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
@@ -71,7 +81,13 @@ class BrokerSection(Settings):
 
 
 class TlsSection(Settings):
-    """Files of the mutual TLS connection."""
+    """Files of the mutual TLS connection.
+
+    Attributes:
+        ca: PEM file with the CA certificate against which this device checks broker and coordinator.
+        cert: PEM file with this device's certificate.
+        key: PEM file with its private key.
+    """
 
     ca: Path
     cert: Path
@@ -84,14 +100,23 @@ class TlsSection(Settings):
 
 
 class KeysSection(Settings):
-    """Ed25519 keys for signed envelopes: this device's key, and the coordinator's public key."""
+    """Ed25519 keys for signed envelopes: this device's key, and the coordinator's public key.
+
+    Attributes:
+        signing: file with this device's private Ed25519 key, which signs its messages.
+        coordinator: file with the coordinator's public key, which checks the coordinator's messages.
+    """
 
     signing: Path = Path("signing.key")
     coordinator: Path = Path("coordinator.pub")
 
 
 class EnrolmentSection(Settings):
-    """Where the agent renews its certificate. Without a URL, a person installs new certificates."""
+    """Where the agent renews its certificate. Without a URL, a person installs new certificates.
+
+    Attributes:
+        url: https://HOST:PORT of the coordinator's enrolment listener, for renewals of the certificate. Default: no automatic renewal.
+    """
 
     url: Annotated[str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] = None
 
@@ -99,12 +124,14 @@ class EnrolmentSection(Settings):
 class DataSection(Settings):
     """This device's images: `class/*.png|jpg`, `train/` and `test/` folders with classes, or an `.npz`.
 
-    docs/how-to/data.md describes all forms. `common_test` is for demos.
+    docs/how-to/data.md describes all forms.
 
     Attributes:
-        defence: rewrites the training images before the method uses them; None: no defence.
-        defence_params: its parameters.
-        defence_stem: file with weights for its pretrained convolution; None: from the installed package.
+        root: folder or .npz file with this device's data (docs/how-to/data.md); not used with `program` under [training].
+        common_test: test data that all devices share, in the same forms; only for demos. Default: none.
+        defence: antigan, ats or etc rewrites the training images before the method uses them (docs/how-to/protect.md). Default: none.
+        defence_params: parameters of the defence, in the table [data.defence_params] (docs/reference/defences.md).
+        defence_stem: file with the weights of the pretrained convolution that antigan uses. Default: those of an installed package.
     """
 
     root: Path
@@ -126,7 +153,11 @@ class PolicySection(Settings):
     waits for `fedcg agent approve`. The two daily limits and `max_download_mb` also apply to approved specs.
 
     Attributes:
-        federations, methods: names accepted without approval; empty: the configured federation, all methods.
+        federations: ids of the federations whose specs need no approval; empty: only `federation` above.
+        methods: names of the methods that need no approval; empty: all.
+        allow_upload: parts that may leave this device (docs/explanation/what-leaves.md).
+        allow_report: report fields that may leave this device (docs/explanation/what-leaves.md).
+        least_share: decline a round with a sealed sum that trains less than this share of the usual local steps.
     """
 
     federations: frozenset[Identifier] = frozenset()
@@ -165,7 +196,14 @@ AUTO = "auto"
 
 
 class TrainingSection(Settings):
-    """Where training runs, and how often a local-only model is also trained for comparison."""
+    """Where training runs, and how often a local-only model is also trained for comparison.
+
+    Attributes:
+        shadow_every: rounds between two trainings of the local-only model, for comparison; 0: never.
+        device: cpu, cuda (a GPU), or auto for a GPU if there is one.
+        program: module:function that defines network and data (docs/how-to/programs.md), from an installed package or the folder of this
+            file; used instead of `root` under [data].
+    """
 
     shadow_every: Annotated[
         int, Field(ge=0, le=1000, description="rounds between trainings of the local-only model; 0 = never")
@@ -215,8 +253,9 @@ class AuditSection(Settings):
     """Whether this device attacks its own update before sending it, and the gate that can withhold an update.
 
     Attributes:
-        gate: conditions on the figures, as in `fedcg audit run --gate`. If one is not met, nothing is sent.
-        auxiliary: labelled images that an attacker could have. Without them, attacks that need them are skipped.
+        before_publish: quick: attack each update before it is sent, about a minute per round; off: do not.
+        gate: conditions on the figures, as in `fedcg audit run --gate`, such as mia_auc<0.75. If one is not met, nothing is sent.
+        auxiliary: labelled images that an attacker could have, as under [data]. Without them, attacks that need them are skipped.
         attacks: names from `fedcg audit attacks`; empty: all.
     """
 
@@ -269,7 +308,7 @@ class ExportSection(Settings):
     """Export of the personal model to ONNX.
 
     Attributes:
-        enabled: whether to export.
+        enabled: export the personal model to ONNX.
         each_best: export after every round that improved the model, not only at the end.
         variants: try float16 and int8 variants of the last model.
         gate_points: percentage points of accuracy on this device's test images that a new model may lose against the deployed one.
@@ -282,7 +321,19 @@ class ExportSection(Settings):
 
 
 class AgentConfig(Settings):
-    """Everything in `agent.toml`."""
+    """`fedcg enrol` writes the configuration of a device, and its owner edits it. Restart the agent after a change.
+
+    Paths are relative to the file. An environment variable such as `FEDCG_AGENT_BROKER_HOST` replaces a value. The defaults are those of absent
+    lines. `fedcg enrol` writes three other values: `balance = "logits"`, `shadow_every = 4`, and `allow_report` with `shadow`.
+
+    Attributes:
+        federation: id of the federation; another federation needs another file.
+        device: id of this device, as in its certificate.
+        store: folder of this device's private store: networks, secrets, and the record of what left.
+        carrier: how updates and aggregates travel: mqtt (over the broker) or https (to and from the coordinator).
+        carrier_url: https://HOST:PORT of the coordinator's carrier; required for carrier https.
+        metrics_folder: folder of the node exporter's textfile collector, for Prometheus metrics. Default: no metrics.
+    """
 
     federation: Identifier
     device: Identifier

@@ -64,7 +64,11 @@ class ImageForm(Settings):
 
 
 class TensorForm(Settings):
-    """Tensors of one shape and element type, normalised along their first dimension or not at all."""
+    """Tensors of one shape and element type, normalised along their first dimension or not at all.
+
+    Attributes:
+        kind: image or tensor; each has its own settings.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 

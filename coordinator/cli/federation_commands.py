@@ -47,7 +47,7 @@ def federation_plan(
 ) -> Result:
     """Check a plan, or print an example plan or the plan of your own project. docs/reference/plan.md describes every field.
 
-    `--from` runs the project's code in this process.
+    Give exactly one of the file, `--example` and `--from`. `--from` runs the project's code in this process.
 
     Example: fedcg federation plan --example > plan.toml
     """
@@ -87,8 +87,7 @@ def federation_continue(
     client: Client,
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan of the new federation.")],
     federation: Annotated[
-        str | None,
-        typer.Argument(help="Federation whose last weights become the initial ones; optional if only one is active."),
+        str | None, typer.Argument(help="Federation whose last weights become the initial ones. Default: see `list`.")
     ] = None,
     start: Start = True,
 ) -> Result:
@@ -106,6 +105,12 @@ def federation_list(
     archived: Annotated[bool, typer.Option("--all", "--archived", help="Include archived federations.")] = False,
 ) -> Result:
     """List all federations with their status.
+
+    The status is created (not started), running, paused, stopped, archived or finished. The phase is waiting (for devices), collecting
+    (updates), distilling (merging), waits for owners, paused, stalled or finished.
+
+    A command without a federation id means the only federation that is created, running or paused. If none is, it means the only one that
+    is stopped or finished. Archived ones do not count.
 
     Example: fedcg federation list --all
     """
@@ -230,7 +235,7 @@ def federation_set(
         list[str],
         typer.Argument(
             metavar="[FEDERATION] FIELD=VALUE...",
-            help="Federation id, optional if only one is active, and policy fields, e.g. rounds=40.",
+            help="Federation id (default: see `list`) and policy fields, e.g. rounds=40.",
         ),
     ],
 ) -> Result:

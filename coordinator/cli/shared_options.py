@@ -32,9 +32,9 @@ Somewhere = Annotated[
     Path | None, typer.Option("--dir", envvar=HOME_VARIABLE, help="The coordinator's directory on this machine.")
 ]
 Url = Annotated[
-    str | None, typer.Option("--url", help="Or the URL of its HTTP interface; needs an API token in FEDCG_API_TOKEN.")
+    str | None, typer.Option("--url", help="Instead of --dir: the coordinator's URL; needs a token in FEDCG_API_TOKEN.")
 ]
-Named = Annotated[str | None, typer.Argument(help="Federation id; optional if only one is active.")]
+Named = Annotated[str | None, typer.Argument(help="Federation id. Default: see `fedcg federation list --help`.")]
 Reason = Annotated[str, typer.Option("--reason", help="Reason for the event log, e.g. maintenance.")]
 
 

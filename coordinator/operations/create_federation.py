@@ -54,7 +54,10 @@ class InitialArtifacts(BaseModel, frozen=True):
 
 
 class OperatorPlan(FederationPlan):
-    """A plan with an existing method."""
+    """The operator writes the plan of a federation: `fedcg federation plan --example` prints one, and `fedcg federation create` reads it.
+
+    Later changes of the file have no effect. `fedcg federation set` changes the policy fields of a federation, also while it runs.
+    """
 
     @field_validator("method")
     @classmethod

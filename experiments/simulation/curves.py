@@ -74,7 +74,9 @@ def drawn(records: Sequence[Record]) -> Figure:
     """
     panels: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        panels[record["paper"] or f"{record['data']}, {record['partition']}"].append(record)
+        own = record["data"].removeprefix("program:")
+        of_sites = f"the sites' own data ({own[:8]})" if own != record["data"] else ""
+        panels[record["paper"] or of_sites or f"{own}, {record['partition']}"].append(record)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

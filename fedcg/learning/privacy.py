@@ -26,7 +26,7 @@ class DpSgdSettings(Settings):
         noise_multiplier: σ; the noise on a sum of gradients has the standard deviation σ · clip.
         clip: L2 norm to which one image's gradient is clipped.
         delta: δ of the guarantee; well below one over the number of images.
-        budget_epsilon: rounds that would exceed this ε are not trained; None: no limit.
+        budget_epsilon: rounds that would exceed this ε are not trained. Default: no limit.
     """
 
     noise_multiplier: Annotated[float, Field(gt=0, le=1e9, description="noise of a step, in units of clip (sigma)")]
@@ -41,14 +41,15 @@ class PrivacySettings(Settings):
     """The mechanisms of one device; the defaults turn each off.
 
     Attributes:
-        update_clip: L2 norm to which the update's difference to its aggregate is clipped, over all shared float tensors
-            together.
+        update_clip: L2 norm to which the update's difference from its aggregate is clipped, over all shared float tensors together. Default:
+            not clipped.
         update_noise: standard deviation of Gaussian noise on every number of that difference.
         prune: share of the smallest magnitudes in each tensor of that difference that are set to 0.
         label_counts_noise: scale of discrete Laplace noise on reported label counts.
         gradient_noise: standard deviation of Gaussian noise on every number of every gradient of the local steps.
         dropout: dropout rate of the features between extractor and classifier in a local step.
-        balance: how the client's label distribution is kept out of the sent classifier (`mechanisms.protected_round`).
+        balance: keeps the label distribution out of the sent classifier: logits (logit adjustment), bias (the last bias is sent as it was
+            downloaded) or none.
         dp_sgd: None: ordinary steps.
     """
 

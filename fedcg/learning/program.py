@@ -137,8 +137,8 @@ class Program:
         try:
             with lent_generators(seed):
                 made = function(site)
-        except LearningError:
-            raise
+        except LearningError as error:
+            raise type(error)(f"client {site}: {error}", exit_code=error.exit_code) from error
         except Exception as error:
             raise ProgramError(f"program {self.name}: {name}({site!r}) failed: {told(error)}") from error
         if not isinstance(made, Client):

@@ -143,7 +143,12 @@ class Layer(_Frozen):
 
 
 class Features(_Frozen):
-    """An extractor's output for one input."""
+    """An extractor's output for one input.
+
+    Attributes:
+        shape: of the extractor's output for one input, without the batch, such as `[64]`.
+        range: of its numbers: unit (0 to 1), non_negative (0 or more) or real (any).
+    """
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...], Field(min_length=1, max_length=4)]
     range: Annotated[
