@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # `make docs` builds the site in CI too
 
 
 @pytest.fixture(scope="module")
