@@ -185,10 +185,10 @@ class PolicySection(Settings):
         ),
     ] = 0.05
     max_upload_mb_per_day: Annotated[
-        int | None, Field(ge=1, le=1 << 31, description="updates sent per day (UTC), in MB")
+        int | None, Field(ge=1, le=1 << 31, description="most MB of updates to send per day (UTC)")
     ] = None
     max_download_mb_per_day: Annotated[
-        int | None, Field(ge=1, le=1 << 31, description="chunks received per day (UTC), in MB")
+        int | None, Field(ge=1, le=1 << 31, description="most MB of chunks to receive per day (UTC)")
     ] = None
 
 
@@ -199,7 +199,7 @@ class TrainingSection(Settings):
     """Where training runs, and how often a local-only model is also trained for comparison.
 
     Attributes:
-        shadow_every: rounds between two trainings of the local-only model, for comparison; 0: never.
+        shadow_every: train the local-only model in the first round and in every n-th after it, for comparison; 0: never.
         device: cpu, cuda (a GPU), or auto for a GPU if there is one.
         program: module:function that defines network and data (docs/how-to/programs.md), from an installed package or the folder of this
             file; used instead of `root` under [data].
