@@ -52,6 +52,7 @@ class Figure:
         ceiling: the same figure with the device's own extractor, where that is not sent; None if there is none.
         samples: number of images, batches or canaries behind the interval.
         unit: "share", "dB", "nats" or empty.
+        p: probability of at least this gain if the update reveals nothing, of this setting alone; None if unknown.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Figure:
     samples: int
     ceiling: float | None = None
     unit: str = ""
+    p: float | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -95,6 +97,7 @@ class Measure:
         *,
         gain: Interval | None = None,
         ceiling: float | None = None,
+        p: float | None = None,
     ) -> Figure:
         """Return a figure.
 
@@ -106,11 +109,12 @@ class Measure:
             samples: number of samples behind the interval.
             gain: over the floor; None if the floor is exact: then it is the value's interval minus the floor.
             ceiling: the result with the device's own extractor.
+            p: probability of at least this gain if the update reveals nothing; None if unknown.
         """
         knowledge, (floor_is, least) = tuple(one for one in Knowledge if one in used), floor
         over = value.over(least) if gain is None else gain
         return Figure(
-            self.name, self.title, setting, knowledge, value, least, floor_is, over, samples, ceiling, self.unit
+            self.name, self.title, setting, knowledge, value, least, floor_is, over, samples, ceiling, self.unit, p
         )
 
     def paired(
