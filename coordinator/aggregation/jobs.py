@@ -1,15 +1,15 @@
 """The messages between the coordinator and its aggregation worker. Plain values, torch-free."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from coordinator.updates.robustness import Distances, Figures
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import OfAttempt
 from fedcg.worker_process import STALL_S
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(Value):
     """The settings of the worker process.
 
     Attributes:
@@ -44,8 +44,7 @@ EASED = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Value):
     """One attempt to aggregate; all ids are artifact ids.
 
     Attributes:
@@ -63,23 +62,20 @@ class Job:
     ease: int = 0
 
 
-@dataclass(frozen=True)
-class AddUpdate:
+class AddUpdate(Value):
     """Run the teacher pass of a client's update."""
 
     client: str
     artifact: str
 
 
-@dataclass(frozen=True)
-class AssessJob:
+class AssessJob(Value):
     """Measure these updates, (client, artifact) sorted by client, against each other."""
 
     updates: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class OpenedSum:
+class OpenedSum(Value):
     """The correction that removes all masks except the cohort's from a sum of sealed numbers; empty if the sum can't be opened.
 
     Attributes:
@@ -91,8 +87,7 @@ class OpenedSum:
     correction: bytes = b""
 
 
-@dataclass(frozen=True)
-class FinishJob:
+class FinishJob(Value):
     """Merge exactly these updates, sorted by client. Limits other than the job's need another teacher pass.
 
     Attributes:
@@ -107,8 +102,7 @@ class FinishJob:
 Request = Job | AddUpdate | AssessJob | FinishJob
 
 
-@dataclass(frozen=True)
-class WorkerReady:
+class WorkerReady(Value):
     """The worker has imported torch and accepts requests."""
 
     pid: int
@@ -116,7 +110,6 @@ class WorkerReady:
     device: str
 
 
-@dataclass(frozen=True)
 class PhaseStarted(OfAttempt):
     """A teacher pass or the distillation has started."""
 
@@ -125,7 +118,6 @@ class PhaseStarted(OfAttempt):
     client: str
 
 
-@dataclass(frozen=True)
 class Progressed(OfAttempt):
     """Progress of a phase; `loss`: mean loss over the last recorded steps of a distillation."""
 
@@ -136,14 +128,12 @@ class Progressed(OfAttempt):
     loss: float | None = None
 
 
-@dataclass(frozen=True)
 class UpdateAdded(OfAttempt):
     """The teacher pass of a client is stored durably."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class UpdateFailed(OfAttempt):
     """One client's update can't be merged. The job continues; the coordinator must request a merge without that update."""
 
@@ -151,14 +141,12 @@ class UpdateFailed(OfAttempt):
     reason: str
 
 
-@dataclass(frozen=True)
 class Assessed(OfAttempt):
     """The figures of an `AssessJob`, by client."""
 
     figures: dict[str, Figures]
 
 
-@dataclass(frozen=True)
 class JobEased(OfAttempt):
     """The job continues with less memory; `ease` as in `Job`."""
 
@@ -166,7 +154,6 @@ class JobEased(OfAttempt):
     reason: str
 
 
-@dataclass(frozen=True)
 class JobDone(OfAttempt):
     """Aggregate and server state are in the artifact store. `ease` as in `Job`; `sum_lost`: why no sum was opened, or ""."""
 
@@ -177,22 +164,19 @@ class JobDone(OfAttempt):
     sum_lost: str = ""
 
 
-@dataclass(frozen=True)
 class JobFailed(OfAttempt):
     """The updates can't be merged; a retry would fail the same way."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class WorkerBroke:
+class WorkerBroke(Value):
     """This process can't use its accelerator any more. It exits, and a new process retries."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class WorkerDied:
+class WorkerDied(Value):
     """The worker has exited and is being restarted; `reason` is set if it reported one or hung."""
 
     pid: int

@@ -1,78 +1,68 @@
 """The events and commands of the round engine; `round_driver` executes the commands. Values only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fedcg.learning.spec import RoundPolicy
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import OfAttempt
 
 
-class Event:
+class Event(Value):
     """An event of the round engine."""
 
 
-@dataclass(frozen=True)
 class CameOnline(Event):
     """A client opened a session."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class WentOffline(Event):
     """A client lost its link."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class Departed(Event):
     """A client is no longer a member (revoked, replaced by another machine, or it left). An update that it delivered before still counts."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class Expected(Event):
     """The devices that may participate now: all enrolled ones."""
 
     clients: frozenset[str]
 
 
-@dataclass(frozen=True)
 class Barred(Event):
     """Clients that are never invited, and why."""
 
     clients: Mapping[str, str]
 
 
-@dataclass(frozen=True)
 class PolicyChanged(Event):
     """The operator changed the policy; the open attempt continues with the new one."""
 
     policy: RoundPolicy
 
 
-@dataclass(frozen=True)
 class Paused(Event):
     """An operator paused the federation: the open attempt ends normally, and no other one opens."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class Resumed(Event):
     """An operator resumed a paused or stalled federation; the count of failed attempts restarts."""
 
 
-@dataclass(frozen=True)
 class Stopped(Event):
     """The federation ends now, with its last aggregate; the open attempt fails."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class LinkChanged(Event):
     """The link to the broker, or the store of artifacts, became available or was lost; without both, devices can't deliver."""
 
@@ -80,14 +70,12 @@ class LinkChanged(Event):
     what: str = "link to the broker"
 
 
-@dataclass(frozen=True)
 class Accepted(OfAttempt, Event):
     """A participant is working on an update."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class Approval(OfAttempt, Event):
     """Whether a participant's owner has approved the spec. Without approval, it keeps its place and may accept later."""
 
@@ -95,7 +83,6 @@ class Approval(OfAttempt, Event):
     given: bool
 
 
-@dataclass(frozen=True)
 class UpdateStored(OfAttempt, Event):
     """A participant's valid update is stored durably; the aggregation worker reads `artifact`."""
 
@@ -103,7 +90,6 @@ class UpdateStored(OfAttempt, Event):
     artifact: str = ""
 
 
-@dataclass(frozen=True)
 class UpdateRefused(OfAttempt, Event):
     """A participant has no usable update: it declined, or its update was rejected (`reason`), possibly after it was stored."""
 
@@ -111,29 +97,24 @@ class UpdateRefused(OfAttempt, Event):
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class Tick(Event):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
 class Restarted(Event):
     """The coordinator was restarted; `state` comes from the database, and no client is online yet."""
 
 
-@dataclass(frozen=True)
 class AggregateStored(OfAttempt, Event):
     """The attempt's aggregate is stored durably, and the attempt is closed in the database."""
 
 
-@dataclass(frozen=True)
 class AggregationFailed(OfAttempt, Event):
     """The attempt's updates could not be merged."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class OpenAttempt(OfAttempt):
     """Store the attempt, publish its offer, and broadcast the aggregate."""
 
@@ -141,14 +122,12 @@ class OpenAttempt(OfAttempt):
     deadline_at: float
 
 
-@dataclass(frozen=True)
 class ResumeAttempt(OfAttempt):
     """Publish the offer of a stored attempt; its deadline may have changed."""
 
     deadline_at: float
 
 
-@dataclass(frozen=True)
 class MoveDeadline(OfAttempt):
     """Store another deadline of the open attempt; `reason` is for the operator, "" if no action is needed."""
 
@@ -156,21 +135,18 @@ class MoveDeadline(OfAttempt):
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class Invite(OfAttempt):
     """Ask a participant (again) for its update."""
 
     client: str
 
 
-@dataclass(frozen=True)
 class Distil(OfAttempt):
     """Merge the stored updates, at least those of these clients."""
 
     clients: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class FailAttempt(OfAttempt):
     """Store the failure of the attempt; the next one gets the next number.
 
@@ -182,15 +158,13 @@ class FailAttempt(OfAttempt):
     first_attempt: int = 1
 
 
-@dataclass(frozen=True)
-class Stall:
+class Stall(Value):
     """Too many attempts failed; no attempt opens until an operator resumes."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Value):
     """Publish the final aggregate."""
 
 

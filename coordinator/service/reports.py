@@ -16,7 +16,6 @@ from fedcg.wire.messages.schemas import Heartbeat, OfAttempt, Readings, SelfRepo
 BOOTS_KEPT = 8  # agent processes of a device that are distinguished
 
 
-@dataclass(frozen=True)
 class DeviceProgress(OfAttempt):
     """A device's progress from its last heartbeat; times are unix seconds.
 

@@ -1,12 +1,11 @@
 """The signals of the agent's state machine: its input events and output commands. Values only."""
 
-from dataclasses import dataclass
-
 from fedcg.event_log import EventValue
+from fedcg.values import Value
 from fedcg.wire.messages import schemas
 
 
-class Event:
+class Event(Value):
     """An input of the agent's state machine."""
 
 
@@ -14,28 +13,24 @@ Input = Event | schemas.Need | schemas.Receipt | schemas.Finished
 """All inputs of the state machine: events, and the coordinator's messages that are used directly as events."""
 
 
-class Command:
+class Command(Value):
     """An output of the state machine that the agent executes."""
 
 
-@dataclass(frozen=True)
 class Tick(Event):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
 class Sending(Event):
     """Time has passed, and chunks of the update are still waiting to be sent, so the coordinator can't have answered yet."""
 
 
-@dataclass(frozen=True)
 class LinkChanged(Event):
     """The connection to the broker was established (with subscriptions) or lost."""
 
     up: bool
 
 
-@dataclass(frozen=True)
 class CoordinatorSeen(Event):
     """The coordinator's retained status."""
 
@@ -43,7 +38,6 @@ class CoordinatorSeen(Event):
     online: bool
 
 
-@dataclass(frozen=True)
 class Welcomed(Event):
     """The coordinator answered the hello, and a new session is open."""
 
@@ -53,14 +47,12 @@ class Welcomed(Event):
     server_time: float | None = None
 
 
-@dataclass(frozen=True)
 class HelloRefused(Event):
     """The coordinator supports none of this device's protocol versions. `reason` names the side to update."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class Offered(Event):
     """A round is open. `live` is False for a retained message: its broadcast of chunks is over."""
 
@@ -68,7 +60,6 @@ class Offered(Event):
     live: bool
 
 
-@dataclass(frozen=True)
 class Invited(Event):
     """The coordinator invites this device to a round.
 
@@ -83,28 +74,24 @@ class Invited(Event):
     predicted_s: float | None = None
 
 
-@dataclass(frozen=True)
 class ArtifactStored(Event):
     """A download is complete, verified and durable."""
 
     artifact: str
 
 
-@dataclass(frozen=True)
 class ArtifactLost(Event):
     """The aggregate of a commanded job is missing or damaged, so the job did not start."""
 
     artifact: str
 
 
-@dataclass(frozen=True)
 class SessionLost(Event):
     """The session appears to be over: requested chunks are missing for a while, or the broker refuses this device's messages (`refused`)."""
 
     refused: bool = False
 
 
-@dataclass(frozen=True)
 class SpecChecked(Event):
     """The firewall checked a spec. `is_sealed`: the spec has sealed parts."""
 
@@ -113,7 +100,6 @@ class SpecChecked(Event):
     is_sealed: bool = False
 
 
-@dataclass(frozen=True)
 class Weighed(Event):
     """The images of a round are fixed and counted, and the vote is given. Sent by the training process."""
 
@@ -122,7 +108,6 @@ class Weighed(Event):
     vote: int = 0
 
 
-@dataclass(frozen=True)
 class SumStepped(Event):
     """The coordinator sent a step of a round attempt's sealed sum."""
 
@@ -131,24 +116,20 @@ class SumStepped(Event):
     exchange: schemas.SumExchange = "parts"
 
 
-@dataclass(frozen=True)
 class SumReady(Event):
     """The round attempt can be trained: its masks are agreed, or it has no sum on this device."""
 
     round_attempt: schemas.RoundAttempt
 
 
-@dataclass(frozen=True)
 class TrainerReady(Event):
     """The training process has loaded torch and waits for work. Sent by the training process."""
 
 
-@dataclass(frozen=True)
 class TrainerDied(Event):
     """The training process has ended. Its commits were reported before."""
 
 
-@dataclass(frozen=True)
 class RoundCommitted(Event):
     """A round is trained and saved. Sent by the training process.
 
@@ -162,7 +143,6 @@ class RoundCommitted(Event):
     update: schemas.ArtifactRef | None = None
 
 
-@dataclass(frozen=True)
 class OutboxFound(Event):
     """An update waits in the outbox. `update` is None until it has been read and cut into chunks for the link."""
 
@@ -170,7 +150,6 @@ class OutboxFound(Event):
     update: schemas.ArtifactRef | None = None
 
 
-@dataclass(frozen=True)
 class RoundFailed(Event):
     """A round can't be trained here. The previous state is unchanged. Sent by the training process.
 
@@ -183,7 +162,6 @@ class RoundFailed(Event):
     detail: str = ""
 
 
-@dataclass(frozen=True)
 class Chosen(Event):
     """The personal model is chosen and exported, or `succeeded` is False. Sent by the training process."""
 
@@ -191,19 +169,16 @@ class Chosen(Event):
     succeeded: bool
 
 
-@dataclass(frozen=True)
 class ObstacleChanged(Event):
     """No new round is trained, for a reason of the hardware or the owner. None: rounds are trained again."""
 
     reason: schemas.DeclineReason | None
 
 
-@dataclass(frozen=True)
 class TrainingAbandoned(Event):
     """The training process was ended at the owner's request. Its commits were reported before."""
 
 
-@dataclass(frozen=True)
 class ConsentChanged(Event):
     """The owner approved a spec or revoked an approval, so specs are checked again.
 
@@ -214,17 +189,14 @@ class ConsentChanged(Event):
     is_withheld: bool = False
 
 
-@dataclass(frozen=True)
 class Stopping(Event):
     """The agent is being stopped."""
 
 
-@dataclass(frozen=True)
 class Left(Event):
     """The coordinator confirms that this device is no longer a member."""
 
 
-@dataclass(frozen=True)
 class Revoked(Event):
     """The coordinator states that it has revoked this device."""
 
@@ -236,31 +208,26 @@ WorkReport = RoundCommitted | RoundFailed | Weighed | Chosen
 # Other reports of the training process, which are not events of the state machine.
 
 
-@dataclass(frozen=True)
-class Working:
+class Working(Value):
     """A sign of life from the training process, consumed by its handle."""
 
 
-@dataclass(frozen=True)
-class Noted:
+class Noted(Value):
     """An event that the process has written to the event log, for the agent's log and status."""
 
     event: dict[str, EventValue]
 
 
-@dataclass(frozen=True)
 class SendHello(Command):
     """Open a session. The caller chooses the nonce."""
 
 
-@dataclass(frozen=True)
 class Send(Command):
     """Send a control message in the session. Session and counter are added later."""
 
     message: schemas.AnyMessage
 
 
-@dataclass(frozen=True)
 class SendChunks(Command):
     """Publish these chunks of the update in the outbox."""
 
@@ -268,8 +235,7 @@ class SendChunks(Command):
     ranges: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Value):
     """One download.
 
     Attributes:
@@ -282,38 +248,32 @@ class Wanted:
     ask_after_s: float | None
 
 
-@dataclass(frozen=True)
 class Want(Command):
     """Replace the list of wanted downloads."""
 
     downloads: tuple[Wanted, ...]
 
 
-@dataclass(frozen=True)
 class LoadUpdate(Command):
     """Read the update in the outbox and cut it into chunks for the link. Repeated until it succeeds."""
 
 
-@dataclass(frozen=True)
 class CheckSpec(Command):
     """Check a stored spec with the firewall."""
 
     digest: str
 
 
-@dataclass(frozen=True)
 class StartTrainer(Command):
     """Start the training process."""
 
 
-@dataclass(frozen=True)
 class ReleaseTrainer(Command):
     """End the training process after its current work, e.g. an export, to free its memory. Sent to the process."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class WeighRound(Command):
     """Fix the images of this round attempt, count them and vote on the aggregate. Sent to the training process."""
 
@@ -322,7 +282,6 @@ class WeighRound(Command):
     aggregate: str
 
 
-@dataclass(frozen=True)
 class AnnounceSum(Command):
     """Announce this device's keys for a round attempt's sealed sum, with its image count and vote."""
 
@@ -331,7 +290,6 @@ class AnnounceSum(Command):
     vote: int = 0
 
 
-@dataclass(frozen=True)
 class AnswerSum(Command):
     """Answer the coordinator's step in a round attempt's sealed sum."""
 
@@ -340,7 +298,6 @@ class AnswerSum(Command):
     exchange: schemas.SumExchange = "parts"
 
 
-@dataclass(frozen=True)
 class TrainRound(Command):
     """Train this round attempt and commit it. `share`: of the spec's local steps. Sent to the training process."""
 
@@ -350,7 +307,6 @@ class TrainRound(Command):
     share: float = 1.0
 
 
-@dataclass(frozen=True)
 class ChooseModel(Command):
     """The federation is over: choose and export the personal model. Sent to the training process."""
 
@@ -358,7 +314,6 @@ class ChooseModel(Command):
     aggregate: str
 
 
-@dataclass(frozen=True)
 class RecordDelivery(Command):
     """Save durably that an update got its receipt."""
 
@@ -368,7 +323,6 @@ class RecordDelivery(Command):
     reason: str
 
 
-@dataclass(frozen=True)
 class RecordReason(Command):
     """Save durably what happened to an earlier accepted update."""
 
@@ -376,7 +330,6 @@ class RecordReason(Command):
     reason: str
 
 
-@dataclass(frozen=True)
 class Note(Command):
     """Write one line to the event log."""
 
@@ -385,7 +338,6 @@ class Note(Command):
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class Done(Command):
     """The federation is over, and this device has finished its remaining work or failed."""
 

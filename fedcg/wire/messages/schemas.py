@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
+from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, TooLargeError, problem_in
 from fedcg.wire.parts import MAX_SUM_DEVICES, TAGS, Part, Share, is_absent
 
@@ -369,8 +370,7 @@ NO_ATTEMPT = RoundAttempt(0, 0)
 """The round attempt in messages that concern no round."""
 
 
-@dataclass(frozen=True)
-class OfAttempt:
+class OfAttempt(Value):
     """Base of values that are about one round attempt."""
 
     round: int
