@@ -36,7 +36,7 @@ Coordinator:
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   update_rejected {client, reason} (accepted, but can't be merged)   left_out {client, reason}   let_in {client}
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
-  update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
+  update_odd {client, action, reason}   merge_eased {ease, reason}   artifact_store {reachable, reason}
   api_refused {refused, address, identity, route} (at intervals; changes are in the audit log)
   federation_created   steered {status, reason}   policy_changed {changed}   barred / forgotten {clients}   device_disabled / device_enabled {client, reason}
   sum_opened {round, attempt, clients}   sum_off {round, attempt, reason}   sum_refused {round, attempt, client, reason}

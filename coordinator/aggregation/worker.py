@@ -26,7 +26,6 @@ from coordinator.updates import robustness
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.errors import told
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.parts import Part, Report
 from fedcg.worker_process import requests_of
 
@@ -282,8 +281,7 @@ class JobRunner:
 
     def _numbers(self, artifact: str, parts: tuple[Part, ...]) -> npt.NDArray[np.uint32]:
         """The sealed numbers of an update."""
-        data = self._store.get(artifact)
-        decoded = unpack_update(data, self._spec, self._yardstick_of(read_header(data).base).base)
+        decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
         return np.concatenate([decoded.parts[Part.SEALED][part.value] for part in parts]).astype(np.uint32)
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
@@ -291,9 +289,8 @@ class JobRunner:
         from fedcg.learning.method import Update
         from fedcg.learning.tensor_conversion import to_weights
 
-        data = self._store.get(artifact)
-        yardstick = self._yardstick_of(read_header(data).base)
-        decoded = unpack_update(data, self._spec, yardstick.base)
+        yardstick = self._yardstick
+        decoded = unpack_update(self._store.get(artifact), self._spec, yardstick.base)
         if client not in self._movements:
             seed = self._streams.seed("sketch")  # from the coordinator's secret: devices can't predict the sums
             self._movements[client] = robustness.movement_of(
@@ -307,12 +304,6 @@ class JobRunner:
         if weight and weight != examples and counts is not None:
             counts = tuple(-(-count * weight // examples) for count in counts)
         return Update(client=client, parts=to_weights(parts), examples=weight or examples, label_counts=counts)
-
-    def _yardstick_of(self, base: str | None) -> robustness.Yardstick:
-        """The yardstick of an update: this round's, or the previous round's for a late update."""
-        if base is None or base == self._job.base:
-            return self._yardstick
-        return robustness.Yardstick(base_in(self._store.get(base), self._spec, base), {})
 
 
 class Throttle:

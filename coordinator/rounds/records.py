@@ -248,11 +248,6 @@ class UpdateRecord:
         """The round attempt."""
         return RoundAttempt(self.round, self.attempt)
 
-    @property
-    def is_kept_late(self) -> bool:
-        """Whether it arrived after its round was closed and is a teacher of the next one."""
-        return self.outcome is Outcome.LATE and self.distances is not None
-
     @cached_property
     def reported(self) -> dict[str, Any]:
         """`report` by field, without fields that the device did not report."""

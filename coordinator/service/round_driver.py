@@ -294,29 +294,26 @@ class RoundDriver:
         # The database decides which updates arrived in time: one may have just been stored.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
-        if self._state.policy.late == "drop":
-            self.receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
+        self.receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         self._write("distilling", command.at, clients=sorted(accepted))
-        self._assess(command.at)
-
-    def _assess(self, at: RoundAttempt) -> None:
-        self.worker.assess(self._screening.artifacts(at, self._state.policy))
+        self.worker.assess(self._screening.artifacts(command.at))
 
     def _assessed(self, assessed: jobs.Assessed) -> None:
         """Merge the updates chosen by the screening; with too few, the attempt fails."""
-        state, policy = self._state, self._state.policy
+        state, quorum = self._state, self._state.policy.quorum
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
-        if assessed.figures.keys() != self._screening.artifacts(assessed.at, policy).keys():
-            self._assess(assessed.at)  # one was rejected in the meantime, or the policy changed
+        accepted = self._screening.artifacts(assessed.at)
+        if assessed.figures.keys() != accepted.keys():
+            self.worker.assess(accepted)  # one was rejected in the meantime
             return
-        choice = self._screening.choose(assessed.at, assessed.figures, policy)
+        choice = self._screening.choose(assessed.at, assessed.figures, quorum)
         odd = choice.quarantined
         self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
         self.odd = odd_updates(self._store, self._id, state.round - 1)
         for client in choice.odd:
             self._report_odd(client)
-        reason = choice.too_few(len(self._state.updates), state.policy.quorum)
+        reason = choice.too_few(len(self._state.updates), quorum)
         if reason:
             self.apply(signals.AggregationFailed(assessed.round, assessed.attempt, reason))
         else:

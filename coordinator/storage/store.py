@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Connection, Insert, Table, Update, delete, insert, select, update
+from sqlalchemy import URL, Insert, Table, Update, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -60,7 +60,6 @@ class SumRecords(schema.Queries):
 
 MAX_EPOCH_STEP = 64
 _COLLECTING = AttemptState.COLLECTING.value
-_MERGING = (AttemptState.DISTILLING.value, AttemptState.CLOSED.value)
 
 
 class Store(schema.Queries):
@@ -358,8 +357,6 @@ class Store(schema.Queries):
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, if its attempt is still collecting. A rejected update makes its client a declined participant.
 
-        An update to keep late is stored if its attempt stopped collecting, has not failed, and no later round is merging yet.
-
         Returns:
             The stored record: `record`, or the earlier one of the same client and attempt; None if the attempt no longer accepts
             updates.
@@ -370,10 +367,7 @@ class Store(schema.Queries):
                 # From here on, no other transaction writes in SQLite, or in PostgreSQL to the attempt's row.
                 connection.execute(insert(schema.updates).values(**asdict(record)))
                 collects = select(schema.attempts.c.state).filter_by(**_is(federation, at)).with_for_update()
-                state = connection.execute(collects).scalar_one()
-                if not (
-                    _still_takes(connection, federation, at, state) if record.is_kept_late else state == _COLLECTING
-                ):
+                if connection.execute(collects).scalar_one() != _COLLECTING:
                     transaction.rollback()
                     return None
                 if record.outcome is Outcome.REJECTED:
@@ -468,15 +462,6 @@ class Store(schema.Queries):
             accepted=by_state[ParticipantState.ACCEPTED],
             unapproved=frozenset(one.client for one in people if one.state is ParticipantState.INVITED and one.reason),
         )
-
-
-def _still_takes(connection: Connection, federation: str, at: RoundAttempt, state: str) -> bool:
-    """Whether a late update to an attempt in this state can still be merged in the next round."""
-    attempts = schema.attempts
-    later = select(attempts.c.round).where(
-        attempts.c.federation == federation, attempts.c.round > at.round, attempts.c.state.in_(_MERGING)
-    )
-    return state in _MERGING and connection.execute(later.limit(1)).first() is None
 
 
 def _added_link(federation: str, link: KeyLink, now: float) -> Insert:

@@ -318,8 +318,7 @@ class Receiver:
             self._repeat(device, manifest, stored)
         elif received is None or record.outcome is not schemas.Outcome.ACCEPTED:
             self._finish(device, manifest, record.outcome, record.reason)
-            if not record.is_kept_late:
-                self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
+            self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
         else:
             self._end(device)
             self._events.write(

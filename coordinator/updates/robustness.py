@@ -241,20 +241,17 @@ def figures_of(updates: Mapping[str, Movement]) -> dict[str, Figures]:
     return found
 
 
-def verdicts_of(
-    figures: Mapping[str, Figures], settings: RobustnessSettings, own: Collection[str], quorum: int
-) -> dict[str, Verdict]:
+def verdicts_of(figures: Mapping[str, Figures], settings: RobustnessSettings, quorum: int) -> dict[str, Verdict]:
     """The verdicts of the operator's rules on the updates to merge.
 
     Args:
         figures: figures by client.
         settings: the rules.
-        own: clients whose update belongs to the attempt; the others' are late updates of the previous round.
-        quorum: with fewer own updates, the attempt would fail. If quarantine leaves fewer, `below_quorum` decides.
+        quorum: with fewer updates, the attempt would fail. If quarantine leaves fewer, `below_quorum` decides.
     """
     found = {client: verdict_of(each, settings, len(figures)) for client, each in figures.items()}
-    odd = {client for client in own if found[client].action == "quarantine"}
-    if settings.below_quorum == "fail" or len(own) - len(odd) >= quorum:
+    odd = {client for client, verdict in found.items() if verdict.action == "quarantine"}
+    if settings.below_quorum == "fail" or len(found) - len(odd) >= quorum:
         return found
     instead = settings.below_quorum
     return found | {

@@ -124,7 +124,7 @@ class Choice:
     Attributes:
         updates: (client, artifact, weight) of each.
         limits: distances from the base to which updates are clipped.
-        odd: the attempt's own updates that are unlike the others: action and reason for each.
+        odd: the updates that are unlike the others: action and reason for each.
         quarantined: the odd ones that are not merged.
     """
 
@@ -134,7 +134,7 @@ class Choice:
     quarantined: frozenset[str]
 
     def too_few(self, left: int, needed: int) -> str:
-        """Why the attempt fails with `left` own updates, or ""."""
+        """Why the attempt fails with `left` updates, or ""."""
         if left >= needed:
             return ""
         odd = ", ".join(f"{client} ({self.odd[client]})" for client in sorted(self.quarantined))
@@ -162,61 +162,40 @@ class Screening:
         typical = typical_distances(self.store, self.federation, round_number - 1)
         return robustness.limits_of(typical, self.settings.clip_medians)
 
-    def artifacts(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, str]:
+    def artifacts(self, at: RoundAttempt) -> dict[str, str]:
         """The artifacts of the updates that may be merged, by client."""
-        return {client: update.artifact for client, update in self._candidates(at, policy).items()}
+        return {client: update.artifact for client, update in self._accepted(at).items()}
 
-    def _candidates(self, at: RoundAttempt, policy: RoundPolicy) -> dict[str, UpdateRecord]:
-        """The updates that may be merged, by client: the attempt's own, and kept late ones of the previous round."""
-        own = {
-            update.client: update
-            for update in self.store.updates(self.federation, at)
-            if update.outcome is Outcome.ACCEPTED
-        }
-        before = self.store.aggregate(self.federation, at.round - 1)
-        if policy.late == "drop" or before is None:
-            return own
-        late = self.store.updates(self.federation, RoundAttempt(before.round, before.attempt))
-        return {update.client: update for update in late if update.is_kept_late} | own
+    def _accepted(self, at: RoundAttempt) -> dict[str, UpdateRecord]:
+        ended = self.store.updates(self.federation, at)
+        return {update.client: update for update in ended if update.outcome is Outcome.ACCEPTED}
 
-    def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], policy: RoundPolicy) -> Choice:
-        """Evaluate the candidates by their figures, store figures and weights, and write odd updates to the event log."""
-        updates = self._candidates(at, policy)
-        late = {client for client, update in updates.items() if update.at != at}
-        own = updates.keys() - late
-        verdicts = robustness.verdicts_of(
-            {client: figures[client] for client in updates}, self.settings, own, policy.quorum
-        )
+    def choose(self, at: RoundAttempt, figures: Mapping[str, robustness.Figures], quorum: int) -> Choice:
+        """Evaluate the accepted updates by their figures, store figures and weights, and write odd updates to the event log."""
+        updates = self._accepted(at)
+        verdicts = robustness.verdicts_of(figures, self.settings, quorum)
         where = {"round": at.round, "attempt": at.attempt}
-        weights = self._weights(where, self._examples(updates), verdicts)
-        weights |= {client: max(1, round(policy.late_decay * weights[client])) for client in late & weights.keys()}
-        stored = {client: _stored(figures[client], verdicts[client]) for client in own}
-        sentences = {client: verdicts[client].sentence for client in own}
-        self.store.weigh(self.federation, at, {client: weights.get(client, 0) for client in own}, stored, sentences)
-        for client in sorted(late & weights.keys()):
-            self.events.write(
-                "late_merged", **where, client=client, weight=weights[client], of_round=updates[client].round
-            )
+        weights = self._weights(where, self._examples(at, updates), verdicts)
+        stored = {client: _stored(figures[client], verdicts[client]) for client in updates}
+        sentences = {client: verdicts[client].sentence for client in updates}
+        given = {client: weights.get(client, 0) for client in updates}
+        self.store.weigh(self.federation, at, given, stored, sentences)
         limits = self._limits_among(where, {client: updates[client] for client in weights})
         return Choice(
             tuple((client, updates[client].artifact, weight) for client, weight in sorted(weights.items())),
             limits,
             {client: text for client, text in sorted(sentences.items()) if text},
-            frozenset(own - weights.keys()),
+            frozenset(updates.keys() - weights.keys()),
         )
 
-    def _examples(self, updates: Mapping[str, UpdateRecord]) -> dict[str, int]:
+    def _examples(self, at: RoundAttempt, updates: Mapping[str, UpdateRecord]) -> dict[str, int]:
         """The examples of each client, as if each had taken all local steps.
 
         A client that took the share s of them gets the weight examples / s. Its step from the base is about s times as long, so the mean
         is still weighted by examples (FedNova's normalised averaging, Wang et al. 2020, with weights normalised to sum to 1).
         """
-        shares = {
-            (at, person.client): person.share
-            for at in {each.at for each in updates.values()}
-            for person in self.store.participants(self.federation, at)
-        }
-        return {client: round(each.examples / shares.get((each.at, client), 1.0)) for client, each in updates.items()}
+        shares = {person.client: person.share for person in self.store.participants(self.federation, at)}
+        return {client: round(each.examples / shares.get(client, 1.0)) for client, each in updates.items()}
 
     def _weights(
         self, where: dict[str, int], reported: Mapping[str, int], verdicts: Mapping[str, robustness.Verdict]

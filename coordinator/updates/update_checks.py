@@ -55,13 +55,11 @@ class UpdateChecks:
     def end_without_check(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
         """An update's outcome without a check of its content; None if its attempt accepts it."""
         attempt = self.store.attempt(self.spec.federation, manifest.at)
+        if attempt is None or attempt.state is not AttemptState.COLLECTING:
+            return self.why_late(manifest)
         invited = self.store.participants(self.spec.federation, manifest.at)
         answer = next((each.state for each in invited if each.client == device), None)
-        delivers = answer is not None and answer is not ParticipantState.DECLINED
-        if attempt is None or attempt.state is not AttemptState.COLLECTING:
-            is_kept = attempt is not None and self._keeps_late(attempt) and delivers
-            return None if is_kept else self.why_late(manifest)
-        if delivers:
+        if answer is not None and answer is not ParticipantState.DECLINED:
             return None
         return Outcome.REJECTED, f"the device {'declined' if answer else 'was not invited to'} this attempt"
 
@@ -104,35 +102,22 @@ class UpdateChecks:
         self.artifacts.adopt(received.file, manifest.artifact.id)
         report, facts = artifact.header.report, {**artifact.header.versions, **artifact.header.determinism}
         record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "")
-        record = replace(
+        return replace(
             record,
             report=None if report is None else report.model_dump_json(exclude_none=True),
             distances=json.dumps(distances) if distances else None,
             facts=json.dumps(facts),
         )
-        return _kept_late(record) if self._keeps_late(attempt) else record
-
-    def _keeps_late(self, attempt: AttemptRecord) -> bool:
-        """Whether the policy keeps late updates of an attempt; the database decides whether it is too late for that."""
-        policy = self.store.federation(self.spec.federation).policy
-        is_over = attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= policy.rounds
-        return not is_over and policy.late == "next"
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store an update's outcome; see `Store.end_update`. If its attempt closed during the check, it may be kept late.
-
-        The file of a valid update that is not stored is deleted.
-        """
+        """Store an update's outcome; see `Store.end_update`. The file of a valid update that is not stored is deleted."""
         stored = self.store.end_update(record)
-        attempt = self.store.attempt(record.federation, record.at)
-        if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
-            stored = self.store.end_update(_kept_late(record))
         is_stored = stored is not None and stored.artifact == record.artifact
-        if (record.outcome is Outcome.ACCEPTED or record.is_kept_late) and not is_stored:
+        if record.outcome is Outcome.ACCEPTED and not is_stored:
             self.artifacts.delete(record.artifact)  # for other records, the id is only the device's announcement
         return stored
 
@@ -167,9 +152,3 @@ class UpdateChecks:
             manifest_at=manifest_at,
             stored_at=self.clock(),
         )
-
-
-def _kept_late(record: UpdateRecord) -> UpdateRecord:
-    return replace(
-        record, outcome=Outcome.LATE, reason="it arrived after its round had closed; it is kept for the next one"
-    )

@@ -462,13 +462,6 @@ class RoundPolicy(_Frozen):
     max_attempts: Annotated[
         int, Field(ge=1, le=10_000, description="attempts at one round before the federation stalls")
     ] = 3
-    late: Annotated[
-        Literal["drop", "next"],
-        Field(description="updates that arrive after their round closed: dropped, or teachers of the next round"),
-    ] = "drop"
-    late_decay: Annotated[
-        float, Field(gt=0, le=1, description="weight of a late update in the next round, as a fraction of its examples")
-    ] = 0.5
     pace: Annotated[
         Literal["equal-steps", "equal-time"],
         Field(

@@ -39,12 +39,11 @@ def doing(home: Home) -> Iterator[Operations]:
     ("changes", "problems"),
     [
         (
-            {"rounds": 0, "fractoin": 0.5, "late": "never", "min_clients": "two", "classes": "x", "deadline_s": "inf"},
+            {"rounds": 0, "fractoin": 0.5, "min_clients": "two", "classes": "x", "deadline_s": "inf"},
             (
                 "classes: can't change after creation; `fedcg federation continue` creates a new one",
                 "deadline_s: must be a number (1 to 31622400; ",
                 "fractoin: there is no such setting (did you mean `fraction`?)",
-                "late: must be 'drop' or 'next'",
                 f"min_clients: {WHOLE}",
                 "rounds: must be greater than or equal to 1 (1 to 100000; total number of rounds)",
             ),

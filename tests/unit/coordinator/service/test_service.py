@@ -279,8 +279,8 @@ def test_rounds_that_are_under_way_cannot_be_taken_back(made: Federations) -> No
         with pytest.raises(SteeringError, match="rounds = 1: tiny is already in round 2; stop it"):
             made.operations.change_policy("tiny", {"rounds": 1})
         with pytest.raises(SteeringError) as refused:  # beside what is wrong by itself
-            made.operations.change_policy("tiny", {"rounds": 1, "min_clients": 0, "late": "never"})
-        for part in ("tiny: 3 problems", "min_clients: must be", "late: must be", "rounds = 1: tiny is already in"):
+            made.operations.change_policy("tiny", {"rounds": 1, "min_clients": 0, "pace": "never"})
+        for part in ("tiny: 3 problems", "min_clients: must be", "pace: must be", "rounds = 1: tiny is already in"):
             assert part in str(refused.value)
 
 

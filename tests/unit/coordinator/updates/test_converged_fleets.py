@@ -80,7 +80,6 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
     """What the coordinator finds odd about honest devices in `ROUNDS` rounds."""
     random = np.random.default_rng([seed, devices])
     store, screening = screened(folder, devices)
-    policy = store.federation("f").policy
     typical: Distances = {}
     with closing(store):
         for base, updates in converged_rounds(devices, spread, random):
@@ -88,7 +87,7 @@ def odd_ones(folder: Path, devices: int, seed: int, spread: float) -> list[str]:
             for number, parts in enumerate(updates):
                 seen[f"d{number}"] = movement_of(parts, yardstick, SHAPES, seed)
                 yardstick.check(f"d{number}", seen[f"d{number}"].distances)
-            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), policy)
+            choice = screening.choose(RoundAttempt(1, 1), figures_of(seen), devices)
             assert {client for client, *_ in choice.updates} == seen.keys()
             assert {weight for *_, weight in choice.updates} == {50}
             typical = medians_of([each.distances for each in seen.values()])

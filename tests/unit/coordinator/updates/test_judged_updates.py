@@ -300,7 +300,7 @@ def test_an_update_that_the_round_needs_is_treated_as_the_operator_chose(
     below: Literal["warn", "fail"], quorum: int, action: Action
 ) -> None:
     figures = {"a": HONEST, "b": HONEST, "c": robustness.Figures(norm=9.0)}
-    verdicts = robustness.verdicts_of(figures, RobustnessSettings(below_quorum=below), "abc", quorum)
+    verdicts = robustness.verdicts_of(figures, RobustnessSettings(below_quorum=below), quorum)
     assert [verdicts[client].action for client in "abc"] == [None, None, action]
 
 
