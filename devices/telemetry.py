@@ -200,11 +200,6 @@ class Telemetry:
     links: tuple[Link, ...] = ()
 
     @property
-    def hottest_c(self) -> float | None:
-        """The highest temperature of all zones."""
-        return max((zone.temperature_c for zone in self.zones), default=None)
-
-    @property
     def is_hot(self) -> bool | None:
         """Whether a zone is above its limit; None if no zone can be read."""
         return any(zone.temperature_c >= zone.limit_c for zone in self.zones) if self.zones else None

@@ -8,13 +8,13 @@ import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import cast
 
 import torch
 from safetensors.torch import load, save
 
 from coordinator.errors import AggregationError
+from devices.files import LIVE_ROOT, cpuinfo_field
 from fedcg.learning.method import Aggregate, Method, ServerState, Weights, check_finite
 from fedcg.learning.networks.plans import on_wire
 from fedcg.learning.spec import FederationSpec
@@ -116,18 +116,9 @@ def _determinism(spec: FederationSpec, device: str) -> dict[str, str]:
         "torch": _line(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "device": _line(torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"),
-        "cpu": _line(_cpu_name()),
+        "cpu": _line(f"{platform.machine()} {cpuinfo_field(LIVE_ROOT, 'model name') or ''}".strip()),
         "batch_plan": _line(json.dumps(plan, separators=(",", ":"))),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{platform.machine()} {next(names, '')}".strip()
 
 
 def _line(text: str) -> str:

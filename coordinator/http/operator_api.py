@@ -32,7 +32,7 @@ from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute, Changes, in_turn
 from coordinator.http.refusals import PROBLEMS, ProblemError
 from coordinator.members.api_tokens import DAYS, MAX_DAYS, ApiTokenFacts, api_token_facts
-from coordinator.members.enrolment import MAX_TOKEN_HOURS, TOKEN_HOURS, TokenFacts, WantedToken, token_facts
+from coordinator.members.enrolment import TokenFacts, WantedToken, token_facts
 from coordinator.members.membership import Revoked
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.operations.operations import MAX_REASON, Operations
@@ -302,16 +302,6 @@ class Forgotten(_Content):
     devices: Annotated[list[Annotated[str, Field(max_length=63)]], Field(min_length=1, max_length=1000)]
 
 
-class NewToken(_Content):
-    """An enrolment token to create; the fields are the options of `fedcg token create`."""
-
-    device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
-    replaces: Annotated[str, Field(max_length=63)] | None = None
-    hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
-    url: Annotated[str, Field(max_length=300)] | None = None
-    federation: Annotated[str, Field(max_length=63)] | None = None
-
-
 class NewApiToken(_Content):
     """An API token to create; it expires after `days`."""
 
@@ -449,9 +439,9 @@ async def revoke(device: str, doing: Doing, request: Request, why: Reason = NO_R
 
 
 @steering.post("/enrolment-tokens", status_code=201)
-def create_enrolment_token(wanted: NewToken, doing: Doing) -> MadeToken:
+def create_enrolment_token(wanted: WantedToken, doing: Doing) -> MadeToken:
     """Create a one-time enrolment token. It is shown only now."""
-    token, record = doing.create_enrolment_token(WantedToken(**wanted.model_dump()))
+    token, record = doing.create_enrolment_token(wanted)
     return MadeToken(token=token.text, url=token.url, **token_facts(record, time.time()).model_dump())
 
 

@@ -101,12 +101,10 @@ class ApiTokens:
             days: days until it expires; None for never, only for the token of the commands on this machine.
 
         Raises:
-            SteeringError: invalid name or number of days.
+            SteeringError: invalid name.
         """
         if not _NAME.fullmatch(name):
             raise SteeringError(f"name {name[:80]!r}: use 1 to 64 letters, digits, spaces and . _ @ -")
-        if days is not None and not 0 < days <= MAX_DAYS:
-            raise SteeringError(f"a token for {days:g} days: choose more than 0 and at most {MAX_DAYS:g} days")
         now, token, secret = self._clock(), secrets.token_hex(8), secrets.token_hex(SECRET_BYTES)
         expires_at = None if days is None else now + days * DAY_S
         kept = _hash(secrets.token_hex(SALT_BYTES), secret)

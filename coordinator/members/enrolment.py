@@ -12,13 +12,14 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import EnrolmentError, NotFoundError
@@ -29,6 +30,7 @@ from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import CertificateRecord, DeviceState, TokenRecord, TokenState
 from coordinator.storage.store import Store
 from fedcg.agent_config import CONFIG_NAME, render_agent_config
+from fedcg.config_file import Settings
 from fedcg.errors import EXISTS, NOT_FOUND
 from fedcg.files import replace_durably, with_check
 from fedcg.wire.messages import enrolment_messages
@@ -160,9 +162,8 @@ MAX_TOKEN_HOURS = 24.0 * 90
 _NO_HASH = "0" * 64
 
 
-@dataclass(frozen=True)
-class WantedToken:
-    """Settings of a new enrolment token.
+class WantedToken(Settings, allow_inf_nan=False):
+    """An enrolment token to create; the fields are the options of `fedcg token create`.
 
     Attributes:
         device: the only id that it enrols; None: the device chooses.
@@ -172,11 +173,11 @@ class WantedToken:
         federation: federation in the device's agent.toml; None for the only one.
     """
 
-    device: str | None = None
-    replaces: str | None = None
-    hours: float = TOKEN_HOURS
-    url: str | None = None
-    federation: str | None = None
+    device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
+    replaces: Annotated[str, Field(max_length=63)] | None = None
+    hours: Annotated[float, Field(gt=0, le=MAX_TOKEN_HOURS)] = TOKEN_HOURS
+    url: Annotated[str, Field(max_length=300)] | None = None
+    federation: Annotated[str, Field(max_length=63)] | None = None
 
 
 def create_token(
@@ -189,13 +190,11 @@ def create_token(
         ConfigError: the home's configuration is invalid.
         HomeError: the message key can't be loaded.
     """
-    replaces, hours = wanted.replaces, wanted.hours
+    replaces = wanted.replaces
     _check_device(store, wanted.device, replaces)
     url = wanted.url or _listener_url(home.config())
     if not re.fullmatch(enrolment_messages.URL_PATTERN, url):
         raise EnrolmentError(f"--enrolment-url {url}: use https://HOST:PORT, with a port from 1 to 65535")
-    if not 0 < hours <= MAX_TOKEN_HOURS:
-        raise EnrolmentError(f"a token for {hours:g} hours: choose more than 0 and at most {MAX_TOKEN_HOURS:g} hours")
     federation = federation_to_join(store, wanted.federation)
     authority = enrolment_messages.load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     token = enrolment_messages.Token(
@@ -206,7 +205,7 @@ def create_token(
         url=url,
         device=replaces or wanted.device,
     )
-    expires_at = now + hours * 3600
+    expires_at = now + wanted.hours * 3600
     kept = _hash(token.secret)
     record = TokenRecord(token.id, kept, token.device, replaces is not None, now, expires_at, federation=federation)
     store.register.add_token(record)

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from coordinator.messaging.incoming import Cohorts, Sessions
 from coordinator.pki.signing_keys import SigningIdentity
@@ -24,18 +24,9 @@ from fedcg.wire.transport.transport import Transport, Will
 log = logging.getLogger(__name__)
 
 
-class _Envelope(TypedDict):
-    federation: str
-    sender: str
-    recipient: str
-    epoch: int
-    round: int
-    attempt: int
-
-
 def _envelope(
     federation: str, epoch: int, recipient: str = schemas.EVERYONE, at: schemas.RoundAttempt = schemas.NO_ATTEMPT
-) -> _Envelope:
+) -> dict[str, Any]:
     return {
         "federation": federation,
         "sender": schemas.COORDINATOR,
@@ -220,7 +211,7 @@ class Publisher:
         """Stop sending chunks."""
         self._sender.close()
 
-    def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> _Envelope:
+    def _to(self, recipient: str, at: schemas.RoundAttempt = schemas.NO_ATTEMPT) -> dict[str, Any]:
         return _envelope(self.topics.federation, self.epoch, recipient, at)
 
     def _seal(self, message: schemas.AnyMessage) -> bytes:

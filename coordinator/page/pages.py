@@ -243,7 +243,9 @@ def make_token(view: Asked, fields: Fields) -> Response:
     if hours not in HOURS:
         raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
     device, federation = fields.get("device") or None, fields.get("federation") or None
-    wanted = WantedToken(device, hours=float(hours), federation=federation)
+    wanted = WantedToken.model_construct(
+        device=device, hours=float(hours), federation=federation
+    )  # checked by the operation
     made, record = operations_of(view.request).create_enrolment_token(wanted)
     return view.render("enrolment.html", **enrolment_values(view), made=made, expires_at=record.expires_at)
 

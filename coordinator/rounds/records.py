@@ -187,7 +187,6 @@ class AttemptRecord:
     opened_at: float
     deadline_at: float
     distilling_at: float | None = None
-    aggregate_stored_at: float | None = None
     closed_at: float | None = None
     reason: str = ""
 

@@ -303,7 +303,7 @@ class Store(schema.Queries):
         """
         federation, at = aggregate.federation, RoundAttempt(aggregate.round, aggregate.attempt)
         now, state = aggregate.stored_at, AttemptState.CLOSED.value
-        closed = _change_attempt(federation, at, state=state, aggregate_stored_at=now, closed_at=now, reason=reason)
+        closed = _change_attempt(federation, at, state=state, closed_at=now, reason=reason)
         stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
             self._write(stored, closed, _change_federation(federation, first_attempt=1))

@@ -85,7 +85,7 @@ class CommandExecutor:
             signals.ReleaseTrainer: lambda command, state: self.trainer.send(command),
             signals.WeighRound: self._start_job,
             signals.AnnounceSum: self._announce_sum,
-            signals.AnswerSum: self._answer_sum,
+            signals.SumStepped: self._answer_sum,
             signals.TrainRound: self._start_job,
             signals.ChooseModel: self._start_job,
             signals.RecordDelivery: self._record_delivery,
@@ -199,7 +199,7 @@ class CommandExecutor:
         self.link.send(SumUp(**state.addressed(at), exchange=exchange, body=keys))
         return None
 
-    def _answer_sum(self, command: signals.AnswerSum, state: SessionState) -> signals.Event | None:
+    def _answer_sum(self, command: signals.SumStepped, state: SessionState) -> signals.Event | None:
         """Answer a step, or refuse what an honest coordinator does not ask for. A device that dealt shares but can't mask declines the round."""
         at, step, exchange = command.round_attempt, command.step, command.exchange
         keeper, sum_round = self._sums[exchange], self._sum_round(at, exchange)

@@ -26,7 +26,7 @@ from edge_client.link.coordinator_link import CoordinatorLink, CoordinatorTrust,
 from edge_client.link.https_client import https_carrier
 from edge_client.session import signals
 from edge_client.session.signals import Command, Input, LinkChanged, SendHello, given_up
-from edge_client.session.state import REVOKED_RETRY_S, SessionState, TrainerState, next_deadline
+from edge_client.session.state import REVOKED_RETRY_S, SessionState, TrainerState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
@@ -257,7 +257,7 @@ class Agent:
 
     def _turn(self) -> None:
         try:
-            item = self._inbox.get(timeout=self._patience())
+            item = self._inbox.get(timeout=DOWNLOADING_S if self._transfer.downloads.are_pending else IDLE_S)
         except queue.Empty:
             item = None
         try:
@@ -299,11 +299,6 @@ class Agent:
             return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
         self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
-
-    def _patience(self) -> float:
-        due = next_deadline(self._state)
-        longest = DOWNLOADING_S if self._transfer.downloads.are_pending else IDLE_S
-        return longest if due is None else max(0.0, min(longest, due - self._clock()))
 
     def _take(self, item: Item) -> None:
         if isinstance(item, Delivery):

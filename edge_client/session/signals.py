@@ -108,8 +108,8 @@ class Weighed(Event):
     vote: int = 0
 
 
-class SumStepped(Event):
-    """The coordinator sent a step of a round attempt's sealed sum."""
+class SumStepped(Event, Command):
+    """The coordinator sent a step of a round attempt's sealed sum; as a command, answer it."""
 
     round_attempt: schemas.RoundAttempt
     step: schemas.ToDevice
@@ -288,14 +288,6 @@ class AnnounceSum(Command):
     round_attempt: schemas.RoundAttempt
     images: int
     vote: int = 0
-
-
-class AnswerSum(Command):
-    """Answer the coordinator's step in a round attempt's sealed sum."""
-
-    round_attempt: schemas.RoundAttempt
-    step: schemas.ToDevice
-    exchange: schemas.SumExchange = "parts"
 
 
 class TrainRound(Command):

@@ -135,19 +135,3 @@ class SessionState:
             "round": round_attempt.round,
             "attempt": round_attempt.attempt,
         }
-
-
-def next_deadline(state: SessionState) -> float | None:
-    """The earliest time at which a `Tick` would have an effect, or None."""
-    times: list[float] = []
-    if state.up and not state.welcomed:
-        times.append(state.hello_at)
-    if state.trainer is TrainerState.GONE and not state.release_reason:
-        times.append(state.trainer_at)
-    if state.welcomed and state.awaits_sum and state.accepted == state.offered:
-        times.append(state.sum_at)
-    if state.delivery is not None and (state.welcomed or state.delivery.update is None):
-        times.append(state.delivery.manifest_at)
-        if state.delivery.silent_since is not None:
-            times.append(state.delivery.silent_since + SILENCE_S)
-    return min(times, default=None)

@@ -265,7 +265,7 @@ def _session_lost(state: SessionState, event: signals.SessionLost, now: float) -
 
 
 def _sum_stepped(state: SessionState, event: signals.SumStepped, now: float) -> Step:
-    return state, (signals.AnswerSum(event.round_attempt, event.step, event.exchange),)
+    return state, (event,)
 
 
 def _trainer_ready(state: SessionState, event: signals.TrainerReady, now: float) -> Step:

@@ -73,7 +73,7 @@ class Desk:
         return time.time() + self.ahead_s
 
     def token(self, device: str | None = None, **wishes: Any) -> Token:
-        return create_token(self.home, self.store, self.clock(), WantedToken(device, **wishes))[0]
+        return create_token(self.home, self.store, self.clock(), WantedToken(device=device, **wishes))[0]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [dict(event) for event in read_events(self.home.events_file) if event["event"] == name]

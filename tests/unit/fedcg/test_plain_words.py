@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.config import CoordinatorConfig
 from coordinator.http import operator_api
+from coordinator.members.enrolment import WantedToken
 from coordinator.operations.create_federation import OperatorPlan
 from edge_client.config import AgentConfig
 from edge_client.store.private_store import PrivateStore
@@ -39,7 +40,7 @@ MORE_SCHEMAS: dict[str, type[BaseModel]] = {
     "operator's plan": OperatorPlan,
     "policy": RoundPolicy,
     **{kind.__name__: kind for kind in (operator_api.NewFederation, operator_api.MoreRounds)},
-    **{kind.__name__: kind for kind in (operator_api.NewToken, operator_api.NewApiToken)},
+    **{kind.__name__: kind for kind in (WantedToken, operator_api.NewApiToken)},
     **{f"params of {name}": defence_of(name, {})[0].params_type for name in defence_names()},
 }
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from coordinator.config import CoordinatorConfig
 from coordinator.http.access import Access, Role
-from coordinator.http.operator_api import MoreRounds, NewApiToken, NewFederation, NewToken, Reason
+from coordinator.http.operator_api import MoreRounds, NewApiToken, NewFederation, Reason
+from coordinator.members.enrolment import WantedToken
 from coordinator.operations.create_federation import OperatorPlan
 from coordinator.paths import Home
 from coordinator.token_buckets import Rate
@@ -26,7 +27,7 @@ from tests.support.coordinator.api import Api, running_api
 from tests.support.page.pages import ServedPage, tiny_page
 from tests.support.waiting import wait_until
 
-BODIES = (NewFederation, Reason, MoreRounds, NewToken, NewApiToken)
+BODIES = (NewFederation, Reason, MoreRounds, WantedToken, NewApiToken)
 ENROLMENT = (EnrolRequest, EnrolAnswer, RenewRequest, Token)
 SCHEMAS: dict[str, Any] = {
     "plan.toml": OperatorPlan,

@@ -79,7 +79,7 @@ def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
     open_attempt(store)
     store.close_attempt(records.AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0))
     closed = present(store.attempt(*KEY))
-    assert (closed.state, closed.aggregate_stored_at) == (records.AttemptState.CLOSED, 20.0)
+    assert (closed.state, closed.closed_at) == (records.AttemptState.CLOSED, 20.0)
     open_attempt(store, attempt=2)
     with pytest.raises(StoreError, match="already"):
         store.close_attempt(records.AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.session import signals
-from edge_client.session.state import Delivery, SessionState, TrainerState, next_deadline
+from edge_client.session.state import Delivery, SessionState, TrainerState
 from edge_client.session.state_machine import MANIFEST_MAX_S, SUM_EVERY_S, TRAINER_DEATHS, step
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.schemas import ArtifactRef, DeclineReason, Outcome, Receipt, RoundAttempt
@@ -67,7 +67,6 @@ def reasons(commands: list[signals.Command]) -> list[DeclineReason]:
 def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
     state, commands = drive(SessionState(federation="shapes", device="site-1"), signals.LinkChanged(up=True))
     assert signals.SendHello() in commands
-    assert next_deadline(state) == 2.0
     state, early = drive(state, signals.Tick(), now=1.9)
     state, due = drive(state, signals.Tick(), now=2.0)
     assert signals.SendHello() not in early
@@ -123,7 +122,8 @@ def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) 
     assert times == [1.0, 3.0]  # after 1 s, then 2 s
     state, commands = drive(state, need(update(1).id), now=4.0)
     assert commands == [signals.SendChunks(update(1), ((0, 4),))]
-    assert next_deadline(state) == 6.0
+    assert state.delivery is not None
+    assert state.delivery.manifest_at == 6.0
 
 
 def test_a_coordinators_status_opens_a_new_session_unless_a_hello_is_on_its_way() -> None:
@@ -158,10 +158,8 @@ def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up
     for death in range(TRAINER_DEATHS):
         state, commands = drive(state, signals.TrainerDied(), now=now)
         if death < TRAINER_DEATHS - 1:
-            due = next_deadline(state) if signals.StartTrainer() not in commands else now
-            assert due is not None
-            pauses.append(due - now)
-            now = due
+            pauses.append(state.trainer_at - now)
+            now = state.trainer_at
             state, _ = drive(state, signals.Tick(), signals.TrainerReady(), now=now)
     assert pauses == [0.0, 0.5, 1.0, 2.0]
     assert reasons(commands) == [DeclineReason.TRAINING_FAILED]
@@ -251,8 +249,8 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
     assert (state.trainer, state.committed, state.bound_spec) == (TrainerState.IDLE, RoundAttempt(1, 1), "5" * 64)
     times: list[float] = []
     while len(times) < 7:
-        due = next_deadline(state)
-        assert due is not None
+        assert state.delivery is not None
+        due = state.delivery.manifest_at
         state, commands = drive(state, signals.Tick(), now=due)
         assert commands == [signals.LoadUpdate()]
         times.append(due)
@@ -278,7 +276,6 @@ def test_no_training_process_runs_while_paused_and_a_deadline_that_passed_keeps_
     idle, _ = drive(SessionState(federation="shapes", device="site-1"), signals.Tick(), signals.TrainerReady())
     paused, commands = drive(idle, signals.ObstacleChanged(DeclineReason.PAUSED), signals.Tick())
     assert commands == [signals.ReleaseTrainer("paused")]
-    assert next_deadline(paused) is None
     _, commands = drive(idle, signals.ObstacleChanged(DeclineReason.DAILY_LIMIT))
     assert commands == []
     assert signals.StartTrainer() in drive(paused, signals.ObstacleChanged(None))[1]
@@ -312,12 +309,11 @@ def test_a_sealed_round_counts_its_images_announces_keys_until_answered_and_trai
     announce, train = signals.AnnounceSum(at, 40, vote=1), signals.TrainRound(at, SPEC.id, aggregate(1).id)
     state, commands = drive(sealed(ready), signals.Weighed(at, 40, vote=1))
     assert commands == [announce]
-    assert next_deadline(state) == SUM_EVERY_S
     state, early = drive(state, signals.Tick(), now=SUM_EVERY_S - 0.1)
     state, due = drive(state, signals.Tick(), now=SUM_EVERY_S)
     assert (early, due) == ([], [announce])
     state, commands = drive(state, signals.SumStepped(at, schemas.SumOff()), now=SUM_EVERY_S)
-    assert commands == [signals.AnswerSum(at, schemas.SumOff())]
+    assert commands == [signals.SumStepped(at, schemas.SumOff())]
     state, commands = drive(state, signals.SumReady(at), now=SUM_EVERY_S)
     assert commands == [train]
     _, later = drive(state, signals.Tick(), signals.SumReady(at), now=10 * SUM_EVERY_S)
