@@ -352,12 +352,6 @@ def status_command(config: ConfigOption = Path("agent.toml")) -> Result:
 
 def doctor_command(
     config: ConfigOption = Path("agent.toml"),
-    samples: Annotated[
-        Path | None,
-        typer.Option(
-            "--samples", metavar="FILE.png", help="Also write real images next to the data defence's versions of them."
-        ),
-    ] = None,
     hardware: Annotated[
         bool, typer.Option("--hardware", help="Show the hardware, its live readings and whether each allows training.")
     ] = False,
@@ -381,8 +375,6 @@ def doctor_command(
             findings = _hardware(settings)
         else:
             findings = examine(settings, datetime.now(timezone.utc))
-        if samples is not None and settings is not None:
-            findings += (_samples(settings, samples),)
     except ConfigError as error:
         if error.exit_code == NOT_FOUND:
             raise
@@ -411,16 +403,6 @@ def _hardware(settings: AgentConfig | None) -> tuple[Finding, ...]:
 
     eligibility = EligibilitySettings() if settings is None else settings.eligibility
     return examine_hardware(eligibility, Path.cwd() if settings is None else settings.store)
-
-
-def _samples(settings: AgentConfig, path: Path) -> Finding:
-    from edge_client.cli.doctor.findings import Finding
-
-    try:
-        from edge_client.cli.doctor.defence_samples import make_samples  # imports torch
-    except ModuleNotFoundError as error:
-        return Finding("samples", "failed", f"{error.name} not installed", "pip install 'fedcg-edge[edge]'")
-    return make_samples(settings, path)
 
 
 def _print(line: str, style: str | None = None) -> None:

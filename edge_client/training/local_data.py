@@ -101,35 +101,17 @@ class LocalDefence:
         return defence.input_layer(params, self._where(spec.federation, silent), size)
 
     def _where(self, federation: str, progress: Progress) -> DefencePlace:
-        place = defence_place(self.section, federation, self.store, self.place)
-        return replace(place, progress=progress, warn=lambda text: self.events.write("defence_warning", detail=text))
-
-
-def defence_place(
-    section: DataSection, federation: str, store: PrivateStore, place: str, secret: bytes | None = None
-) -> DefencePlace:
-    """The context of a device's defence.
-
-    Args:
-        section: file and parameters of the defence.
-        federation: its name.
-        store: has the secrets and keeps the defence's trained state.
-        place: torch device.
-        secret: used instead of the store's device secret, which is otherwise created if missing.
-
-    Raises:
-        StoreError: a secret can't be read.
-    """
-    cohort = store.cohort_secret()
-    return DefencePlace(
-        Streams(secret or store.device_secret()).at(federation, "defence"),
-        silent,
-        store.defence_folder,
-        place,
-        section.defence_stem,
-        grows=True,
-        cohort=None if cohort is None else Streams(cohort).at(federation, "defence"),
-    )
+        cohort = self.store.cohort_secret()
+        return DefencePlace(
+            Streams(self.store.device_secret()).at(federation, "defence"),
+            progress,
+            self.store.defence_folder,
+            self.place,
+            self.section.defence_stem,
+            grows=True,
+            cohort=None if cohort is None else Streams(cohort).at(federation, "defence"),
+            warn=lambda text: self.events.write("defence_warning", detail=text),
+        )
 
 
 @dataclass(eq=False)

@@ -344,11 +344,7 @@ def _defence(config: AgentConfig, now: datetime) -> Result:
     samples = config.store / DEFENCE_FOLDER / SAMPLES_FILE
     if samples.exists():
         return "ok", f"{label}; how real images change (private, never sent): {samples}", ""
-    return (
-        "ok",
-        f"{label}; sample pictures will be in {samples} once the first round has started; --samples FILE.png creates some now",
-        "",
-    )
+    return ("ok", f"{label}; sample pictures will be in {samples} once the first round has started", "")
 
 
 def _policy(config: AgentConfig, now: datetime) -> Result:
