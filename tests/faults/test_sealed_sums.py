@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,29 +202,6 @@ def test_a_device_that_is_lost_after_its_masks_costs_the_others_nothing(tmp_path
 
 def refusals(stack: Stack, device: str) -> list[str]:
     return [event["detail"] for event in stack.events(device) if event["event"] == "refused" and event["what"] == "sum"]
-
-
-def test_of_a_split_view_of_the_members_no_sum_opens(tmp_path: Path) -> None:
-    stack = made(tmp_path, attack="split-view", rounds=1)
-    with stack.up(agents=True):
-        wait_for(lambda: bool(ended(stack)), "the coordinator gives up, or opens it", 90)
-        assert ended(stack) == [("sum_off", 1)]
-        said = [text for device in DEVICES[:3] for text in refusals(stack, device)]
-        assert said
-        assert all("3 of 4 required devices have signed the list" in text for text in said)
-
-
-def test_devices_that_stand_still_sit_out_where_the_list_differs_by_one_of_them(tmp_path: Path) -> None:
-    stack = made(tmp_path, attack="freeze", min_clients=4)
-    with stack.up(agents=True):
-        wait_for(lambda: len(ended(stack)) == 2, "both rounds' sums have ended", 120)
-        assert ended(stack) == [("sum_opened", 1), ("sum_off", 2)]
-        wanted = re.compile("only by site-5.*hardly moved")
-
-        def all_sit_out() -> bool:
-            return all(any(map(wanted.search, refusals(stack, one))) for one in DEVICES[:4])
-
-        wait_for(all_sit_out, "each of the four has said why", 20)
 
 
 def test_a_device_is_forgotten_by_the_exact_sum_of_the_rest_once_its_owner_consents(
