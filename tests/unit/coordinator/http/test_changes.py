@@ -171,18 +171,6 @@ def test_every_change_is_audited_with_who_what_and_outcome_and_without_secrets(a
     assert [line["route"] for line in admin.get("/api/v1/audit").json()["events"]] == [line["route"] for line in lines]
 
 
-@pytest.mark.parametrize(("role", "allowed"), [(Role.VIEWER, 1), (Role.OPERATOR, 2), (Role.ADMIN, 4)])
-def test_a_role_allows_its_routes_and_no_more(api: Api, role: Role, allowed: int) -> None:
-    with api.as_(role) as client:
-        answers = [
-            client.get("/api/v1/devices"),
-            client.post(f"{CASTING}/pause"),
-            client.get("/api/v1/audit"),
-            client.post("/api/v1/api-tokens", json={"name": "x", "role": "viewer"}),
-        ]
-    assert [answer.is_success for answer in answers] == [number < allowed for number in range(4)]
-
-
 def test_a_body_that_cannot_be_read_is_refused_only_to_a_role_that_may_make_the_change(api: Api) -> None:
     def answers(role: Role | None) -> list[int]:
         with api.as_(role) as client:
@@ -195,7 +183,11 @@ def test_a_body_that_cannot_be_read_is_refused_only_to_a_role_that_may_make_the_
     assert len(routes) > 12
     assert answers(Role.VIEWER) == [403] * len(routes)
     assert answers(None) == [401] * len(routes)
-    assert answers(Role.OPERATOR).count(422) >= 8
+    told = dict(zip(routes, answers(Role.OPERATOR), strict=True))
+    assert list(told.values()).count(422) >= 8
+    assert {path for (_, path), answer in told.items() if answer == 403} == {
+        path for _, path in routes if "api-tokens" in path
+    }
     refused = [line["outcome"] for line in audited(api.home) if line["event"] == "outcome"]
     assert refused.count(422) >= 8  # of one who may make it, it is a change that failed
 
