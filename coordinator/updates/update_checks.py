@@ -11,7 +11,7 @@ from coordinator.storage.store import Store
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.screening import typical_distances
 from coordinator.updates.upload_windows import Received
-from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
+from coordinator.updates.validation import base_in, max_update_bytes, validate_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base
@@ -91,10 +91,9 @@ class UpdateChecks:
         manifest, device = received.manifest, received.device
         attempt = self.store.attempt(self.spec.federation, manifest.at)
         assert attempt is not None
-        expected = Expected(self.spec.federation, manifest.round, manifest.attempt, device, attempt.base)
         try:
             yardstick = self._yardstick_for(attempt)
-            artifact = validate_update(received.file.read_bytes(), self.spec, expected, yardstick.base)
+            artifact = validate_update(received.file.read_bytes(), self.spec, device, manifest.at, yardstick.base)
             distances = yardstick.distances(artifact.parts)
             yardstick.check(device, distances)
         except ValidationError as error:

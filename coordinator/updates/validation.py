@@ -3,27 +3,15 @@
 Torch-free; decides by the spec, never by trust. `robustness` limits the distance from the base.
 """
 
-from dataclasses import dataclass
-
 from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import artifacts
 from fedcg.wire.artifacts.payload import PartArrays, assert_finite, assert_within, max_payload_bytes
 from fedcg.wire.errors import WireError
+from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import VOLUNTARY_REPORT, PartLayouts, Report, TensorCodec
 
 ZSTD_SLACK_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The values that the header of an update must have."""
-
-    federation: str
-    round: int
-    attempt: int
-    client: str
-    base: str
 
 
 def update_codecs(layouts: PartLayouts, spec: FederationSpec) -> dict[str, TensorCodec]:
@@ -48,7 +36,7 @@ def base_in(data: bytes, spec: FederationSpec, artifact: str) -> artifacts.Base:
     )
 
 
-def unpack_update(data: bytes, spec: FederationSpec, base: artifacts.Base | None) -> artifacts.Artifact:
+def unpack_update(data: bytes, spec: FederationSpec, base: artifacts.Base) -> artifacts.Artifact:
     """Decode the update in an artifact.
 
     Raises:
@@ -66,45 +54,48 @@ def max_update_bytes(spec: FederationSpec) -> int:
 
 
 def validate_update(
-    data: bytes, spec: FederationSpec, expected: Expected, base: artifacts.Base | None = None
+    data: bytes, spec: FederationSpec, client: str, at: RoundAttempt, base: artifacts.Base
 ) -> artifacts.Artifact:
     """Decode and validate an update.
 
     Args:
         data: the complete bytes of the artifact, with the announced sha256.
         spec: the federation's spec.
-        expected: the values that its header must have.
-        base: the aggregate that the round started from; a delta codec needs it.
+        client: the device that its header must name.
+        at: the round and attempt that its header must name.
+        base: the aggregate that the round started from, which its header must name.
 
     Raises:
         ValidationError: with the reason for the receipt.
     """
     try:
-        _check_header(artifacts.read_header(data), spec, expected)
+        _check_header(artifacts.read_header(data), spec, client, at, base.id)
         artifact = unpack_update(data, spec, base)
         assert_finite(artifact.parts)
-        assert_within(artifact.parts, spec.update_layouts(expected.round))
+        assert_within(artifact.parts, spec.update_layouts(at.round))
     except WireError as error:
-        raise ValidationError(expected.client, str(error)[:280]) from error
-    _check_variances(artifact.parts, expected.client)
+        raise ValidationError(client, str(error)[:280]) from error
+    _check_variances(artifact.parts, client)
     return artifact
 
 
-def _check_header(header: artifacts.ArtifactHeader, spec: FederationSpec, expected: Expected) -> None:
+def _check_header(
+    header: artifacts.ArtifactHeader, spec: FederationSpec, client: str, at: RoundAttempt, base: str
+) -> None:
     wanted = {
         "kind": "update",
         "method": spec.method,
-        "federation": expected.federation,
-        "round": expected.round,
-        "attempt": expected.attempt,
-        "client": expected.client,
-        "base": expected.base,
+        "federation": spec.federation,
+        "round": at.round,
+        "attempt": at.attempt,
+        "client": client,
+        "base": base,
         "label_distribution": None,
     }
     for name, value in wanted.items():
         if getattr(header, name) != value:
-            raise ValidationError(expected.client, f"its header has {name} {getattr(header, name)}, not {value}")
-    _check_report(header.report or Report(), spec, expected.client)
+            raise ValidationError(client, f"its header has {name} {getattr(header, name)}, not {value}")
+    _check_report(header.report or Report(), spec, client)
 
 
 def _check_report(report: Report, spec: FederationSpec, client: str) -> None:

@@ -187,10 +187,10 @@ def is_refused_alone(world: World, reason: str) -> None:
 def test_an_update_whose_check_breaks_is_rejected_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    def breaks_on_a(data: bytes, spec: Any, expected: Any, base: Any = None) -> Any:
-        if expected.client == "a":
+    def breaks_on_a(data: bytes, spec: Any, client: str, *more: Any) -> Any:
+        if client == "a":
             raise error
-        return validate_update(data, spec, expected, base)
+        return validate_update(data, spec, client, *more)
 
     monkeypatch.setattr("coordinator.updates.update_checks.validate_update", breaks_on_a)
     with caplog.at_level(logging.ERROR):
