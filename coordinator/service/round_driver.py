@@ -13,13 +13,14 @@ from typing import Any
 
 from coordinator.aggregation import jobs
 from coordinator.aggregation.worker import spill_directory
+from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds import signals
 from coordinator.rounds.engine import Opening, Phase, RoundState, shares_of, transition
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus, UpdateRecord
 from coordinator.service.reports import MergeProgress
-from coordinator.service.service_context import ServiceContext, Worker
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.artifacts import Pruner
 from coordinator.sums import SealedSums
 from coordinator.updates.published_artifacts import PublishedArtifacts
@@ -64,7 +65,7 @@ class RoundDriver:
     context: ServiceContext
     publisher: Publisher
     published: PublishedArtifacts
-    worker: Worker
+    worker: AggregationWorker
     receiver: Receiver
     sums: SealedSums
     announced_at: float = field(default=0.0, init=False)

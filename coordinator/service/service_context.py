@@ -1,58 +1,27 @@
 """The complete dependencies of a running coordinator."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Collection
+from dataclasses import field
 
-from coordinator.aggregation.jobs import Job, OpenedSum, Reply, Updates, WorkerEvent, WorkerSettings
+from coordinator.aggregation.jobs import Reply, WorkerSettings
 from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import FederationRecord
 from coordinator.storage.store import Store
-from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.transfer.windows import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transport.transport import Transport, Will
 from fedcg.worker_process import Exited
 
-
-class Worker(Protocol):
-    """Merges updates in a separate process; every call returns at once."""
-
-    def start(self) -> None:
-        """Start in the background."""
-
-    def open(self, job: Job) -> None:
-        """Begin an attempt."""
-
-    def add(self, client: str, artifact: str) -> None:
-        """Request the teacher pass of a stored update."""
-
-    def assess(self, updates: Mapping[str, str]) -> None:
-        """Request the figures of the updates (artifacts by client)."""
-
-    def finish(self, updates: Updates, limits: Distances, opened: OpenedSum = OpenedSum()) -> None:
-        """Request the merge of the updates, clipped to the limits; `opened`: their sealed sum."""
-
-    def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
-        """Handle a reply from the callback given at construction; return the resulting events of the round."""
-
-    def tick(self) -> None:
-        """Advance the time."""
-
-    def stop(self) -> None:
-        """Stop at once."""
+MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], AggregationWorker]
 
 
-MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], Worker]
-
-
-@dataclass(frozen=True)
-class ServiceContext:
+class ServiceContext(Value):
     """The dependencies of a service.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import jobs
+from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.updates.robustness import Distances, Figures
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -17,7 +18,7 @@ from tests.support.coordinator.toy_artifacts import tiny_spec
 
 
 @dataclass
-class NoWorker:
+class NoWorker(AggregationWorker):
     """Every round's aggregate is its base."""
 
     settings: jobs.WorkerSettings
