@@ -164,8 +164,7 @@ def oom_kills(root: Path) -> str:
 
 def cpu_limit(root: Path) -> float | None:
     """The lowest CPU quota, in CPUs, of this process's group and its parents; None without a quota."""
-    limits = [*_quotas_v2(root), *_quotas_v1(root)]
-    return min(limits, default=None)
+    return min([*_quotas_v2(root), *_quotas_v1(root)], default=None)
 
 
 def _quotas_v2(root: Path) -> Iterator[float]:

@@ -1,10 +1,10 @@
 """The state of the agent's protocol, as one frozen value. `state_machine` has the rules that change it."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from edge_client.session.signals import Wanted
+from fedcg.values import Value
 from fedcg.wire.messages import schemas
 
 # between retries of a revoked device, because its coordinator may be restored from an earlier backup
@@ -22,8 +22,7 @@ class TrainerState(str, Enum):
     BUSY = "busy"
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(Value):
     """An update in the outbox and the repetition of its manifest.
 
     Attributes:
@@ -40,8 +39,7 @@ class Delivery:
     silent_since: float | None = None
 
 
-@dataclass(frozen=True)
-class SessionState:
+class SessionState(Value):
     """The whole state of the protocol.
 
     Attributes:
@@ -111,12 +109,6 @@ class SessionState:
     def trained(self) -> schemas.RoundAttempt | None:
         """The last trained round attempt, unless the coordinator has returned to an earlier round."""
         return None if self.committed == self.superseded else self.committed
-
-    @property
-    def awaits_sum(self) -> bool:
-        """Whether the open attempt's images are counted but its masks are not agreed yet."""
-        is_counted = self.weighed is not None and self.weighed[0] == self.offered
-        return self.is_sealed and is_counted and self.sum_ready != self.offered
 
     @property
     def release_reason(self) -> str:

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 
 import torch
@@ -57,6 +57,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.batches import paced
 from fedcg.learning.training.evaluation import generator_figures
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.schemas import DeclineReason, RoundAttempt
@@ -137,8 +138,7 @@ SUMMED = "statistics.images"
 """Name of the score with the number of images in the stored statistics of an exact method."""
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(Value):
     """The start of a round: the stored state, or the initial weights."""
 
     personal: ClientState
@@ -308,8 +308,7 @@ def _checkpoint(
     return RoundCheckpoint(save, to_weights({"": kept})[""], every_s, work.clock)
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(Value):
     data: RoundData
     seen: RoundData
     common: ImageSet | None
@@ -495,7 +494,9 @@ def _audit(
     started = work.clock()
     judged = audit_release(work.config, release, done.ctx.callbacks.progress)
     about = {"round": done.ctx.round, "attempt": done.ctx.attempt, "seconds": round(work.clock() - started, 1)}
-    work.events.write("audited", **about, **judged.as_event())
+    work.events.write(
+        "audited", **about, passed=not judged.failed, detail="; ".join(judged.not_run), report=str(judged.page)
+    )
     judged.check()
     return judged.gains
 
@@ -508,7 +509,7 @@ def _report(work: Workplace, spec: FederationSpec, done: _Outcome, own: Measured
         fitted = downloaded_parts(before, done.aggregate, done.data.train, done.ctx)
         if (parts := with_downloaded(spec, before, fitted)) is not None:
             downloaded = measure(spec, parts, done.seen, None, work.place)
-    told = _coarse(done.ctx) if not spec.has_public_counts else _exactly
+    told = (lambda exact: exact) if spec.has_public_counts else _coarse(done.ctx)
 
     def of_classes(accuracies: Sequence[float | None] | None) -> tuple[float | None, ...] | None:
         return None if accuracies is None else tuple(map(told, accuracies))
@@ -545,10 +546,6 @@ def _coarse(ctx: RoundContext) -> Callable[[float | None], float | None]:
         return None if accuracy is None else round(min(1.0, math.floor(accuracy / _GRAIN + draw) * _GRAIN), 2)
 
     return told
-
-
-def _exactly(accuracy: float | None) -> float | None:
-    return accuracy
 
 
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:

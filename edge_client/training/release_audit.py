@@ -5,7 +5,6 @@ The report of the last audit is in the folder `audit` of the private store. It s
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from audit.attacks.attack import Attack, Effort, chosen_attacks
@@ -25,6 +24,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.messages.schemas import DeclineReason
 from fedcg.wire.parts import AuditFigure, Part, Report
@@ -32,8 +32,7 @@ from fedcg.wire.parts import AuditFigure, Part, Report
 Parts = Mapping[Part, Weights]
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(Value):
     """An update before it is stored for sending, and the ground truth.
 
     Attributes:
@@ -53,8 +52,7 @@ class Release:
     streams: Streams
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(Value):
     """The result of an audit.
 
     Attributes:
@@ -67,10 +65,6 @@ class Judged:
     failed: tuple[GateResult, ...]
     not_run: tuple[str, ...]
     page: Path
-
-    def as_event(self) -> dict[str, str | bool]:
-        """The fields for the event log."""
-        return {"passed": not self.failed, "detail": "; ".join(self.not_run), "report": str(self.page)}
 
     def check(self) -> None:
         """Check the gate.
