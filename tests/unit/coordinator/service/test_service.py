@@ -196,16 +196,6 @@ def test_an_update_survives_attempts_that_end_elsewhere(made: Federations, monke
         assert slow.receipts()[0].outcome is schemas.Outcome.ACCEPTED
 
 
-def test_a_paused_federation_stays_paused_over_a_restart_until_it_is_resumed(made: Federations) -> None:
-    made.operations.pause("tiny", "maintenance")
-    with made.running():
-        made.start("tiny")
-        wait_until(lambda: len(made.coordinator.services["tiny"].state.online) == 3, "all are online")
-        assert (phase(made, "tiny"), made.coordinator.services["tiny"].state.reason) == (Phase.PAUSED, "maintenance")
-        made.operations.resume("tiny")
-        until_over(made, "tiny")
-
-
 def test_a_federation_that_ran_out_of_attempts_is_resumed_while_the_coordinator_runs(made: Federations) -> None:
     made.operations.change_policy("tiny", {"max_attempts": 1})
     for device in made.devices["tiny"]:

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
 from edge_client.store.checked_files import write_json
-from edge_client.store.generations import Generations, Snapshot, SnapshotFile
+from edge_client.store.generations import Snapshot, SnapshotFile
 from edge_client.store.private_store import RECEIPTS_KEPT, STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg import files
 from fedcg.files import checked_secret
@@ -141,23 +139,6 @@ def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPa
     store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1), update=b"whole"))
     generation, _ = newest(store.generations)
     assert store.generations.update_bytes(generation) == b"whole"
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3), st.binary(min_size=1, max_size=64)), max_size=5))
-def test_the_last_commit_always_counts(
-    tmp_path_factory: pytest.TempPathFactory, commits: list[tuple[int, int, bytes]]
-) -> None:
-    generations = Generations(tmp_path_factory.mktemp("store"))
-    for round_number, attempt, update in commits:
-        generations.commit(toy_generation(SPEC, RoundAttempt(round_number, attempt), update))
-    if not commits:
-        assert generations.current() == (None, ())
-        return
-    generation, _ = newest(generations)
-    round_number, attempt, update = commits[-1]
-    assert generation.round_attempt == present(generation.outbox).round_attempt == RoundAttempt(round_number, attempt)
-    assert generations.update_bytes(generation) == update
 
 
 def test_only_a_recorded_receipt_empties_the_outbox(store: PrivateStore) -> None:
