@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
 from fedcg.errors import ALREADY_RUNNING, NOT_FOUND
 from fedcg.files import PRIVATE, SECRET_BYTES, HeldError, is_locked, locked, secret_in
+from fedcg.values import Value
 
 BROKER_NAME = "broker"
 CRL_NAME = "crl.pem"
@@ -28,8 +28,7 @@ class _Path:
         return home.root.joinpath(*self._parts)
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(Value):
     """The paths of a coordinator's directory. Reading them creates nothing.
 
     Attributes:

@@ -6,7 +6,6 @@ database before sending anything, and opens the sum before the merge. Neither de
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import get_args
 
@@ -18,6 +17,7 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, EventValue
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, SignatureError, SumError, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import VerifyKey
@@ -391,8 +391,7 @@ Merge = Callable[[OpenedSum], None]
 _RECORDS = TypeAdapter(dict[schemas.SumExchange, SumRecord])
 
 
-@dataclass(frozen=True)
-class SumFailure:
+class SumFailure(Value):
     """Why a round continued without its sum; `ended`: what the sum was waiting for, None if it had all answers."""
 
     round: int

@@ -3,8 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from fedcg.values import Value
 
 MAX_KEYS = 4096
 """Maximum number of stored buckets. The least recently used one is dropped, so it is full again."""
@@ -12,8 +13,7 @@ MAX_KEYS = 4096
 KeyT = TypeVar("KeyT")
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(Value):
     """At most `burst` tokens at once, refilled at `per_s` tokens per second."""
 
     burst: int

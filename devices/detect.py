@@ -9,7 +9,6 @@ import functools
 import os
 import platform
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +32,7 @@ from devices.profile import (
 )
 from fedcg.config_file import read_toml
 from fedcg.errors import FedcgError
+from fedcg.values import Value
 
 GB = 1_000_000_000
 _PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
@@ -103,8 +103,7 @@ class Catalogue(BaseModel, frozen=True, extra="forbid"):
         return KnownJetson(self.soc[soc_key], module, power, tuple(one for one in self.builds if one.soc == soc_key))
 
 
-@dataclass(frozen=True)
-class KnownJetson:
+class KnownJetson(Value):
     """A Jetson from the catalogue: its generation, its module if known, the rails whose sum is its power draw, and builds for it."""
 
     soc: Soc

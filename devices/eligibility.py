@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, time
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, Field
 from devices.telemetry import LOW_DISK_BYTES, Telemetry
 from fedcg.config_file import Settings
 from fedcg.files import is_locked
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason
 
 COOLS_BY_C = 5.0
@@ -63,8 +63,7 @@ class EligibilitySettings(Settings):
     max_requests_per_s: Annotated[float, Field(gt=0, le=1e6)] = 5.0
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(Value):
     """Why a device may not train now: a code, and a sentence for its owner that stays on the device."""
 
     obstacle: DeclineReason

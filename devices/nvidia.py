@@ -6,13 +6,13 @@ error.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from devices.files import read_text
 from devices.profile import Gpu
+from fedcg.values import Value
 
 T = TypeVar("T")
 
@@ -24,8 +24,7 @@ _SLOWDOWN_THRESHOLD = 1  # NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
 _TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
 
 
-@dataclass(frozen=True)
-class GpuReadings:
+class GpuReadings(Value):
     """NVML's current readings of the first GPU; None for values that the board does not report.
 
     Attributes:

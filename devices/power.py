@@ -3,19 +3,18 @@
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from devices.detect import load_catalogue
 from devices.files import compatible, read_int, read_text
+from fedcg.values import Value
 
 _MODE_NAME = re.compile(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>")
 _CHANNEL = re.compile(r"(?:curr|power)(\d{1,2})_input$")
 _MODE_FILES = ("etc/nvpmodel.conf", "etc/nvpmodel/nvpmodel.conf")
 
 
-@dataclass(frozen=True)
-class Rail:
+class Rail(Value):
     """The power measured on one supply rail."""
 
     name: str
@@ -68,8 +67,7 @@ class EnergyMeter:
         self._at, self._watts = now, self._watts if watts is None else watts
 
 
-@dataclass(frozen=True)
-class Supply:
+class Supply(Value):
     """The device's power sources.
 
     Attributes:

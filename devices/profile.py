@@ -3,10 +3,10 @@
 None in a field means "unavailable": the device did not report it. It is never replaced by a zero or a guess.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
 from fedcg.errors import FedcgError
+from fedcg.values import Value
 
 
 class NotTrainableError(FedcgError):
@@ -44,8 +44,7 @@ class DeviceKind(str, Enum):
     CPU = "cpu"
 
 
-@dataclass(frozen=True)
-class L4tRelease:
+class L4tRelease(Value):
     """Release of Jetson Linux (L4T).
 
     Attributes:
@@ -60,8 +59,7 @@ class L4tRelease:
         return f"{self.major}.{self.revision}"
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(Value):
     """The first NVIDIA GPU of the device.
 
     Attributes:
@@ -79,16 +77,14 @@ class Gpu:
     shares_memory: bool = False
 
 
-@dataclass(frozen=True)
-class Trainable:
+class Trainable(Value):
     """Whether the device can train, and why (not)."""
 
     possible: bool
     reason: str
 
 
-@dataclass(frozen=True)
-class Builds:
+class Builds(Value):
     """The builds of torch and onnxruntime that use a Jetson's GPU, for one JetPack.
 
     Attributes:
@@ -113,8 +109,7 @@ class Builds:
         return f"JetPack {self.jetpack} (Jetson Linux {' or '.join(map(str, self.jetson_linux))})"
 
 
-@dataclass(frozen=True)
-class DeviceProfile:
+class DeviceProfile(Value):
     """The hardware of a device.
 
     Attributes:
@@ -149,8 +144,7 @@ class DeviceProfile:
     builds: Builds | None = None
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(Value):
     """Where and how large to train.
 
     Attributes:

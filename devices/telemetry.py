@@ -19,6 +19,7 @@ from pathlib import Path
 from devices.files import LIVE_ROOT, free_memory, read_int, read_text
 from devices.nvidia import GpuReadings, nvml_readings
 from devices.power import Rail, Supply, board_power, read_power_mode, read_rails, read_supply
+from fedcg.values import Value
 from fedcg.wire.parts import Health
 
 OVER_CURRENT = "over-current"
@@ -32,8 +33,7 @@ _PI_SOFTWARE = {1: "CPU frequency capped by the firmware", 3: "soft temperature 
 _CLOCKS = re.compile(r"processor|cpufreq|cpu|gpu|devfreq|throttle|powerclamp", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Causes:
+class Causes(Value):
     """Current reasons for lowered clocks, by origin; empty if none are reported."""
 
     software: tuple[str, ...] = ()
@@ -128,8 +128,7 @@ LOW_DISK_BYTES = 512 * 1024 * 1024
 """A round of the largest shipped network stores less than 300 MB of generations and artifacts."""
 
 
-@dataclass(frozen=True)
-class Zone:
+class Zone(Value):
     """A thermal zone with its trip points in °C; None for missing kinds.
 
     Attributes:
@@ -152,8 +151,7 @@ class Zone:
         return min(own, default=HOT_WITHOUT_TRIP_C)
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(Value):
     """A network interface.
 
     Attributes:
@@ -168,8 +166,7 @@ class Link:
     is_default: bool
 
 
-@dataclass(frozen=True)
-class Telemetry:
+class Telemetry(Value):
     """Live readings.
 
     Attributes:

@@ -7,7 +7,7 @@ Torch-free.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from fedcg.learning.errors import LearningError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.learning.split_names import check_name, pinned_weights
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.artifacts.payload import Array, PartArrays, beyond
 from fedcg.wire.errors import WireError
@@ -45,8 +46,7 @@ _OF_SERVER = "server_"
 """Prefix of parameters that only cost the coordinator time."""
 
 
-@dataclass(frozen=True)
-class Sealing:
+class Sealing(Value):
     """A device's part in the sealed sum of a round.
 
     Attributes:
@@ -58,8 +58,7 @@ class Sealing:
     seal: Seal
 
 
-@dataclass(frozen=True)
-class UpdateFacts:
+class UpdateFacts(Value):
     """The fields of an update's header besides method and federation.
 
     Attributes:

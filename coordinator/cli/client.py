@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from coordinator.storage.database import explained
 from coordinator.storage.event_store import coordinator_log
 from coordinator.storage.store import Store
 from fedcg.errors import EXISTS, FAILED, NOT_FOUND, NoAnswerInTimeError
+from fedcg.values import Value
 
 API = "/api/v1"
 TOKEN_VARIABLE = "FEDCG_API_TOKEN"  # noqa: S105 - the name of a variable
@@ -47,8 +47,7 @@ class RequestFailedError(CoordinatorError):
     exit_code = FAILED
 
 
-@dataclass(frozen=True)
-class Client:
+class Client(Value):
     """Makes requests of the API.
 
     Attributes:

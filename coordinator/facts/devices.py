@@ -22,14 +22,14 @@ from coordinator.rounds.records import (
 )
 from coordinator.service.reports import DeviceProgress
 from fedcg.sentences import texts
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeviceCondition, Readings
 
 LOOK = "On the device, run `fedcg doctor` to see the problem and its remedy."
 PAUSED = ("its owner has paused it", "This is not a fault. On the device, `fedcg agent resume` ends the pause.")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Value):
     """A finding of `fedcg doctor` on a device: state ("warning" or "failed"), fact and remedy. `at` is the unix time of the last report.
 
     Attributes:
@@ -67,8 +67,7 @@ def doctor_findings(known: Known, device: str | None = None) -> dict[str, list[F
     }
 
 
-@dataclass(frozen=True)
-class ReportedPrivacy:
+class ReportedPrivacy(Value):
     """Privacy figures in a device's last update, if the owner allows them.
 
     Attributes:
@@ -101,8 +100,7 @@ DAY_S = 86_400.0
 Standing = Literal["online", "offline", "disabled", "revoked", "left"]
 
 
-@dataclass(frozen=True)
-class CertificateFacts:
+class CertificateFacts(Value):
     """A TLS certificate of a device; `serial` in hex, times are unix times."""
 
     serial: str
@@ -150,8 +148,7 @@ class DeviceFacts(DeviceRecord):
     remarks: list[str]
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(Value):
     """A period in which a device was online or was not; unix times."""
 
     start: float
@@ -166,8 +163,7 @@ class Stretch:
         return "online" if self.online else seen
 
 
-@dataclass(frozen=True)
-class DeviceHistory:
+class DeviceHistory(Value):
     """The history of one device.
 
     Attributes:
@@ -259,8 +255,7 @@ def stretches(changes: list[PresenceRecord], federation: str, since: float, unti
     return found
 
 
-@dataclass(frozen=True)
-class _Live:
+class _Live(Value):
     """Values computed once for all devices: devices silenced for all federations, training progress, doctor findings."""
 
     silenced: frozenset[str]

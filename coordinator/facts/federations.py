@@ -14,12 +14,12 @@ from coordinator.rounds.engine import WAITS_FOR_OWNERS, Phase, RoundState, wante
 from coordinator.service.reports import DeviceProgress, MergeProgress
 from coordinator.service.service import Service
 from fedcg.learning.spec import RoundPolicy
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import Outcome
 from fedcg.wire.parts import Part, Report, ReportField
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(Value):
     """The state of a federation; `round` and `attempt` are the open ones, or those that open next.
 
     Attributes:
@@ -38,7 +38,6 @@ class Position:
     unapproved: list[str]
 
 
-@dataclass(frozen=True)
 class FederationFacts(Position):
     """A federation and its state.
 
@@ -102,8 +101,7 @@ class AttemptFacts(records.AttemptRecord):
     updates: list[UpdateFacts]
 
 
-@dataclass(frozen=True)
-class RoundFacts:
+class RoundFacts(Value):
     """A round: all its attempts, and its aggregate once there is one."""
 
     round: int
@@ -193,8 +191,7 @@ class ClientPhase(str, Enum):
     DELIVERED = "delivered"
 
 
-@dataclass(frozen=True)
-class ClientNow:
+class ClientNow(Value):
     """A client of the open attempt.
 
     Attributes:
@@ -214,7 +211,6 @@ class ClientNow:
     expected_at: float | None = None
 
 
-@dataclass(frozen=True)
 class CurrentRound(Position):
     """The present state of a federation; times are unix times.
 

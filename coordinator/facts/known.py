@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from coordinator.operations.operations import federation_of
@@ -12,10 +12,10 @@ from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import Service
 from coordinator.storage.store import Store
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(Value):
     """The sources of facts at one moment.
 
     Attributes:

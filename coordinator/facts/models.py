@@ -3,15 +3,14 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import UpdateRecord
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeviceCondition, Outcome, ServedModel
 
 
-@dataclass(frozen=True)
-class ModelVersion:
+class ModelVersion(Value):
     """An aggregate.
 
     Attributes:
@@ -33,8 +32,7 @@ class ModelVersion:
     devices: list[str]
 
 
-@dataclass(frozen=True)
-class ServedAt:
+class ServedAt(Value):
     """The exported model that a device uses. `at` is the unix time of the report, `gain` the difference in accuracy to its previous model."""
 
     device: str
@@ -89,8 +87,7 @@ def served_models(known: Known, federation: str) -> list[ServedAt]:
     return found
 
 
-@dataclass(frozen=True)
-class ClassWorth:
+class ClassWorth(Value):
     """Accuracies in one class: of one client, or means over the clients that reported them; None if none did.
 
     Attributes:
@@ -106,8 +103,7 @@ class ClassWorth:
     worst: str | None = None
 
 
-@dataclass(frozen=True)
-class Worth:
+class Worth(Value):
     """The benefit of the federation for its clients.
 
     Attributes:

@@ -6,7 +6,7 @@ its certificate's validity fails in the TLS handshake, before any report; `fedcg
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from coordinator.rounds.records import FederationRecord, FederationStatus, Parti
 from coordinator.service.service import Service
 from coordinator.updates.robustness import is_tolerated
 from fedcg.sentences import COHORT_ADVICE, texts
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason, DeviceCondition, Outcome, SumObstacle
 
 FREE_SHARE, FREE_BYTES = 0.05, 2 * 1024**3
@@ -49,8 +50,7 @@ SEVERE = frozenset({"disk", "link lost", "stalled", "waits for owners", "too few
 """The kinds of problems that always block rounds."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Value):
     """Something that a person should fix.
 
     Attributes:

@@ -7,7 +7,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,6 +15,7 @@ from coordinator.facts.known import Known
 from coordinator.facts.models import served_models
 from coordinator.rounds.records import UpdateRecord
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import ArtifactHeader
 from fedcg.wire.messages.enrolment_messages import EnrolRequest, RenewRequest
 from fedcg.wire.messages.schemas import DeviceMessage, Leave
@@ -49,8 +49,7 @@ def own_fields(model: type[BaseModel]) -> list[str]:
     return [name for name in field_names(model) if name not in common]
 
 
-@dataclass(frozen=True)
-class PartSent:
+class PartSent(Value):
     """A part in updates: meaning in plain words, number of tensors, number of values, and their codec."""
 
     part: str
@@ -60,8 +59,7 @@ class PartSent:
     codec: str
 
 
-@dataclass(frozen=True)
-class DeviceSent:
+class DeviceSent(Value):
     """The data that one device sent.
 
     Attributes:
@@ -82,8 +80,7 @@ class DeviceSent:
     rounds: list[UpdateRecord]
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(Value):
     """What left the devices of a federation.
 
     Attributes:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 
 from pydantic import BaseModel
@@ -19,6 +19,7 @@ from coordinator.rounds.records import ApiTokenRecord
 from coordinator.storage.locks import changing_members
 from coordinator.storage.member_store import ApiStore
 from fedcg.files import replace_durably
+from fedcg.values import Value
 
 SECRET_BYTES = 32
 SALT_BYTES = 16
@@ -45,8 +46,7 @@ class Role(str, Enum):
         return order.index(self) >= order.index(other)
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(Value):
     """The sender of a request: name, role and id of its token."""
 
     name: str
@@ -54,8 +54,7 @@ class Identity:
     token_id: str
 
 
-@dataclass(frozen=True)
-class NewToken:
+class NewToken(Value):
     """A new token; `text` is shown once and never stored."""
 
     text: str

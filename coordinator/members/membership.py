@@ -10,7 +10,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from coordinator.rounds.records import CertificateRecord, DeviceRecord, DeviceSt
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
+from fedcg.values import Value
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import (
     EnrolAnswer,
@@ -52,8 +52,7 @@ RENEWALS_AT_ONCE = 6
 """Most unexpired certificates of one device; more are refused until one expires or an operator revokes the device."""
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(Value):
     """Grants or refuses enrolments and renewals.
 
     Attributes:
@@ -242,8 +241,7 @@ EVICTION_LIFE = timedelta(minutes=10)
 EVICTION_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Revoked:
+class Revoked(Value):
     """The result of a revocation.
 
     Attributes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from coordinator.token_buckets import Buckets, Rate
+from fedcg.values import Value
 from fedcg.wire import errors
 from fedcg.wire.messages import schemas
 from fedcg.wire.messages.envelopes import Session, VerifyKey, open_envelope, session_id
@@ -25,8 +26,7 @@ NONCES_KEPT = 64  # number of each device's earlier hellos remembered since the 
 MessageT = TypeVar("MessageT", bound=schemas.AnyMessage)
 
 
-@dataclass(frozen=True)
-class FromDevice:
+class FromDevice(Value):
     """A message of a device that passed all checks."""
 
     device: str

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,6 +40,7 @@ from fedcg.config_file import listed, problems_of
 from fedcg.errors import EXISTS
 from fedcg.event_log import EventLog, log_text
 from fedcg.learning.spec import FederationPlan, FederationSpec, RoundPolicy
+from fedcg.values import Value
 from fedcg.wire.messages.enrolment_messages import Token
 
 NO_REASON = "no reason given"
@@ -88,8 +89,7 @@ def _one_at_a_time(
     return alone
 
 
-@dataclass(frozen=True)
-class Operations:
+class Operations(Value):
     """The changes that an operator can make.
 
     Attributes:

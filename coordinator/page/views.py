@@ -6,7 +6,6 @@ The value None is rendered as "unavailable".
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
 from hashlib import sha256
@@ -28,6 +27,7 @@ from coordinator.http.access import COOKIE, READING, Identity, Role, access_of, 
 from coordinator.http.changes import SECRET_FIELDS
 from coordinator.http.operator_api import known_from
 from coordinator.http.refusals import UNFORESEEN, ProblemError, problem_of
+from fedcg.values import Value
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -198,8 +198,7 @@ def _environment() -> Environment:
     return made
 
 
-@dataclass(frozen=True)
-class View:
+class View(Value):
     """A request for a page.
 
     Attributes:

@@ -6,7 +6,6 @@ Owns only files in the given directory: `ca.pem`, `ca.key`, `crl.pem`, `<name>.p
 import logging
 import ssl
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -21,6 +20,7 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import HomeError
 from coordinator.paths import CRL_NAME, Home, damaged
 from fedcg.files import READABLE, replace_durably, write_durably
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import COORDINATOR
 from fedcg.wire.tls import AUTHORITY_NAME, SET_CLOCK, ServerRole, clock_time
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -36,8 +36,7 @@ CLOCK_SLACK = timedelta(hours=1)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Credential:
+class Credential(Value):
     """The paths of a certificate and its private key."""
 
     certificate: Path

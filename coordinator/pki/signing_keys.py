@@ -4,7 +4,6 @@ The last link in the database determines the current key. Its private key is in 
 before the link. So even if a process is killed in between, the current key can be loaded.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import HomeError, PlanError
@@ -13,13 +12,13 @@ from coordinator.rounds.records import TokenState
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from fedcg.files import fsync_path
+from fedcg.values import Value
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey, make_link
 from fedcg.wire.messages.schemas import KeyLink
 
 
-@dataclass(frozen=True)
-class SigningIdentity:
+class SigningIdentity(Value):
     """The coordinator's signing key and its history: all links since the first key, oldest first."""
 
     key: SigningKey

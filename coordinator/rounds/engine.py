@@ -14,12 +14,13 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import Any
 
 from coordinator.rounds import signals
 from fedcg.learning.spec import RoundPolicy
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import RoundAttempt
 
 RETRY_MAX_S = 600.0
@@ -55,8 +56,7 @@ def shares_of(policy: RoundPolicy, round_s: Mapping[str, float]) -> dict[str, fl
     }
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(Value):
     """Decides, together with the policy, when the next attempt opens and which clients it invites.
 
     Attributes:
@@ -136,8 +136,7 @@ class Phase(str, Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class RoundState:
+class RoundState(Value):
     """The state of one federation; `round` and `attempt` are the open ones, or the next ones.
 
     Attributes:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from coordinator.rounds.engine import Phase
 from coordinator.rounds.records import FederationRecord, FederationStatus
@@ -13,14 +12,14 @@ from coordinator.storage.store import Store
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 
 ContextOf = Callable[[FederationRecord], ServiceContext]
 """Returns the dependencies of a federation's service."""
 
 
-@dataclass(frozen=True)
-class _Running:
+class _Running(Value):
     service: Service
     thread: ThreadPoolExecutor
     work: Future[None]

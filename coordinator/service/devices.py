@@ -23,6 +23,7 @@ from coordinator.storage.store import Store
 from coordinator.storage.view_store import KEEP_S
 from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import Accept, Decline, DeclineReason, RoundAttempt
 
 MISSED = 3.0  # heartbeat intervals without a message before a device is offline: chunks, which also count, delay heartbeats on slow links
@@ -37,8 +38,7 @@ class _Promise:
 PRUNE_EVERY_S = 86_400.0
 
 
-@dataclass(frozen=True)
-class PresenceLog:
+class PresenceLog(Value):
     """Stores the presence changes of one federation's devices.
 
     Args:

@@ -6,11 +6,12 @@ Everything is in memory, except each device's last condition, which is in the da
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.aggregation.jobs import Progressed
 from coordinator.rounds.engine import RoundState
 from coordinator.storage.store import Store
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import Heartbeat, OfAttempt, Readings, SelfReport
 
 BOOTS_KEPT = 8  # agent processes of a device that are distinguished
@@ -35,8 +36,7 @@ class DeviceProgress(OfAttempt):
     ends_at: float | None
 
 
-@dataclass(frozen=True)
-class MergeProgress:
+class MergeProgress(Value):
     """The worker's progress with a round, and the course of its last distillation.
 
     Attributes:

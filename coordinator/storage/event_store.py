@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from coordinator.storage import schema
 from fedcg.errors import in_words
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.sentences import LEVELS, Sentence, sentence_of
+from fedcg.values import Value
 
 FLUSH_S, RETRY_S = 0.25, 5.0
 KEEP = 100_000
@@ -34,8 +34,7 @@ _log = logging.getLogger(__name__)
 _NAMES = {number: name for name, number in LEVELS.items()}
 
 
-@dataclass(frozen=True)
-class EventFilter:
+class EventFilter(Value):
     """Selects events; an empty field matches every event.
 
     Attributes:

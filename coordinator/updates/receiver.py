@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from coordinator.rounds.signals import UpdateRefused, UpdateStored
 from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog
+from fedcg.values import Value
 from fedcg.wire.errors import CapacityError, OrderError, Refusals, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
@@ -42,8 +42,7 @@ _Work = Callable[[], None]
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(Value):
     """A failure not caused by a device, such as a disk error: the coordinator must not ignore it."""
 
     error: BaseException

@@ -7,7 +7,7 @@ has the figures of honest and hostile updates, and the attacks that this does an
 
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from coordinator.config import Action, RobustnessSettings
 from coordinator.errors import ValidationError
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import Base
 from fedcg.wire.artifacts.payload import Array, PartArrays
 from fedcg.wire.parts import Part
@@ -52,8 +53,7 @@ Sketches = Mapping[str, NDArray[np.float64]]
 Distances = Mapping[Part, float]
 
 
-@dataclass(frozen=True)
-class Yardstick:
+class Yardstick(Value):
     """Measures the updates of a round.
 
     Attributes:
@@ -148,8 +148,7 @@ def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> 
     return weights | {client: max(1, min(weights[client], most)) for client in capped}
 
 
-@dataclass(frozen=True)
-class Movement:
+class Movement(Value):
     """Distance and direction in which one update moves the base.
 
     Attributes:
@@ -161,8 +160,7 @@ class Movement:
     sketches: Sketches
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(Value):
     """One update compared with the others of its attempt; None if there are too few others.
 
     Attributes:
@@ -180,8 +178,7 @@ class Figures:
         return {name: round(value, 4) for name, value in asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Value):
     """The rules' verdict on an update: the strictest action that applies, and the reasons."""
 
     action: Action | None = None

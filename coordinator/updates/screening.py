@@ -14,6 +14,7 @@ from coordinator.storage.store import Store
 from coordinator.updates import robustness
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import RoundPolicy
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason, Outcome, RoundAttempt
 
 FAILED_IN_A_ROW = 2
@@ -117,8 +118,7 @@ def _best_accuracies(rounds: list[list[UpdateRecord]]) -> dict[str, float]:
     return best
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Value):
     """The updates to merge.
 
     Attributes:

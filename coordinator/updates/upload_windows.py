@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import Carrier, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
 from fedcg.wire.transfer.windows import Ranges, Window
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(Value):
     """Chunks that a device may send now.
 
     Attributes:
@@ -29,8 +29,7 @@ class Grant:
     is_queued: bool
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(Value):
     """A complete update whose bytes match the announced sha256; not stored durably yet.
 
     Attributes:

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +27,7 @@ from export.model.manifest import Manifest, read_manifest
 from export.model.versions import ModelVersions
 from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.files import advice_for
+from fedcg.values import Value
 from fedcg.wire.errors import IntegrityError, Refusals, VersionError, WireError
 from fedcg.wire.messages import schemas
 from fedcg.wire.parts import ReportField
@@ -67,8 +67,7 @@ class LinkProblems(logging.Handler):
             self._events.write("link_problem", detail=record.getMessage())
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Value):
     """Progress of the training process in a phase of a round attempt."""
 
     at: schemas.RoundAttempt

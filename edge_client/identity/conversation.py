@@ -7,7 +7,6 @@ import contextlib
 import queue
 import shutil
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ from edge_client.store.private_store import PrivateStore, open_store
 from fedcg.errors import NOT_FOUND
 from fedcg.files import fsync_path
 from fedcg.sentences import REVOKED_ADVICE
+from fedcg.values import Value
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import PinnedKey
 from fedcg.wire.messages.schemas import COORDINATOR, Leave
@@ -123,8 +123,7 @@ def _next_event(items: queue.Queue[Delivery | signals.LinkChanged], link: Coordi
     return signals.Tick() if meaning is None or isinstance(meaning, PinnedKey | Chunk) else meaning
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(Value):
     """The result of leaving.
 
     Attributes:

@@ -27,6 +27,7 @@ from edge_client.identity.enrolment_client import ask, check_clock, fetch_author
 from fedcg.errors import FAILED
 from fedcg.event_log import EventLog
 from fedcg.files import checked, fsync_path, is_passing, locked, replace_durably, with_check
+from fedcg.values import Value
 from fedcg.wire.errors import MalformedError, WireError
 from fedcg.wire.messages import enrolment_messages
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
@@ -38,8 +39,7 @@ RENEW_AT = 1 / 3
 """A certificate is renewed when less than this fraction of its validity is left."""
 
 
-@dataclass(frozen=True)
-class TlsKey:
+class TlsKey(Value):
     """A P-256 key that never leaves the device."""
 
     private: ec.EllipticCurvePrivateKey
@@ -177,8 +177,7 @@ def _fit(certificate: Path, key: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class AgentKeys:
+class AgentKeys(Value):
     """This device's signing key, and the coordinator's public key."""
 
     signing: SigningKey

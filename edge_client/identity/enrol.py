@@ -4,7 +4,6 @@ A device of one federation joins another federation of the same coordinator with
 """
 
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -20,6 +19,7 @@ from fedcg.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.config_file import set_values
 from fedcg.errors import EXISTS
 from fedcg.files import fsync_path, replace_durably, with_check
+from fedcg.values import Value
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,
@@ -62,8 +62,7 @@ class Folder:
         self.tls_key = root / "tls" / "device.key"
 
 
-@dataclass(frozen=True)
-class Enrolled:
+class Enrolled(Value):
     """A device that is ready to run."""
 
     device: str

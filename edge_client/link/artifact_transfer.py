@@ -14,6 +14,7 @@ from edge_client.session.signals import ArtifactStored, Event, SessionLost, Want
 from edge_client.session.state import SILENCE_S, SessionState
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
+from fedcg.values import Value
 from fedcg.wire.errors import IntegrityError, Refusals, TooLargeError
 from fedcg.wire.messages.schemas import MAX_ARTIFACT_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
@@ -27,8 +28,7 @@ DISK_PATIENCE_S = 5.0  # after the disk failed
 SLOWNESS = 3.0  # a link counts as silent when a pause is this many times longer than the longest so far
 
 
-@dataclass(frozen=True)
-class Downloaded:
+class Downloaded(Value):
     """A complete, verified artifact, with statistics. Call `kept` or `failed` afterwards.
 
     Attributes:

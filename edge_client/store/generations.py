@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +30,7 @@ from safetensors.numpy import save as save_safetensors
 
 from edge_client.errors import StoreDamagedError, unreadable
 from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.payload import Array, PartArrays, flatten
 from fedcg.wire.messages.schemas import RoundAttempt
@@ -43,8 +44,7 @@ _POINTER = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 _DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True)
-class SnapshotFile:
+class SnapshotFile(Value):
     """One image.
 
     Attributes:
@@ -60,8 +60,7 @@ class SnapshotFile:
     split: str
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Value):
     """All images of a round, ordered by path within each split.
 
     Accepting a round fixes its snapshot. The round and all its repetitions use only this snapshot, even if the folder changes meanwhile.
@@ -109,8 +108,7 @@ class Snapshot:
             raise ValueError(f"not a data snapshot: {error}") from error
 
 
-@dataclass(frozen=True)
-class OutboxEntry:
+class OutboxEntry(Value):
     """An update that waits for its receipt.
 
     Attributes:
@@ -122,8 +120,7 @@ class OutboxEntry:
     size: int
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(Value):
     """The description of one generation, without its tensors.
 
     Attributes:
@@ -149,8 +146,7 @@ _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
 """Errors that mean an altered description or file. Any other OSError is a disk error."""
 
 
-@dataclass(frozen=True)
-class StoredState:
+class StoredState(Value):
     """A generation with its tensors per slot (`personal`, `shadow`, `best`, ...) and part, and its method's `extras` by name."""
 
     generation: Generation
@@ -158,8 +154,7 @@ class StoredState:
     extras: Mapping[str, Mapping[str, Array]]
 
 
-@dataclass(frozen=True)
-class NewGeneration:
+class NewGeneration(Value):
     """Everything that one commit saves together."""
 
     round_attempt: RoundAttempt

@@ -32,7 +32,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ from fedcg.files import (
     secret_in,
 )
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.envelopes import START, PinnedKey, Position, SigningKey, VerifyKey
@@ -94,8 +95,7 @@ PARTIAL_FILES = 8
 PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
 
-@dataclass(frozen=True)
-class DeliveryRecord:
+class DeliveryRecord(Value):
     """The final outcome of an update."""
 
     artifact: str

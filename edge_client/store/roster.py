@@ -8,9 +8,10 @@ roster must be the same on all devices. Otherwise a line was exchanged.
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from edge_client.errors import CohortError
+from fedcg.values import Value
 from fedcg.wire.messages.envelopes import SigningKey, VerifyKey
 
 MAX_ROSTER_BYTES = 1 << 20
@@ -22,8 +23,7 @@ COMPARE = (
 )
 
 
-@dataclass(frozen=True)
-class Roster:
+class Roster(Value):
     """The cards that people exchanged between devices.
 
     Attributes:

@@ -11,7 +11,6 @@ these only reveals numbers of consenting devices.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import StoreError
 from edge_client.store.private_store import PrivateStore
+from fedcg.values import Value
 from fedcg.wire.errors import SumError
 from fedcg.wire.messages import schemas
 from fedcg.wire.parts import TAGS
@@ -354,8 +354,7 @@ class SumKeeper:
             self._store.save_sum_record(self._exchange, kept.model_dump(mode="json"))
 
 
-@dataclass(frozen=True)
-class SumMasks:
+class SumMasks(Value):
     """A device's part in the sum of an attempt.
 
     Attributes:

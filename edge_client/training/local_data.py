@@ -27,11 +27,11 @@ from fedcg.learning.method import Progress, silent
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, TensorForm, image_form
 from fedcg.learning.training.task_round import task_of
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import DeclineReason
 
 
-@dataclass(frozen=True)
-class RoundData:
+class RoundData(Value):
     """The images of one round per split, after the device's defence, and their snapshot."""
 
     train: ImageSet
@@ -40,8 +40,7 @@ class RoundData:
     snapshot: Snapshot
 
 
-@dataclass(frozen=True)
-class LocalDefence:
+class LocalDefence(Value):
     """Applies the defence of `[data] defence`.
 
     Attributes:

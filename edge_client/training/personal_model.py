@@ -10,7 +10,7 @@ images are only measured for the record.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from edge_client.session.signals import ChooseModel
@@ -37,6 +37,7 @@ from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.learning.training.task_round import task_of
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 Outcome = dict[str, EventValue]
@@ -143,8 +144,7 @@ def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> Held
     return HeldOut(load_all(files, spec.input), labels, load_all(some, spec.input))
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Value):
     """A candidate for the deployed model.
 
     Attributes:

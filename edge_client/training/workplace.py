@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from edge_client.config import AgentConfig
 from edge_client.store.private_store import PrivateStore
@@ -21,6 +21,7 @@ from fedcg.learning.networks.own_backbone import KeptFeatures
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate, is_preferred
+from fedcg.values import Value
 from fedcg.wire.messages.schemas import RoundAttempt
 from fedcg.wire.parts import Part, RoundCost
 
@@ -70,8 +71,7 @@ class ProgressEvents:
         return lambda phase, step, steps: self(f"{prefix}-{phase}", step, steps)
 
 
-@dataclass(frozen=True)
-class Workplace:
+class Workplace(Value):
     """The context of all local work.
 
     Attributes:
@@ -130,8 +130,7 @@ class Workplace:
         return Streams(self.store.device_secret()).at(spec.federation, round_number, attempt)
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(Value):
     """Accuracies in [0, 1] of one personal model; None without images to measure on.
 
     Attributes:

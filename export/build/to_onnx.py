@@ -12,7 +12,6 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -42,6 +41,7 @@ from fedcg.input_form import ImageForm, InputForm, TensorForm
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks.assembly import personal_model
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def as_used(spec: FederationSpec, parts: Mapping[Part, Weights], before: nn.Modu
     return nn.Sequential(Normalised(spec.input), network) if isinstance(spec.input, TensorForm) else network
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(Value):
     """The exported file's bytes, its opset, and the exporter."""
 
     content: bytes

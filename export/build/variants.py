@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from export.model.manifest import (
     read_model,
     write_manifest,
 )
+from fedcg.values import Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,8 +47,7 @@ TIMING_ROUNDS = (20, 400)
 _WARM_UP = 3
 
 
-@dataclass(frozen=True)
-class HeldOut:
+class HeldOut(Value):
     """Inputs that evaluate variants.
 
     Attributes:
@@ -106,8 +105,7 @@ def add_variants(directory: Path, held_out: HeldOut, *, budget: float = BUDGET, 
     return manifest
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(Value):
     name: VariantName
     content: bytes
     predictor: runtime.Predictor

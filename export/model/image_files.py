@@ -7,7 +7,6 @@ import glob
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.event_log import log_text
 from fedcg.imaging import is_named_as_image
 from fedcg.input_form import InputForm, TensorForm
+from fedcg.values import Value
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 TENSOR_SUFFIXES = frozenset({".npy", ".npz"})
@@ -26,8 +26,7 @@ BAR_FROM = 50  # with fewer images a progress bar only flickers
 _BATCH = 64
 
 
-@dataclass(frozen=True)
-class Classified:
+class Classified(Value):
     """The classes of one file, likeliest first; for a model without classes, its output."""
 
     file: str

@@ -12,7 +12,6 @@ import logging
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fedcg.errors import NOT_FOUND
 from fedcg.imaging import MAX_PIXELS, ImageError, Pixels, decode_image, read_file
 from fedcg.input_form import ImageForm, InputForm, TensorForm, taken_in_words
 from fedcg.npy_arrays import NpyError, read_npy
+from fedcg.values import Value
 
 Sample = npt.NDArray[Any]
 """One input of a model: an image as [height, width, channels] uint8, or a tensor of the form's shape and type."""
@@ -250,16 +250,14 @@ _LOG_ERRORS_ONLY = 3
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(Value):
     """A class name and its probability in [0, 1]."""
 
     label: str
     probability: float
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(Value):
     """The model's outputs for N images: `logits` and `probabilities`, both [N, C] float32. Without classes, both are the same [N, ...]."""
 
     logits: Floats
@@ -404,8 +402,7 @@ def predictor_of(
     )
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Value):
     """An installed model, ready to run.
 
     Attributes:

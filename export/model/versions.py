@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +17,7 @@ from export.errors import ManifestError, ModelError, SlotError
 from export.model.manifest import MANIFEST_NAME, SIGNATURE_NAME, Accept, Manifest, read_all
 from fedcg.errors import NOT_FOUND
 from fedcg.files import READABLE, checked, fsync_path, locked, replace_durably, with_check
+from fedcg.values import Value
 
 POINTER_NAME = "CURRENT"
 KEEP = 3  # newest versions to keep, besides the one in use and the target of a rollback
@@ -37,8 +37,7 @@ class Pointer(BaseModel):
     previous: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Version:
+class Version(Value):
     """One installed version."""
 
     name: str

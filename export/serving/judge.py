@@ -33,13 +33,13 @@ again. If a bad version stays instead, wrong predictions are the cost. docs/rese
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from export.model.runtime import Floats
+from fedcg.values import Value
 
 WINDOW = 200
 FAILURES = 5
@@ -63,8 +63,7 @@ def apart(first: float, second: float) -> tuple[str, str]:
     )
 
 
-@dataclass(frozen=True)
-class VersionFault:
+class VersionFault(Value):
     """A version that should not stay in service, and why."""
 
     version: str
@@ -164,8 +163,7 @@ def _shift(now: Sample, before: Sample) -> tuple[float, float]:
     return shift, by_chance
 
 
-@dataclass(frozen=True)
-class CandidateStage:
+class CandidateStage(Value):
     """Length of a candidate's comparison.
 
     Attributes:
@@ -179,8 +177,7 @@ class CandidateStage:
     limit_s: float = 3600.0
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(Value):
     """Both versions' predictions for the images of one request.
 
     Attributes:
@@ -196,8 +193,7 @@ class Pair:
     candidate_s: float
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Value):
     """Progress of a comparison.
 
     Attributes:

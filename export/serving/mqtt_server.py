@@ -16,12 +16,12 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.image_files import Classified
 from export.serving.live_model import ServedModel
 from export.serving.request_bodies import BYTES_TYPE, JSON_TYPE, Limits, read_inputs
+from fedcg.values import Value
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
@@ -33,8 +33,7 @@ LEVEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Value):
     """The topics of a model on the broker.
 
     Attributes:

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
 from itertools import chain
@@ -19,6 +18,7 @@ from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
 from fedcg.input_form import ImageForm, InputForm, TensorForm, taken_in_words
 from fedcg.npy_arrays import NpyError
 from fedcg.text_output import wrong_value
+from fedcg.values import Value
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
@@ -37,8 +37,7 @@ NamedInput = tuple[str, Sample]
 """The name of an input in the request, and the input in the model's form."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(Value):
     """The limits of one request.
 
     Attributes:

@@ -1,7 +1,6 @@
 """The findings of `fedcg doctor`, and helpers that several checks share. Never imports torch."""
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from edge_client.config import AgentConfig
@@ -11,12 +10,12 @@ from edge_client.store.private_store import open_store
 from fedcg.errors import in_words
 from fedcg.event_log import log_text
 from fedcg.learning.spec import FederationSpec
+from fedcg.values import Value
 
 Result = tuple[str, str, str]  # state, detail and advice of a finding
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Value):
     """The outcome of one check.
 
     Attributes:
