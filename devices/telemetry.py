@@ -90,35 +90,6 @@ def read_counters(root: Path) -> dict[str, int]:
     return found | ({"package throttle": max(counts)} if counts else {})
 
 
-class EventRates:
-    """Turns cumulative counters into events per minute, over the last minute."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, deque[tuple[float, int]]] = {}
-
-    def per_minute(self, counters: Mapping[str, int], now: float) -> dict[str, float | None]:
-        """The rates after a reading.
-
-        Args:
-            counters: cumulative counts by name.
-            now: monotonic seconds.
-
-        Returns:
-            Events per minute; None for a counter that was read only once, or that decreased (the driver was restarted).
-        """
-        rates: dict[str, float | None] = {}
-        for name, count in counters.items():
-            seen = self._seen.setdefault(name, deque())
-            if seen and (count < seen[-1][1] or now <= seen[-1][0]):
-                seen.clear()
-            seen.append((now, count))
-            while len(seen) > 2 and seen[1][0] <= now - RATE_WINDOW_S:
-                seen.popleft()
-            first_at, first = seen[0]
-            rates[name] = None if len(seen) == 1 else (count - first) * 60 / (now - first_at)
-        return rates
-
-
 HOT_BELOW_CRITICAL_C = 10.0
 """A zone this close to its critical trip point is about to throttle or shut down the device."""
 HOT_WITHOUT_TRIP_C = 90.0
@@ -234,13 +205,34 @@ class Sensors:
     root: Path = LIVE_ROOT
     clock: Callable[[], float] = time.monotonic
 
-    def __post_init__(self) -> None:
-        self._rates = EventRates()
+    _seen: dict[str, deque[tuple[float, int]]] = field(default_factory=dict, init=False)
 
     def read(self) -> Telemetry:
         """The current readings."""
         read = read_telemetry(self.disk, self.root)
-        return replace(read, event_rates=self._rates.per_minute(read.counters, self.clock()))
+        return replace(read, event_rates=self.per_minute(read.counters, self.clock()))
+
+    def per_minute(self, counters: Mapping[str, int], now: float) -> dict[str, float | None]:
+        """The rates of cumulative counters after a reading, over the last minute.
+
+        Args:
+            counters: cumulative counts by name.
+            now: monotonic seconds.
+
+        Returns:
+            Events per minute; None for a counter that was read only once, or that decreased (the driver was restarted).
+        """
+        rates: dict[str, float | None] = {}
+        for name, count in counters.items():
+            seen = self._seen.setdefault(name, deque())
+            if seen and (count < seen[-1][1] or now <= seen[-1][0]):
+                seen.clear()
+            seen.append((now, count))
+            while len(seen) > 2 and seen[1][0] <= now - RATE_WINDOW_S:
+                seen.popleft()
+            first_at, first = seen[0]
+            rates[name] = None if len(seen) == 1 else (count - first) * 60 / (now - first_at)
+        return rates
 
 
 def read_telemetry(disk: Path, root: Path = LIVE_ROOT) -> Telemetry:

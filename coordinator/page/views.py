@@ -112,15 +112,9 @@ FactsT = TypeVar("FactsT")
 MAX_AGE_S = 1.0
 """How long facts are cached: many viewers of one page share them, so they are computed once."""
 MAX_KEPT = 64
-FILES = {
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "htmx.min.js": "text/javascript",
-    "uplot.min.js": "text/javascript",
-    "uplot.min.css": "text/css",
-    "icon.svg": "image/svg+xml",
-    "LICENSES.txt": "text/plain",
-}
+STATIC = files("coordinator.page").joinpath("static")
+TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
+"""Of the files in `STATIC`, by the end of their names."""
 FOR_GOOD, ASK_AGAIN = "public, max-age=31536000, immutable", "no-cache"
 static_files = APIRouter(include_in_schema=False)
 
@@ -166,21 +160,22 @@ class Recent:
 @lru_cache
 def _loaded(name: str) -> tuple[bytes, str]:
     """The bytes of a file, and their hash."""
-    data = files("coordinator.page").joinpath("static", name).read_bytes()
+    data = STATIC.joinpath(name).read_bytes()
     return data, sha256(data).hexdigest()[:16]
 
 
 @static_files.get("/static/{name}")
 async def static_file(name: str, request: Request) -> Response:
     """A static file of the page; needs no login."""
-    if name not in FILES:
+    kind = TYPES.get(name.rpartition(".")[2])
+    if kind is None or not STATIC.joinpath(name).is_file():
         raise HTTPException(404, f"there is no file {name!r}")
     data, digest = _loaded(name)
     tag = f'W/"{digest}"'  # weak, since it may be sent compressed
     headers = {"ETag": tag, "Cache-Control": FOR_GOOD if request.url.query == digest else ASK_AGAIN}
     if tag in request.headers.get("if-none-match", ""):
         return Response(None, 304, headers)
-    return Response(data, 200, headers, FILES[name])
+    return Response(data, 200, headers, kind)
 
 
 @lru_cache(maxsize=1)

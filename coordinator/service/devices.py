@@ -67,16 +67,8 @@ class PresenceLog(Value):
         """Delete old changes. Those of a device without new changes are only deleted here."""
         self.store.presence.prune(self.federation, self.clock() - KEEP_S)
 
-    def begin(self) -> None:
-        """At the coordinator's start: devices online when it was killed are not observed until they connect again."""
-        self.prune()
-        self._lose_sight("the coordinator was restarted")
-
-    def end(self) -> None:
-        """At the coordinator's stop: no device is observed until it is restarted."""
-        self._lose_sight("the coordinator was stopped")
-
-    def _lose_sight(self, reason: str) -> None:
+    def lose_sight(self, reason: str) -> None:
+        """At the coordinator's start or stop: devices that were online then are not observed until they connect again."""
         now, latest = self.clock(), self.store.presence.latest(self.federation)
         online = [device for device, last in latest.items() if last.online]
         self.store.presence.note(

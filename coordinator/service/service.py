@@ -159,7 +159,8 @@ class Service:
 
     def start(self) -> None:
         """Rebuild the state and connect. The worker starts when a round opens, to save memory and CPUs that devices may need."""
-        self._presence.begin()
+        self._presence.prune()
+        self._presence.lose_sight("the coordinator was restarted")
         self._members.refresh()
         self.round_driver.restart()
         self._members.drop_strangers()
@@ -204,7 +205,7 @@ class Service:
         closing = [
             threading.Thread(target=_close, args=(work,), name="closing", daemon=True)
             for work in (
-                self._presence.end,
+                partial(self._presence.lose_sight, "the coordinator was stopped"),
                 self._publisher.close,
                 self.receiver.close,
                 self._transport.close,

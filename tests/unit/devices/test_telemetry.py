@@ -133,7 +133,7 @@ def test_clocks_and_counters_are_read_where_the_box_reports_them() -> None:
 
 
 def test_a_cumulative_counter_becomes_events_per_minute_of_the_last_minute() -> None:
-    rates = telemetry.EventRates()
+    rates = telemetry.Sensors(Path())
     assert rates.per_minute({"oc1": 41}, 100.0) == {"oc1": None}
     assert rates.per_minute({"oc1": 44}, 110.0) == {"oc1": 18.0}  # 3 in 10 s
     assert rates.per_minute({"oc1": 44}, 130.0) == {"oc1": 6.0}  # 3 in 30 s
@@ -142,7 +142,7 @@ def test_a_cumulative_counter_becomes_events_per_minute_of_the_last_minute() -> 
 
 
 def test_a_counter_that_goes_backwards_is_unavailable_and_never_negative() -> None:
-    rates = telemetry.EventRates()
+    rates = telemetry.Sensors(Path())
     rates.per_minute({"oc1": 41}, 0.0)
     assert rates.per_minute({"oc1": 2}, 10.0) == {"oc1": None}
     assert rates.per_minute({"oc1": 3}, 20.0) == {"oc1": 6.0}
