@@ -12,7 +12,6 @@ import logging
 import math
 import platform
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -465,13 +464,10 @@ class Model(Value):
         """The model's identity, as in every response of a server."""
         return {"federation": self.manifest.federation, "round": self.manifest.round, "version": self.version}
 
-    @cached_property
-    def _name_order(self) -> npt.NDArray[np.intp]:
-        return np.argsort(self.manifest.classes, kind="stable")
-
     def by_name(self, probabilities: Floats) -> Floats:
         """Probabilities [N, C] with the classes sorted by name, to compare two models."""
-        ordered: Floats = probabilities[:, self._name_order] if self.manifest.classes else probabilities
+        classes = self.manifest.classes
+        ordered: Floats = probabilities[:, np.argsort(classes, kind="stable")] if classes else probabilities
         return ordered
 
     def predict(self, inputs: Sequence[Sample] | Sample) -> Floats:
