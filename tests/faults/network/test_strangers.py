@@ -17,15 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.opening import create_home
-from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
+from coordinator.config import CarrierSettings
 from coordinator.members.membership import revoke
 from coordinator.paths import Home
 from coordinator.storage.locks import changing_members
 from coordinator.storage.store import Store
 from tests.support.broker.floods import FLOODER, HONEST, ROUNDS, flooded
-from tests.support.coordinator.homes import add_federation, bundle
-from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.homes import bundle, make_home
 from tests.support.serving import Server, install_versions
 from tests.support.stack import wait_for
 from tests.support.waiting import free_port
@@ -110,16 +108,9 @@ class Coordinator:
         self.held.clear()
 
 
-def make_home(root: Path) -> Home:
+def home_of(root: Path) -> Home:
     """A coordinator's directory with a federation, a device, and one that was revoked."""
-    config = CoordinatorConfig(
-        broker=BrokerSettings(port=free_port()),
-        api=ApiSettings(port=free_port()),
-        enrolment=EnrolmentSettings(port=free_port()),
-        carrier=CarrierSettings(port=free_port()),
-    )
-    home = create_home(root / "home", config)
-    add_federation(home, FEDERATION, ["good", "bad", "late"])
+    home = make_home(root, ["good", "bad", "late"], carrier=CarrierSettings(port=free_port()))
     with closing(Store(home.database)) as store:
         revoke(home, store, "bad", "stolen", time.time())
     return home
@@ -128,7 +119,7 @@ def make_home(root: Path) -> Home:
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     root = tmp_path_factory.mktemp("strangers")
-    home, log = make_home(root), root / "log"
+    home, log = home_of(root), root / "log"
     with log.open("wb") as errors:
         words = with_few_descriptors("coordinator", "run", "--dir", str(home.root))
         process = subprocess.Popen(words, stderr=errors, stdout=subprocess.DEVNULL)

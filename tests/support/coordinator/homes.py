@@ -9,6 +9,8 @@ from typing import Any
 
 from sqlalchemy import URL, Engine
 
+from coordinator.cli.opening import create_home
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.members.enrolment import make_bundles
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
@@ -18,7 +20,8 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.engine import policy_of
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.waiting import free_port
 
 
 def add_federation(
@@ -34,6 +37,15 @@ def add_federation(
         store.add_federation(federation, initial)
         if devices:
             make_bundles(home, store, devices, home.root.parent / "bundles", time.time(), name)
+
+
+def make_home(root: Path, devices: Sequence[str], **settings: Any) -> Home:
+    """Make a coordinator's directory in `root`, with ports of its own and a federation of these devices."""
+    ports: dict[str, Any] = {"broker": BrokerSettings(port=free_port()), "api": ApiSettings(port=free_port())}
+    config = CoordinatorConfig(**ports, enrolment=EnrolmentSettings(port=free_port()), **settings)
+    home = create_home(root / "home", config)
+    add_federation(home, FEDERATION, devices)
+    return home
 
 
 def bundle(home: Home, device: str) -> Path:

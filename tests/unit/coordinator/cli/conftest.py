@@ -5,25 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.opening import create_home
-from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.paths import Home
 from tests.support.broker.broker_plant import Plant
-from tests.support.coordinator.homes import add_federation
-from tests.support.coordinator.toy_artifacts import FEDERATION
-from tests.support.waiting import free_port
+from tests.support.coordinator.homes import make_home
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    config = CoordinatorConfig(
-        broker=BrokerSettings(port=free_port()),
-        api=ApiSettings(port=free_port()),
-        enrolment=EnrolmentSettings(port=free_port()),
-    )
-    made = create_home(tmp_path / "home", config)
-    add_federation(made, FEDERATION, ["a", "b"])
-    return made
+    return make_home(tmp_path, ["a", "b"])
 
 
 @pytest.fixture
