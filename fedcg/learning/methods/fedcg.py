@@ -24,7 +24,7 @@ from torch import nn
 
 from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
@@ -67,9 +67,6 @@ class FedcgParams(DistilledParams):
     )
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
         default="kd", description="average; kd: plus eq. 6; crossed_kd: plus FedMD-CG's eq. 12, with label counts"
-    )
-    exact_clients: int = Field(
-        default=32, ge=1, description="crossed_kd: with more clients, eq. 11 draws one client per batch and label"
     )
 
     @field_validator("aggregation")
@@ -219,9 +216,7 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(
-            settings, Crossing("auto", params.exact_clients, losses.Divergence()), state, ctx, spill
-        )
+        return CrossedAggregator(settings, losses.Divergence(), ctx, spill)
     return ensemble_aggregator(settings, ctx, spill, params.average, params.ensemble)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, label_shares
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
+from fedcg.learning.method import RoundContext, Update
 from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks import NETWORKS, load_part, weights_of
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -284,9 +284,7 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
         updates[name] = Update(name, shared, sum(mine), mine)
         teachers.append(plain_networks(distillation.load_pair(shared, ctx)))
-    state = ServerState(Aggregate({}))
-    aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
-    aggregate = merged(aggregator, updates)
+    aggregate = merged(CrossedAggregator(settings, divergence, ctx, MemorySpill()), updates)
     bank = distillation.draw_bank(ctx.streams, settings.rows, 8, torch.tensor(counts, dtype=torch.float64).sum(0) / 20)
     mean = {
         part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}
