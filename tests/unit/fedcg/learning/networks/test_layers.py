@@ -35,7 +35,7 @@ def test_a_form_gives_convolution_and_gradients(smaller: tuple[int, int], kernel
     maps = drawn(3, 5, *size).requires_grad_()
     weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()
     form = present(fast_layers.form_for(maps, weight, grows=grows))
-    ours = fast_layers.ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
+    ours = fast_layers.convolved(maps, weight, form)
     theirs = (F.conv_transpose2d if grows else F.conv2d)(maps, weight)
     assert torch.allclose(ours, theirs, atol=1e-12)
     back = drawn(*theirs.shape)
