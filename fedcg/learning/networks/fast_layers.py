@@ -4,8 +4,7 @@ Three kinds: convolutions as matrix products, spectral norm on top of them, and 
 
 A stride-1 convolution is a product of two polynomials. A product of length n + k - 1 is determined by its values at n +
 k - 1 points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead
-of 16, from 3x3 to 4x4 16 instead of 36. Both directions of the layer and all three gradients are the same product with
-its factors in other roles. At most five points per axis are used. Their matrices hold small numbers, so float32 loses
+of 16, from 3x3 to 4x4 16 instead of 36. At most five points per axis are used. Their matrices hold small numbers, so float32 loses
 at most the last digit or two.
 
 Memory order of maps between such layers is (height, width, batch, channels), of their weights (height, width, inputs,
@@ -14,9 +13,8 @@ outputs); shapes are torch's. On devices other than a CPU, and for larger maps, 
 Spectrally normalised layers: W x / σ(W) + b, with σ, the largest singular value, tracked by power iteration.
 
 The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode,
-gradient through σ). σ divides the OUTPUT instead of the weights, and after an iteration σ = ‖Wᵀu‖, which that iteration
-has computed. One call can hold several passes (`passes`). Each has its own iteration and σ, as if they ran one after
-the other, and they share the matrix products.
+gradient through σ). σ divides the OUTPUT instead of the weights. One call can hold several passes (`passes`). Each has
+its own iteration and σ, as if they ran one after the other, and they share the matrix products.
 
 A convolution fused with the following 2x2 pooling: same functions and tensors as `nn.Conv2d` followed by pooling.
 
@@ -31,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it  # noqa: N812 - the field's name for it
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -230,7 +228,7 @@ class SpectralLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs] -> [B, outputs]; the batch holds `passes` passes of equal size, one after the other."""
-        sigma = self.vectors(self.weight.t().unsqueeze(0), len(input), passes)
+        sigma: torch.Tensor = self.vectors(self.weight.t().unsqueeze(0), len(input), passes)
         return F.linear(input, self.weight) / sigma.view(-1, 1) + self.bias
 
 
@@ -244,7 +242,7 @@ class SpectralConv2d(nn.Conv2d):
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, H', W']; the batch holds `passes` passes of equal size, one after the other."""
-        sigma = self.vectors(matrices_of(self.weight, grows=False), len(input), passes)
+        sigma: torch.Tensor = self.vectors(matrices_of(self.weight, grows=False), len(input), passes)
         form = form_for(input, self.weight, grows=False)
         maps = F.conv2d(input, self.weight) if form is None else convolved(input, self.weight, form)
         normalised = maps / sigma.view(-1, 1, 1, 1)
