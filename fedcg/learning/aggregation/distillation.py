@@ -175,7 +175,6 @@ def distillation(
     loss_of: BankLoss,
     tensors_of: Callable[[slice], Tensors],
     settings: Distillation,
-    ctx: fl.RoundContext,
     *,
     frozen: Mapping[str, nn.Module] | None = None,
     at_once: int = BLOCK_ROWS,
@@ -188,7 +187,6 @@ def distillation(
         loss_of: the loss of one batch.
         tensors_of: (rows of the bank, or of a public set) -> their tensors, each [R, ...].
         settings: batches, learning rate, weight decay, early stopping.
-        ctx: device.
         frozen: networks that the loss uses unchanged, by name.
         at_once: rows of a block.
         is_pure: as of `Stage`.
@@ -253,7 +251,7 @@ def train_student(
         return noise[rows], labels[rows], *beside(rows)
 
     networks: dict[str, nn.Module] = {part: student[part] for part in _PAIR}
-    run_stage(distillation(networks, loss_at, tensors_of, settings, ctx, is_pure=is_pure), ctx)
+    run_stage(distillation(networks, loss_at, tensors_of, settings, is_pure=is_pure), ctx)
     return {part: weights_of(student[part]) for part in _PAIR}
 
 

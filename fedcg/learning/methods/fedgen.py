@@ -132,9 +132,7 @@ def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: 
     def tensors_of(rows: slice) -> Tensors:
         return noise[rows], labels[rows]
 
-    run_stage(
-        distillation.distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, ctx, frozen=judges), ctx
-    )
+    run_stage(distillation.distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, frozen=judges), ctx)
     return weights_of(generator)
 
 

@@ -227,6 +227,6 @@ def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(fl
         context(quick_spec("fedcg")), callbacks=Callbacks(lambda phase, step, of: progress.append((step, of)))
     )
     student = {"student": torch.nn.Linear(1, 1)}
-    run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings, ctx), ctx)
+    run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings), ctx)
     assert len(taken) == steps
     assert progress[-1] == (steps, steps)
