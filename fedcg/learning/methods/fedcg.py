@@ -161,7 +161,6 @@ def adversarial(
     """
     is_private = ctx.privacy.dp_sgd is not None
     joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
-    passes = {} if joint else {"passes": 2}
 
     def step(nets: Nets, batch: Tensors) -> Descents:
         real, labels, z, *drawn = batch
@@ -170,7 +169,9 @@ def adversarial(
         fake = nets[Part.GENERATOR](z, asked)
 
         def both() -> torch.Tensor:
-            logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]), **passes)
+            if not joint:
+                return losses.discriminator_loss(judge(real, labels), judge(fake.detach(), asked))
+            logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]))
             return losses.discriminator_loss(logits[: len(asked)], logits[len(asked) :])
 
         def forged() -> torch.Tensor:

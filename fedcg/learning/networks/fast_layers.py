@@ -13,8 +13,7 @@ outputs); shapes are torch's. On devices other than a CPU, and for larger maps, 
 Spectrally normalised layers: W x / σ(W) + b, with σ, the largest singular value, tracked by power iteration.
 
 The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode,
-gradient through σ). σ divides the OUTPUT instead of the weights. One call can hold several passes (`passes`). Each has
-its own iteration and σ, as if they ran one after the other, and they share the matrix products.
+gradient through σ). σ divides the OUTPUT instead of the weights.
 
 A convolution fused with the following 2x2 pooling: same functions and tensors as `nn.Conv2d` followed by pooling.
 
@@ -151,22 +150,17 @@ class SmallConvTranspose2d(nn.ConvTranspose2d):
 
 
 class MapBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of small maps in this module's memory order. With several passes in one tensor, each is normalised separately."""
+    """Batch norm of small maps in this module's memory order."""
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, C, H, W] -> the same shape; the batch holds `passes` passes of equal size, one after the other."""
-        if passes == 1 or not self.training:
-            return self._one(input)
-        return torch.cat([self._one(rows) for rows in input.chunk(passes)])
-
-    def _one(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.device.type != "cpu":
-            return super().forward(rows)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, C, H, W] -> the same shape."""
+        if input.device.type != "cpu":
+            return super().forward(input)
         # One image of one column: the only form of this memory order that torch's channels-last kernel supports.
-        column = rows.permute(2, 3, 0, 1).reshape(1, -1, 1, rows.shape[1]).permute(0, 3, 1, 2)
+        column = input.permute(2, 3, 0, 1).reshape(1, -1, 1, input.shape[1]).permute(0, 3, 1, 2)
         normed = super().forward(column)
-        size = (rows.shape[2], rows.shape[3])
-        return maps_of(normed.permute(0, 2, 3, 1).reshape(size[0] * size[1], rows.shape[0], rows.shape[1]), size)
+        images, channels, *size = input.shape
+        return maps_of(normed.permute(0, 2, 3, 1).reshape(size[0] * size[1], images, channels), (size[0], size[1]))
 
 
 _EPS = 1e-12
@@ -183,33 +177,22 @@ class SingularVectors(nn.Module):
         self.register_buffer("left", torch.empty(rows))
         self.register_buffer("right", torch.empty(columns))
 
-    def forward(self, matrices: torch.Tensor, rows: int, passes: int = 1) -> torch.Tensor:
-        """σ of each row's pass. In train mode each pass begins with one iteration.
+    def forward(self, matrices: torch.Tensor) -> torch.Tensor:
+        """σ = uᵀ W v, with the gradient for fixed vectors, after one iteration in train mode.
 
         Args:
             matrices: [K, inputs, outputs], the weight; `right` has the order (inputs, K).
-            rows: of all passes together.
-            passes: number of passes, one after the other.
-
-        Returns:
-            [rows], with gradient: with fixed vectors, σ = uᵀ W v.
         """
         positions, inputs, outputs = matrices.shape
         matrix = matrices.reshape(positions * inputs, outputs)
         left, right = self.left, self.right.view(inputs, positions).t().flatten()
-        seen = []
-        for _ in range(passes):
-            if self.training:
-                with torch.no_grad():
-                    left = F.normalize(right @ matrix, dim=0, eps=_EPS)
-                    right = F.normalize(matrix @ left, dim=0, eps=_EPS)
-            seen.append((left, right))
         if self.training:
             with torch.no_grad():
+                left = F.normalize(right @ matrix, dim=0, eps=_EPS)
+                right = F.normalize(matrix @ left, dim=0, eps=_EPS)
                 self.left.copy_(left)
                 self.right.copy_(right.view(positions, inputs).t().flatten())
-        lefts, rights = (torch.stack(column) for column in zip(*seen, strict=True))
-        return ((rights @ matrix) * lefts).sum(dim=1).repeat_interleave(rows // passes)
+        return right @ matrix @ left
 
     def reset(self, generator: torch.Generator) -> None:
         """Start from random directions."""
@@ -226,10 +209,10 @@ class SpectralLinear(nn.Linear):
         self.weight = nn.Parameter(self.weight.new_empty(inputs, outputs).t())
         self.vectors = SingularVectors(outputs, inputs)
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, inputs] -> [B, outputs]; the batch holds `passes` passes of equal size, one after the other."""
-        sigma: torch.Tensor = self.vectors(self.weight.t().unsqueeze(0), len(input), passes)
-        return F.linear(input, self.weight) / sigma.view(-1, 1) + self.bias
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs] -> [B, outputs]."""
+        sigma: torch.Tensor = self.vectors(self.weight.t().unsqueeze(0))
+        return F.linear(input, self.weight) / sigma + self.bias
 
 
 class SpectralConv2d(nn.Conv2d):
@@ -240,13 +223,12 @@ class SpectralConv2d(nn.Conv2d):
         self.weight = without_values(self.weight, grows=False)
         self.vectors = SingularVectors(outputs, inputs * kernel[0] * kernel[1])
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, inputs, H, W] -> [B, outputs, H', W']; the batch holds `passes` passes of equal size, one after the other."""
-        sigma: torch.Tensor = self.vectors(matrices_of(self.weight, grows=False), len(input), passes)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, H', W']."""
+        sigma: torch.Tensor = self.vectors(matrices_of(self.weight, grows=False))
         form = form_for(input, self.weight, grows=False)
         maps = F.conv2d(input, self.weight) if form is None else convolved(input, self.weight, form)
-        normalised = maps / sigma.view(-1, 1, 1, 1)
-        return normalised if self.bias is None else normalised + self.bias.view(-1, 1, 1)
+        return maps / sigma if self.bias is None else maps / sigma + self.bias.view(-1, 1, 1)
 
 
 def is_exporting() -> bool:

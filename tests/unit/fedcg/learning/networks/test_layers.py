@@ -63,25 +63,6 @@ def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
     }
 
 
-@pytest.mark.parametrize("name", sorted(DISCRIMINATORS))
-def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -> None:
-    torch.manual_seed(0)
-    together, apart = (DISCRIMINATORS[name]((16, 5, 5), 3).double() for _ in range(2))
-    draw_weights(together, torch.Generator().manual_seed(1))
-    together.double()
-    apart.load_state_dict(together.state_dict())
-    features, labels = torch.rand(8, 16, 5, 5, dtype=torch.float64), torch.arange(8) % 3
-    both = together(features, labels, 2)
-    each = torch.cat([apart(features[:4], labels[:4]), apart(features[4:], labels[4:])])
-    assert torch.allclose(both, each, atol=1e-10)
-    both.square().sum().backward()
-    each.square().sum().backward()
-    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
-        assert torch.allclose(present(one.grad), present(other.grad), atol=1e-9)
-    for buffer, expected in zip(together.buffers(), apart.buffers(), strict=True):
-        assert torch.allclose(buffer, expected, atol=1e-10)
-
-
 @pytest.mark.parametrize("wants_input_gradient", [True, False])
 @pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
 @pytest.mark.parametrize(
