@@ -131,13 +131,7 @@ class Simulation:
         return _best(self.curves[client], lambda record: (record.validation, record.validation_loss))
 
     def best_local(self, client: str) -> RoundRecord:
-        """A client's record at the best validation round of its local-only model.
-
-        Raises:
-            ValueError: the simulation ran without local-only models.
-        """
-        if client not in self.shadows:
-            raise ValueError("this simulation ran without local-only models")
+        """A client's record at the best validation round of its local-only model; only if there is one."""
         return _best(self.curves[client], lambda record: (record.local_validation, record.local_validation_loss))
 
 

@@ -278,8 +278,7 @@ class SerialRunner:
     ) -> Iterator[Answer]:
         """Return answers in the given order."""
         party = self._party
-        if party is None:
-            raise RuntimeError("the runner was not started")
+        assert party is not None
         return (function(party, task, shared) for task in tasks)
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """Layers of our own, equal to torch's in value and gradient, and layers that draw their own random numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from fedcg.learning.networks import fast_layers
 from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
@@ -61,6 +62,49 @@ def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
     assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == {
         name: tensor.shape for name, tensor in theirs.state_dict().items()
     }
+
+
+THEIR_NAMES = {"weight": "parametrizations.weight.original"}
+THEIR_NAMES |= {
+    f"vectors.{ours}": f"parametrizations.weight.0.{theirs}" for ours, theirs in (("left", "_u"), ("right", "_v"))
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (fast_layers.SpectralConv2d(3, 4, (2, 2)), spectral_norm(nn.Conv2d(3, 4, 2)), (5, 3, 3, 3)),
+        (
+            fast_layers.SpectralConv2d(3, 4, (2, 2), bias=False),
+            spectral_norm(nn.Conv2d(3, 4, 2, bias=False)),
+            (5, 3, 9, 9),
+        ),
+        (fast_layers.SpectralLinear(6, 4), spectral_norm(nn.Linear(6, 4)), (5, 6)),
+        (fast_layers.MapBatchNorm2d(3), nn.BatchNorm2d(3), (5, 3, 2, 4)),
+    ],
+)
+def test_a_normalising_layer_has_the_values_gradients_and_state_of_torchs(
+    ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]
+) -> None:
+    def renamed(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        known = theirs.state_dict()
+        return {name if name in known else THEIR_NAMES[name]: tensor for name, tensor in named}
+
+    draw_weights(ours, torch.Generator().manual_seed(1))
+    ours, theirs = ours.double(), theirs.double()
+    theirs.load_state_dict(renamed(ours.state_dict().items()))
+    for is_training in (True, True, False):
+        one, other = (drawn(*shape).requires_grad_() for _ in range(2))
+        came, due = ours.train(is_training)(one), theirs.train(is_training)(other)
+        assert torch.allclose(came, due, atol=1e-10)
+        for each in (came, due):
+            each.square().sum().backward()
+        assert torch.allclose(present(one.grad), present(other.grad), atol=1e-9)
+    mine, state = renamed(ours.named_parameters()), renamed(ours.state_dict().items())
+    for name, weight in theirs.named_parameters():
+        assert torch.allclose(present(mine[name].grad), present(weight.grad), atol=1e-9)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(state[name], tensor, atol=1e-10)
 
 
 @pytest.mark.parametrize("wants_input_gradient", [True, False])
