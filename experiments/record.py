@@ -50,32 +50,6 @@ def bench_record(kind: str) -> dict[str, Any]:
     }
 
 
-def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """Turn a demo's summary into a record: paths become relative to the run's folder, the data set is named by its folder.
-
-    Args:
-        summary: the content of `summary.json`.
-        root: the folder of the run.
-    """
-    finished_at = datetime.fromtimestamp((root / "summary.json").stat().st_mtime, tz=timezone.utc)
-    data, setting = Path(summary["data"]).name, summary["setting"]
-    weights = setting.get("weights")
-    clients = [
-        {**client, "onnx_model": str(Path(client["onnx_model"]).relative_to(root)) if client["onnx_model"] else None}
-        for client in summary["clients"]
-    ]
-    return {
-        "format": RECORD_FORMAT,
-        "date": finished_at.date().isoformat(),
-        "machine": machine(),
-        **summary,
-        "data": data,
-        "broker": str(summary["broker"]).partition(" ")[0],
-        "setting": {**setting, "data": data, **({"weights": Path(weights).name} if weights else {})},
-        "clients": clients,
-    }
-
-
 def write_record(record: Mapping[str, Any], path: Path) -> None:
     """Write a record to a file; its folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,6 @@ class DemoOptions(BaseModel):
         None
     )
     resume: Annotated[Path | None, Field(description="resume an interrupted run with its own options")] = None
-    record: Annotated[
-        Path | None, Field(description="also write the run to this file, as one JSON without paths of this machine")
-    ] = None
     as_json: Annotated[bool, Field(description="print summary.json instead of a table")] = False
 
 
@@ -66,7 +63,6 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
         run.save(frozenset())
     with loading():
         from experiments.demo.demo import Demo  # half a second of imports, behind the first line
-    from experiments.record import record_of_summary, write_record
 
     finished = run.root / "summary.json"
     try:
@@ -79,8 +75,6 @@ def demo_command(values: settings.Values, typed: frozenset[str]) -> None:
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"All processes are stopped. Resume with: fedcg demo --resume {run.root}", soft_wrap=True)
         raise typer.Exit(130) from None
-    if options.record is not None:
-        write_record(record_of_summary(summary, run.root), options.record)
     if options.as_json:
         print_data(summary)
     else:

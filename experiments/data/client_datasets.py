@@ -86,7 +86,7 @@ def build_cohort(source: Source, form: InputForm, options: DealOptions) -> Cohor
     """
     deal = deal_out(source, options)
     reader = _Reader(form, deal.classes)
-    datasets = {name: _client_data(name, pictures, reader) for name, pictures in deal.clients.items()}
+    datasets = {name: _client_data(pictures, reader) for name, pictures in deal.clients.items()}
     if all(len(data.train) < 2 for data in datasets.values()):
         raise SourceError("no client has 2 training images, the minimum")
     common = reader.read(deal.common).images
@@ -108,7 +108,7 @@ def unheld_images(source: Source, form: InputForm, options: DealOptions, most: i
     return _Reader(form, source.classes).read(pictures).images
 
 
-def _client_data(name: str, pictures: ClientPictures, reader: _Reader) -> ClientData:
+def _client_data(pictures: ClientPictures, reader: _Reader) -> ClientData:
     test = reader.read(pictures.test)
     if pictures.val is None:
         train = reader.read(pictures.train, is_hashed=True)

@@ -263,7 +263,7 @@ def array_source(name: str, data: ArrayData) -> Source:
     classes = tuple(f"{label:0{width}d}" if data.classes is None else _tidy(data.classes[label]) for label in used)
     if len(set(classes)) < len(classes):
         raise SourceError(f"{data.train.file}: two classes have the same name: {', '.join(classes)}")
-    parts = {part: _pictures(name, part, images, used) for part, images in data.parts().items()}
+    parts = {part: _pictures(images, used) for part, images in data.parts().items()}
     return Source(name, classes, parts["train"], parts.get("test"), parts.get("val"))
 
 
@@ -272,7 +272,7 @@ def _tidy(name: str) -> str:
     return re.sub(r"[^\w]+", "-", name).strip("-") or "unnamed"
 
 
-def _pictures(name: str, part: str, images: LabelledImages, used: np.ndarray) -> PicturesPerClass:
+def _pictures(images: LabelledImages, used: np.ndarray) -> PicturesPerClass:
     strange = np.setdiff1d(images.labels, used)
     if len(strange):
         raise SourceError(f"{images.file}: label {int(strange[0])}, which no training image has")

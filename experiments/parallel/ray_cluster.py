@@ -112,7 +112,7 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
         announce: prints a line for the operator.
 
     Raises:
-        OptionError: no such cluster, or one of its nodes has another build.
+        OptionError: no such cluster.
     """
     if "://" in address:
         raise OptionError(
@@ -121,9 +121,7 @@ def open_cluster(address: str, announce: Announce) -> Iterator[RayCluster]:
     if address != AUTO:
         _check_reachable(address)
     with _connected(address):
-        cluster = RayCluster(announce)
-        check_nodes(cluster)
-        yield cluster
+        yield RayCluster(announce)
 
 
 def _check_reachable(address: str) -> None:
@@ -150,41 +148,3 @@ def _connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _describe() -> tuple[Build, str]:
-    return own_build(), own_processor()
-
-
-def check_nodes(cluster: RayCluster) -> None:
-    """Check every node's build and CPU before anything starts.
-
-    Raises:
-        OptionError: a node can't be used; names all such nodes.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    ask = ray.remote(_describe)
-    known = ray.nodes()  # type: ignore[no-untyped-call]
-    nodes = [node for node in known if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-    if not nodes:
-        raise OptionError("no node of the Ray cluster has a CPU")
-    asked = [
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_cpus=0).remote()
-        for node in nodes
-    ]
-    problems = []
-    for node, answer in zip(nodes, asked, strict=True):
-        name = node["NodeManagerAddress"]
-        try:
-            build, processor = ray.get(answer)
-        except ray.exceptions.RayError as error:
-            problems.append(f"{name}: {str(error).strip().splitlines()[-1]}")
-            continue
-        cluster.met(processor)
-        problems += [f"{name}: {difference}" for difference in differences(build, own_build())]
-    if problems:
-        raise OptionError(
-            f"nodes of the Ray cluster that can't be used: {'; '.join(problems)}. Install the same fedcg-edge[ray] on all of them"
-        )

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from socket import gethostname
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,13 @@ class Demands:
         """Set up this process, a worker.
 
         Raises:
-            RunError: this node has another build; it may have joined later.
+            RunError: this node has another build.
         """
         if found := differences(own_build(), self.build):
-            raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(found)}")
+            raise RunError(
+                f"the node {gethostname()} of the Ray cluster can't be used: {'; '.join(found)}. "
+                "Install the same fedcg-edge[ray] on all of them"
+            )
         os.environ[ALLOW_VARIABLE] = self.splits  # workers of a running cluster don't inherit these two
         os.environ[WEIGHTS_VARIABLE] = self.weights
         torch.set_num_threads(self.threads)

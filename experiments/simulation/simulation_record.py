@@ -7,7 +7,7 @@ digits, so that 250 rounds of ten clients take less than 150 KB.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
         "label_counts": list(data.train.label_counts()),
         **{key: _rounded(value) for key, value in {**figures_of(result, name), **averaged, **epsilon}.items()},
         "best_round": best.round,
-        "deployed": _deployed_of(result, name).name,
+        "deployed": _deployed_of(result, name)[0],
         "below_local": below,
         "failures": _failures(result.failures.get(name, ())),
         "shadow_failures": _failures(result.shadow_failures.get(name, ())),
@@ -161,7 +161,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
 
 def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
     """Return the final figures of a client's models; the record also has their means over clients."""
-    best, last, deployed = result.best(name), result.curves[name][-1], _deployed_of(result, name)
+    best, last, (_, accuracy, common) = result.best(name), result.curves[name][-1], _deployed_of(result, name)
     local = _local(result, name, best)
     return {
         "accuracy_personal": best.accuracy,
@@ -171,34 +171,28 @@ def figures_of(result: Simulation, name: str) -> dict[str, float | None]:
         "accuracy_common_personal": best.common,
         "accuracy_common_local": local.local_common,
         "accuracy_common_after": last.common_after,
-        "accuracy_deployed": deployed.accuracy,
-        "accuracy_common_deployed": deployed.common,
+        "accuracy_deployed": accuracy,
+        "accuracy_common_deployed": common,
         "consistency": last.consistency,
         "generator_spread": last.spread,
     }
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A model that a client could deploy at the end, with its calibrated validation loss."""
+def _deployed_of(result: Simulation, name: str) -> tuple[str, float | None, float | None]:
+    """Return the name of the model with the lowest calibrated validation loss, and its accuracies on own and common test images.
 
-    name: str
-    loss: float | None
-    accuracy: float | None
-    common: float | None
-
-
-def _deployed_of(result: Simulation, name: str) -> Candidate:
-    """Return the model with the lowest calibrated validation loss: own of the best round, last average or download, or local-only."""
+    Candidates: own of the best round, last average or download, or local-only.
+    """
     best, last = result.best(name), result.curves[name][-1]
     local = _local(result, name, best)
-    candidates = (
-        Candidate("own", best.losses.get("own"), best.accuracy, best.common),
-        Candidate("ema", last.losses.get("ema"), last.accuracy_ema, last.common_ema),
-        Candidate("downloaded", last.losses.get("downloaded"), last.accuracy_after, last.common_after),
-        Candidate("local", local.losses.get("local"), local.local_accuracy, local.local_common),
-    )
-    return min(candidates, key=lambda one: math.inf if one.loss is None else one.loss)
+    candidates = {
+        "own": (best, best.accuracy, best.common),
+        "ema": (last, last.accuracy_ema, last.common_ema),
+        "downloaded": (last, last.accuracy_after, last.common_after),
+        "local": (local, local.local_accuracy, local.local_common),
+    }
+    chosen = min(candidates, key=lambda kind: candidates[kind][0].losses.get(kind, math.inf))
+    return chosen, *candidates[chosen][1:]
 
 
 def _local(result: Simulation, name: str, best: RoundRecord) -> RoundRecord:

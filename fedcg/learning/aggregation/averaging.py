@@ -170,23 +170,18 @@ class WeightedSums:
         self._total: float = 0  # integers: exact in any order
 
     def add(self, weight: float, tensors: Weights) -> None:
-        """Add one client's tensors, with the same names and shapes as all others.
+        """Add one client's tensors, with the same names and shapes as all others; its weight is positive.
 
         Raises:
-            ValueError: a weight that is not positive.
             DivergedError: a tensor that is not finite.
         """
-        if weight <= 0:
-            raise ValueError(f"a client's weight must be positive, not {weight}")
         self._total += weight
         for name, tensor in tensors.items():
             self._dtypes[name] = tensor.dtype
             if tensor.is_floating_point():
                 self._sums.setdefault(name, ExactSum()).add(tensor, weight)
-            elif name in self._counters:
-                self._counters[name] = torch.maximum(self._counters[name], tensor)
             else:
-                self._counters[name] = tensor.clone()
+                self._counters[name] = torch.maximum(self._counters.get(name, tensor), tensor)
 
     def average(self) -> dict[str, torch.Tensor]:
         """Σ_i w_i θ_i / Σ_i w_i, in the tensors' original types.
@@ -212,7 +207,7 @@ def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torc
             sum does not depend on the order either.
 
     Raises:
-        ValueError: no client, or a weight that is not positive.
+        ValueError: no client.
     """
     sums = WeightedSums()
     for weight, tensors in clients:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,35 +147,21 @@ def load_pair(parts: Mapping[Part, fl.Weights], ctx: fl.RoundContext) -> Pair:
     return {part: load_part(ctx.spec, part, parts[part], ctx.device) for part in _PAIR}
 
 
-Watch = Callable[[slice, torch.Tensor], None]
-
-
 @torch.no_grad()
-def generator_blocks(teacher: Pair, bank: Bank, ctx: fl.RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, features) of a teacher's generator over the whole bank in eval mode, block by block.
-
-    The blocks are always the same, because the grouping of rows affects the last digits.
-    """
-    generator = teacher[Part.GENERATOR].eval()
-    for rows in slices(len(bank), ctx.machine.most_rows or frozen_rows(torch.device(ctx.device))):
-        yield rows, generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
-
-
-@torch.no_grad()
-def teacher_logits(teacher: Pair, bank: Bank, ctx: fl.RoundContext, watch: Watch | None = None) -> torch.Tensor:
+def teacher_logits(teacher: Pair, bank: Bank, ctx: fl.RoundContext) -> torch.Tensor:
     """A teacher's logits C_i(G_i(z, y)) over the whole bank in eval mode, [rows, C] on the CPU.
+
+    The blocks of rows are always the same, because the grouping of rows affects the last digits.
 
     Args:
         teacher: generator and classifier, on `ctx.device`.
         bank: inputs of the generator.
         ctx: device, progress.
-        watch: called with each block of rows and its features [n, *shape].
     """
-    classifier, logits = teacher[Part.CLASSIFIER].eval(), []
-    for rows, features in generator_blocks(teacher, bank, ctx):
+    (generator, classifier), logits = (teacher[part].eval() for part in _PAIR), []
+    for rows in slices(len(bank), ctx.machine.most_rows or frozen_rows(torch.device(ctx.device))):
+        features = generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
         logits.append(classifier(features).cpu())
-        if watch is not None:
-            watch(rows, features)
         ctx.callbacks.progress("teacher", rows.stop, len(bank))
     return torch.cat(logits)
 
@@ -189,7 +175,6 @@ def distillation(
     loss_of: BankLoss,
     tensors_of: Callable[[slice], Tensors],
     settings: Distillation,
-    ctx: fl.RoundContext,
     *,
     frozen: Mapping[str, nn.Module] | None = None,
     at_once: int = BLOCK_ROWS,
@@ -202,7 +187,6 @@ def distillation(
         loss_of: the loss of one batch.
         tensors_of: (rows of the bank, or of a public set) -> their tensors, each [R, ...].
         settings: batches, learning rate, weight decay, early stopping.
-        ctx: device.
         frozen: networks that the loss uses unchanged, by name.
         at_once: rows of a block.
         is_pure: as of `Stage`.
@@ -267,7 +251,7 @@ def train_student(
         return noise[rows], labels[rows], *beside(rows)
 
     networks: dict[str, nn.Module] = {part: student[part] for part in _PAIR}
-    run_stage(distillation(networks, loss_at, tensors_of, settings, ctx, is_pure=is_pure), ctx)
+    run_stage(distillation(networks, loss_at, tensors_of, settings, is_pure=is_pure), ctx)
     return {part: weights_of(student[part]) for part in _PAIR}
 
 

@@ -36,7 +36,7 @@ from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks.assembly import allocated
-from fedcg.learning.networks.gan import ConcatenatingDiscriminator, ConditionalGenerator, Passes
+from fedcg.learning.networks.gan import ConcatenatingDiscriminator, ConditionalGenerator
 from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.timm_backbones import read_weights
 from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
@@ -173,7 +173,7 @@ def build_discriminator(shape: tuple[int, int, int], classes: int, params: AntiG
         size = [side // 2 for side in size]
         before, after = after, min(2 * after, 8 * params.width)
     layers.append(nn.Conv2d(before, 1, (size[0], size[1])))
-    return ConcatenatingDiscriminator(Passes(*layers), shape, classes)
+    return ConcatenatingDiscriminator(nn.Sequential(*layers), shape, classes)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,9 @@ class PrivateSteps:
         settings: noise and clip.
         expected_rows: rate · rows, not the rows of one batch, which depend on the images.
         noise: stream of the noise, on the module's device; also an attribute, for checkpoints.
+
+    Attributes:
+        sampled: the module while Opacus has hooks in it.
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class PrivateSteps:
 
         self.noise = noise
         self._weights = list(module.parameters())
-        self._sampled = GradSampleModule(module)
-        self._sampled.disable_hooks()  # except in `step`: elsewhere the module's gradients do not belong to images
+        self.sampled = GradSampleModule(module)
+        self.sampled.disable_hooks()  # except in `step`: elsewhere the module's gradients do not belong to images
         self._optimiser = optimiser
         self._private = DPOptimizer(
             optimiser,
@@ -164,11 +167,11 @@ class PrivateSteps:
         if of_no_image is not None:
             added = torch.autograd.grad(of_no_image(), self._weights, allow_unused=True)
         if rows and of_images is not None:
-            self._sampled.enable_hooks()
+            self.sampled.enable_hooks()
             try:
                 of_images().backward()
             finally:
-                self._sampled.disable_hooks()
+                self.sampled.disable_hooks()
         else:
             for weight in self._weights:
                 weight.grad_sample = weight.new_zeros((0, *weight.shape))  # type: ignore[attr-defined]
@@ -179,10 +182,6 @@ class PrivateSteps:
                     assert weight.grad is not None
                     weight.grad.add_(gradient)
         self._optimiser.step()
-
-    def close(self) -> None:
-        """Restore the module, except for its weights."""
-        self._sampled.to_standard_module()
 
 
 @contextmanager
@@ -205,7 +204,7 @@ def private_steps(
         try:
             yield steps
         finally:
-            steps.close()
+            steps.sampled.to_standard_module()
 
 
 _FORMAT = 1

@@ -36,18 +36,13 @@ class MomentumParams(fl.TrainingParams):
     server_momentum: fl.ServerMomentum = 0.0
 
 
-def unpenalised(nets: Mapping[Part, nn.Module], params: fl.TrainingParams, ctx: fl.RoundContext) -> Penalty | None:
-    """Cross-entropy alone."""
-    return None
-
-
 def averaging_method(
     name: str,
     title: str,
     params_type: type[Params],
     shared: frozenset[Part],
     *,
-    penalty_of: PenaltyOf[Params] = unpenalised,
+    penalty_of: PenaltyOf[Params] | None = None,
     downloads: frozenset[Part] = frozenset(),
     label_counts: fl.LabelCounts = fl.LabelCounts.NEVER,
     aggregator: MakeAggregator | None = None,
@@ -115,7 +110,10 @@ def local_result(
 
 
 def averaged_round(
-    params_type: type[Params], shared: frozenset[Part], penalty_of: PenaltyOf[Params], label_counts: fl.LabelCounts
+    params_type: type[Params],
+    shared: frozenset[Part],
+    penalty_of: PenaltyOf[Params] | None,
+    label_counts: fl.LabelCounts,
 ) -> LocalRound:
     """A local half: load the aggregate (without one, the client's own parts), train E and C, keep all, share some."""
 
@@ -128,7 +126,7 @@ def averaged_round(
         weights = {**state.parts, **(aggregate.parts if aggregate else {})}
         nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
         data = data.to(ctx.device)
-        penalty = penalty_of(nets, params, ctx)
+        penalty = penalty_of(nets, params, ctx) if penalty_of else None
         if aggregate is not None and Part.CLASSIFIER in aggregate.parts:
             aux: float = getattr(params, "aux", 0.0)
             penalty = with_downloaded_classifier(penalty, nets[Part.CLASSIFIER], aux, ctx)

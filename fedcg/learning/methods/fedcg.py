@@ -24,7 +24,7 @@ from torch import nn
 
 from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator
 from fedcg.learning.errors import PrivacyError
 from fedcg.learning.image_set import ImageSet
@@ -67,9 +67,6 @@ class FedcgParams(DistilledParams):
     )
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
         default="kd", description="average; kd: plus eq. 6; crossed_kd: plus FedMD-CG's eq. 12, with label counts"
-    )
-    exact_clients: int = Field(
-        default=32, ge=1, description="crossed_kd: with more clients, eq. 11 draws one client per batch and label"
     )
 
     @field_validator("aggregation")
@@ -164,7 +161,6 @@ def adversarial(
     """
     is_private = ctx.privacy.dp_sgd is not None
     joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
-    passes = {} if joint else {"passes": 2}
 
     def step(nets: Nets, batch: Tensors) -> Descents:
         real, labels, z, *drawn = batch
@@ -173,7 +169,9 @@ def adversarial(
         fake = nets[Part.GENERATOR](z, asked)
 
         def both() -> torch.Tensor:
-            logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]), **passes)
+            if not joint:
+                return losses.discriminator_loss(judge(real, labels), judge(fake.detach(), asked))
+            logits = judge(torch.cat([real, fake.detach()]), torch.cat([labels, asked]))
             return losses.discriminator_loss(logits[: len(asked)], logits[len(asked) :])
 
         def forged() -> torch.Tensor:
@@ -219,9 +217,7 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill, params.average)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(
-            settings, Crossing("auto", params.exact_clients, losses.Divergence()), state, ctx, spill
-        )
+        return CrossedAggregator(settings, losses.Divergence(), ctx, spill)
     return ensemble_aggregator(settings, ctx, spill, params.average, params.ensemble)
 
 

@@ -101,7 +101,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> TaughtAve
             return kl_teacher_student(taught, nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)))
 
         at_once = images_at_once(ctx.spec.input)
-        run_stage(distillation(student, loss_of, tensors_of, settings, ctx, at_once=at_once), ctx)
+        run_stage(distillation(student, loss_of, tensors_of, settings, at_once=at_once), ctx)
         return {part: weights_of(student[part]) for part in sorted(PERSONAL)}
 
     return TaughtAverage(PERSONAL, teach, learn, spill, params.average, params.ensemble)

@@ -129,12 +129,9 @@ def trained_generator(start: fl.Weights, updates: Updates, merged: Merged, ctx: 
         jury = [(share, nets[judge]) for share, judge in zip(shares, judges, strict=True)]
         return generator_objective(nets[Part.GENERATOR], jury, z, paired_labels(asked), params.diversity)
 
-    def tensors_of(rows: slice) -> Tensors:
-        return noise[rows], labels[rows]
-
-    run_stage(
-        distillation.distillation({Part.GENERATOR: generator}, loss_of, tensors_of, settings, ctx, frozen=judges), ctx
-    )
+    nets: dict[str, nn.Module] = {Part.GENERATOR: generator}
+    stage = distillation.distillation(nets, loss_of, lambda rows: (noise[rows], labels[rows]), settings, frozen=judges)
+    run_stage(stage, ctx)
     return weights_of(generator)
 
 

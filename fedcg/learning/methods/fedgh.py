@@ -62,7 +62,7 @@ def trained_head(
 
     settings = Distillation(params.server_steps, max(1, len(rows)), params.server_lr, params.weight_decay)
     every_row = (features, labels)
-    run_stage(distillation({Part.CLASSIFIER: head}, loss_of, lambda _: every_row, settings, ctx, at_once=1), ctx)
+    run_stage(distillation({Part.CLASSIFIER: head}, loss_of, lambda _: every_row, settings, at_once=1), ctx)
     return fl.Aggregate({Part.CLASSIFIER: weights_of(head)})
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from fedcg.learning import method as fl
 from fedcg.learning.aggregation.averaging import AverageAggregator, Merged, Then, Updates
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, DistilledParams, ensemble_aggregator, uniform
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.methods._averaging import local_result
@@ -66,11 +66,6 @@ class FedmdCgParams(DistilledParams):
     )
     server_iterations: int = Field(default=50, ge=1, description="student steps on the server (I_s)")
     server_batch: int = Field(default=64, ge=2, description="rows of a student step")
-    bank: Literal["auto", "exact", "arrival"] = Field(
-        default="auto",
-        description="server labels from this round's p(y), or the last p(y), reweighted; auto: the latter above exact_clients",
-    )
-    exact_clients: int = Field(default=32, ge=1, description="with more, eq. 11 draws one client per batch and label")
 
 
 def divergence_of(params: FedmdCgParams) -> Divergence:
@@ -219,8 +214,7 @@ def aggregator(state: fl.ServerState, ctx: fl.RoundContext, spill: fl.Spill) -> 
     params = FedmdCgParams.model_validate(ctx.spec.params)
     settings = Distillation.of(params)
     if params.aggregation == "crossed_kd":
-        crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
-        return CrossedAggregator(settings, crossing, state, ctx, spill)
+        return CrossedAggregator(settings, divergence_of(params), ctx, spill)
     if params.aggregation == "kd":
         taught = ensemble_aggregator(settings, ctx, spill)
         return _with_labels(taught, lambda updates: taught.settle(updates)[0])

@@ -29,7 +29,7 @@ from fedcg.learning.heads.classifiers import calibrated
 from fedcg.learning.heads.moments import CLIP, Clip, class_gaussians, feature_moments, moments_layout
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.mechanisms.protected_round import personal_parts
-from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, average_of, averaged_round, unpenalised
+from fedcg.learning.methods._averaging import PERSONAL, MomentumParams, average_of, averaged_round
 from fedcg.learning.networks import load_part
 from fedcg.learning.training.evaluation import loss_to_choose_by
 from fedcg.wire.parts import Part, Report
@@ -63,7 +63,7 @@ class FedsealParams(fl.TrainingParams):
     )
 
 
-_train = averaged_round(FedsealParams, PERSONAL, unpenalised, fl.LabelCounts.NEVER)
+_train = averaged_round(FedsealParams, PERSONAL, None, fl.LabelCounts.NEVER)
 Parts = Mapping[Part, fl.Weights]
 
 

@@ -4,8 +4,7 @@ Three kinds: convolutions as matrix products, spectral norm on top of them, and 
 
 A stride-1 convolution is a product of two polynomials. A product of length n + k - 1 is determined by its values at n +
 k - 1 points (Toom-Cook; for convolutions Winograd): 512 -> 256 channels from 2x2 to 3x3 take 9 matrix products instead
-of 16, from 3x3 to 4x4 16 instead of 36. Both directions of the layer and all three gradients are the same product with
-its factors in other roles. At most five points per axis are used. Their matrices hold small numbers, so float32 loses
+of 16, from 3x3 to 4x4 16 instead of 36. At most five points per axis are used. Their matrices hold small numbers, so float32 loses
 at most the last digit or two.
 
 Memory order of maps between such layers is (height, width, batch, channels), of their weights (height, width, inputs,
@@ -14,9 +13,7 @@ outputs); shapes are torch's. On devices other than a CPU, and for larger maps, 
 Spectrally normalised layers: W x / σ(W) + b, with σ, the largest singular value, tracked by power iteration.
 
 The same function as `torch.nn.utils.parametrizations.spectral_norm` (one iteration a forward pass in train mode,
-gradient through σ). σ divides the OUTPUT instead of the weights, and after an iteration σ = ‖Wᵀu‖, which that iteration
-has computed. One call can hold several passes (`passes`). Each has its own iteration and σ, as if they ran one after
-the other, and they share the matrix products.
+gradient through σ). σ divides the OUTPUT instead of the weights.
 
 A convolution fused with the following 2x2 pooling: same functions and tensors as `nn.Conv2d` followed by pooling.
 
@@ -31,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it  # noqa: N812 - the field's name for it
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -93,10 +90,6 @@ def _apply(matrix: torch.Tensor | None, planes: torch.Tensor) -> torch.Tensor:
     return planes if matrix is None else (matrix @ planes.flatten(1)).view(matrix.shape[0], *planes.shape[1:])
 
 
-def _transpose(matrix: torch.Tensor | None) -> torch.Tensor | None:
-    return None if matrix is None else matrix.t()
-
-
 def planes_of(maps: torch.Tensor) -> torch.Tensor:
     """[B, C, H, W] -> [H * W, B, C]; a view in the memory order of this module."""
     return maps.permute(2, 3, 0, 1).flatten(0, 1)
@@ -125,43 +118,10 @@ def without_values(weight: torch.Tensor, *, grows: bool) -> nn.Parameter:
     return nn.Parameter(weight_of(weight.new_empty(tall * wide, inputs, outputs), (tall, wide), grows=grows))
 
 
-@dataclass(frozen=True)
-class Products:
-    """Intermediate results of a convolution that the gradients need."""
-
-    form: Form
-    size: Size
-    kernel: Size
-    entered: torch.Tensor
-    matrices: torch.Tensor
-
-    def output(self) -> torch.Tensor:
-        """[B, outputs, H', W']."""
-        return maps_of(_apply(self.form.leave, torch.bmm(self.entered, self.matrices)), self.form.size)
-
-    def left(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the output, [B, outputs, H', W'], as the gradient of the products: [P, B, outputs]."""
-        return _apply(_transpose(self.form.leave), planes_of(grad))
-
-    def to_maps(self, left: torch.Tensor) -> torch.Tensor:
-        """Gradient of the maps, [B, inputs, H, W]."""
-        inner = torch.bmm(left, self.matrices.transpose(1, 2))
-        return maps_of(_apply(_transpose(self.form.enter), inner), self.size)
-
-    def to_matrices(self, left: torch.Tensor) -> torch.Tensor:
-        """Gradient of the weight as [kh * kw, inputs, outputs]."""
-        return _apply(_transpose(self.form.kernel), torch.bmm(self.entered.transpose(1, 2), left))
-
-
-def products(maps: torch.Tensor, weight: torch.Tensor, form: Form) -> Products:
-    """Start a convolution: both factors at the points."""
-    return Products(
-        form,
-        (maps.shape[2], maps.shape[3]),
-        (weight.shape[2], weight.shape[3]),
-        _apply(form.enter, planes_of(maps)),
-        _apply(form.kernel, matrices_of(weight, grows=form.grows)),
-    )
+def convolved(maps: torch.Tensor, weight: torch.Tensor, form: Form) -> torch.Tensor:
+    """A (transposed) convolution by its form: [B, inputs, H, W] -> [B, outputs, H', W']."""
+    entered, matrices = _apply(form.enter, planes_of(maps)), _apply(form.kernel, matrices_of(weight, grows=form.grows))
+    return maps_of(_apply(form.leave, torch.bmm(entered, matrices)), form.size)
 
 
 def form_for(maps: torch.Tensor, weight: torch.Tensor, *, grows: bool) -> Form | None:
@@ -172,29 +132,6 @@ def form_for(maps: torch.Tensor, weight: torch.Tensor, *, grows: bool) -> Form |
     if maps.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_small(smaller, kernel):
         return None
     return form_of(smaller, kernel, weight.dtype, grows=grows)
-
-
-class ConvolvedInForm(torch.autograd.Function):
-    """A (transposed) convolution by its form. Args of `apply`: maps, weight, form."""
-
-    @staticmethod
-    def forward(ctx: Any, maps: torch.Tensor, weight: torch.Tensor, form: Form) -> torch.Tensor:
-        """[B, inputs, H, W] -> [B, outputs, H', W']."""
-        ctx.products = products(maps, weight, form)
-        output: torch.Tensor = ctx.products.output()
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Gradients of maps and weight, where they are needed."""
-        made: Products = ctx.products
-        left = made.left(grad)
-        to_maps = made.to_maps(left) if ctx.needs_input_grad[0] else None
-        to_weight = (
-            weight_of(made.to_matrices(left), made.kernel, grows=made.form.grows) if ctx.needs_input_grad[1] else None
-        )
-        return to_maps, to_weight, None
 
 
 class SmallConvTranspose2d(nn.ConvTranspose2d):
@@ -209,27 +146,21 @@ class SmallConvTranspose2d(nn.ConvTranspose2d):
         form = form_for(input, self.weight, grows=True)
         if form is None or output_size is not None:
             return super().forward(input, output_size)
-        convolved: torch.Tensor = ConvolvedInForm.apply(input, self.weight, form)  # type: ignore[no-untyped-call]
-        return convolved
+        return convolved(input, self.weight, form)
 
 
 class MapBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of small maps in this module's memory order. With several passes in one tensor, each is normalised separately."""
+    """Batch norm of small maps in this module's memory order."""
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, C, H, W] -> the same shape; the batch holds `passes` passes of equal size, one after the other."""
-        if passes == 1 or not self.training:
-            return self._one(input)
-        return torch.cat([self._one(rows) for rows in input.chunk(passes)])
-
-    def _one(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.device.type != "cpu":
-            return super().forward(rows)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, C, H, W] -> the same shape."""
+        if input.device.type != "cpu":
+            return super().forward(input)
         # One image of one column: the only form of this memory order that torch's channels-last kernel supports.
-        column = rows.permute(2, 3, 0, 1).reshape(1, -1, 1, rows.shape[1]).permute(0, 3, 1, 2)
+        column = input.permute(2, 3, 0, 1).reshape(1, -1, 1, input.shape[1]).permute(0, 3, 1, 2)
         normed = super().forward(column)
-        size = (rows.shape[2], rows.shape[3])
-        return maps_of(normed.permute(0, 2, 3, 1).reshape(size[0] * size[1], rows.shape[0], rows.shape[1]), size)
+        images, channels, *size = input.shape
+        return maps_of(normed.permute(0, 2, 3, 1).reshape(size[0] * size[1], images, channels), (size[0], size[1]))
 
 
 _EPS = 1e-12
@@ -246,79 +177,28 @@ class SingularVectors(nn.Module):
         self.register_buffer("left", torch.empty(rows))
         self.register_buffer("right", torch.empty(columns))
 
-    @torch.no_grad()
-    def forward(self, matrices: torch.Tensor, passes: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Singular vectors and values for several passes in sequence. In train mode each begins with one iteration.
+    def forward(self, matrices: torch.Tensor) -> torch.Tensor:
+        """σ = uᵀ W v, with the gradient for fixed vectors, after one iteration in train mode.
 
         Args:
             matrices: [K, inputs, outputs], the weight; `right` has the order (inputs, K).
-            passes: number of passes.
-
-        Returns:
-            Left vectors [passes, outputs], right ones [passes, K * inputs], σ [passes].
         """
         positions, inputs, outputs = matrices.shape
         matrix = matrices.reshape(positions * inputs, outputs)
         left, right = self.left, self.right.view(inputs, positions).t().flatten()
-        seen = []
-        for _ in range(passes):
-            if self.training:
-                left = F.normalize(right @ matrix, dim=0, eps=_EPS)
-                across = matrix @ left
-                sigma = across.norm()
-                right = across / sigma.clamp_min(_EPS)
-            else:
-                sigma = left.dot(right @ matrix)
-            seen.append((left, right, sigma))
         if self.training:
-            self.left.copy_(left)
-            self.right.copy_(right.view(positions, inputs).t().flatten())
-        lefts, rights, sigmas = (torch.stack(column) for column in zip(*seen, strict=True))
-        return lefts, rights, sigmas
+            with torch.no_grad():
+                left = F.normalize(right @ matrix, dim=0, eps=_EPS)
+                right = F.normalize(matrix @ left, dim=0, eps=_EPS)
+                self.left.copy_(left)
+                self.right.copy_(right.view(positions, inputs).t().flatten())
+        return right @ matrix @ left
 
     def reset(self, generator: torch.Generator) -> None:
         """Start from random directions."""
         for vector in (self.left, self.right):
             direction = torch.randn(vector.shape, generator=generator)
             vector.copy_(direction / direction.norm())
-
-
-class _Normalised(torch.autograd.Function):
-    """A convolution divided by σ, row by row of its pass. Args: maps, weight, form, left and right vectors, σ."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        maps: torch.Tensor,
-        weight: torch.Tensor,
-        form: Form,
-        lefts: torch.Tensor,
-        rights: torch.Tensor,
-        sigmas: torch.Tensor,
-    ) -> torch.Tensor:
-        """[B, inputs, H, W] -> [B, outputs, H', W']."""
-        ctx.products = products(maps, weight, form)
-        scale = sigmas.reciprocal().repeat_interleave(maps.shape[0] // len(sigmas)).view(-1, 1, 1, 1)
-        output: torch.Tensor = ctx.products.output() * scale
-        ctx.save_for_backward(output, scale, lefts, rights, sigmas)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of maps and weight, where they are needed."""
-        output, scale, lefts, rights, sigmas = ctx.saved_tensors
-        made = ctx.products
-        left = made.left(grad * scale)
-        to_maps = made.to_maps(left) if ctx.needs_input_grad[0] else None
-        to_weight = None
-        if ctx.needs_input_grad[1]:
-            to_matrices = made.to_matrices(left)
-            # dσ/dW = u vᵀ, and the loss falls by grad · output / σ per unit of σ.
-            share = (grad * output).sum(dim=(1, 2, 3)).view(len(sigmas), -1).sum(dim=1) / sigmas
-            to_matrices.view(-1, lefts.shape[1]).addmm_(rights.t(), lefts * -share.unsqueeze(1))
-            to_weight = weight_of(to_matrices, made.kernel, grows=False)
-        return to_maps, to_weight, None, None, None, None
 
 
 class SpectralLinear(nn.Linear):
@@ -329,14 +209,10 @@ class SpectralLinear(nn.Linear):
         self.weight = nn.Parameter(self.weight.new_empty(inputs, outputs).t())
         self.vectors = SingularVectors(outputs, inputs)
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, inputs] -> [B, outputs]; the batch holds `passes` passes of equal size, one after the other."""
-        weight = self.weight.view(*self.weight.shape, 1, 1)
-        vectors = self.vectors(matrices_of(weight, grows=False), passes)
-        form = form_of((1, 1), (1, 1), weight.dtype, grows=False)
-        maps = input.view(*input.shape, 1, 1)
-        normalised: torch.Tensor = _Normalised.apply(maps, weight, form, *vectors)  # type: ignore[no-untyped-call]
-        return normalised.flatten(1) + self.bias
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs] -> [B, outputs]."""
+        sigma: torch.Tensor = self.vectors(self.weight.t().unsqueeze(0))
+        return F.linear(input, self.weight) / sigma + self.bias
 
 
 class SpectralConv2d(nn.Conv2d):
@@ -347,23 +223,12 @@ class SpectralConv2d(nn.Conv2d):
         self.weight = without_values(self.weight, grows=False)
         self.vectors = SingularVectors(outputs, inputs * kernel[0] * kernel[1])
 
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[B, inputs, H, W] -> [B, outputs, H', W']; the batch holds `passes` passes of equal size, one after the other."""
-        vectors = self.vectors(matrices_of(self.weight, grows=False), passes)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, H', W']."""
+        sigma: torch.Tensor = self.vectors(matrices_of(self.weight, grows=False))
         form = form_for(input, self.weight, grows=False)
-        if form is None:
-            normalised = self._on_large_maps(input, *vectors)
-        else:
-            normalised = _Normalised.apply(input, self.weight, form, *vectors)  # type: ignore[no-untyped-call]
-        return normalised if self.bias is None else normalised + self.bias.view(-1, 1, 1)
-
-    def _on_large_maps(
-        self, maps: torch.Tensor, lefts: torch.Tensor, rights: torch.Tensor, sigmas: torch.Tensor
-    ) -> torch.Tensor:
-        # With fixed vectors, σ = uᵀ W v, with gradient u vᵀ.
-        across = torch.einsum("pk,ko->po", rights, matrices_of(self.weight, grows=False).flatten(0, 1))
-        scale = (lefts * across).sum(dim=1).repeat_interleave(maps.shape[0] // len(sigmas))
-        return F.conv2d(maps, self.weight) / scale.view(-1, 1, 1, 1)
+        maps = F.conv2d(input, self.weight) if form is None else convolved(input, self.weight, form)
+        return maps / sigma if self.bias is None else maps / sigma + self.bias.view(-1, 1, 1)
 
 
 def is_exporting() -> bool:

@@ -242,23 +242,6 @@ DiscriminatorBuilder = Callable[[tuple[int, ...], int], nn.Module]
 _WIDTHS = (128, 256, 512)
 _HIDDEN = 256
 _SLOPE = 0.2
-_WITH_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
-
-
-def run_layer(layer: nn.Module, rows: torch.Tensor, passes: int) -> torch.Tensor:
-    """Run a layer on a batch of several passes of equal size, as if they ran one after the other."""
-    result: torch.Tensor = layer(rows, passes) if isinstance(layer, _WITH_PASSES) else layer(rows)
-    return result
-
-
-class Passes(nn.Sequential):
-    """A chain of layers, some of which process the passes of a batch separately (spectral norm, batch norm)."""
-
-    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[passes * B, ...] -> [passes * B, ...]."""
-        for layer in self:
-            input = run_layer(layer, input, passes)  # noqa: A001
-        return input
 
 
 class ProjectionDiscriminator(nn.Module):
@@ -273,12 +256,10 @@ class ProjectionDiscriminator(nn.Module):
         self.embedding = empty_embedding(classes, width)
         self.input_shape = input_shape
 
-    def forward(self, features: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> torch.Tensor:
-        """[B, *feature_shape] float32 and [B] int64 -> [B] logits; the batch holds `passes` passes of equal size."""
-        inner: torch.Tensor = self.body(features.reshape(-1, *self.input_shape), passes)
-        logits: torch.Tensor = run_layer(self.head, inner, passes).squeeze(1) + (self.embedding(labels) * inner).sum(
-            dim=1
-        )
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[B, *feature_shape] float32 and [B] int64 -> [B] logits."""
+        inner: torch.Tensor = self.body(features.reshape(-1, *self.input_shape))
+        logits: torch.Tensor = self.head(inner).squeeze(1) + (self.embedding(labels) * inner).sum(dim=1)
         return logits
 
 
@@ -291,11 +272,11 @@ class ConcatenatingDiscriminator(nn.Module):
         self.embedding = empty_embedding(classes, classes)
         self.input_shape = input_shape
 
-    def forward(self, features: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> torch.Tensor:
-        """[B, *feature_shape] float32 and [B] int64 -> [B] logits; the batch holds `passes` passes of equal size."""
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[B, *feature_shape] float32 and [B] int64 -> [B] logits."""
         maps = features.reshape(-1, *self.input_shape)
         channels = self.embedding(labels)[:, :, None, None].expand(-1, -1, *self.input_shape[1:])
-        logits: torch.Tensor = self.body(torch.cat([maps, channels], dim=1), passes)
+        logits: torch.Tensor = self.body(torch.cat([maps, channels], dim=1))
         return logits.flatten()
 
 
@@ -321,7 +302,7 @@ def _conv_discriminator(
         layers: list[nn.Module] = []
         for before, after, kernel in _convolutions(*shape):
             layers += [conv(before, after, kernel), nn.LeakyReLU(_SLOPE)]
-        body, width = Passes(*layers, nn.Flatten()), _WIDTHS[-1]
+        body, width = nn.Sequential(*layers, nn.Flatten()), _WIDTHS[-1]
         return ProjectionDiscriminator(body, linear(width, 1), shape, classes, width)
 
     return build
@@ -335,7 +316,7 @@ def _conv_published(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
     for before, after, kernel in inner:
         layers += [SpectralConv2d(before, after, kernel, bias=False), MapBatchNorm2d(after), nn.LeakyReLU(_SLOPE)]
     layers.append(SpectralConv2d(last[0], 1, last[2], bias=False))
-    return ConcatenatingDiscriminator(Passes(*layers), (channels, height, width), classes)
+    return ConcatenatingDiscriminator(nn.Sequential(*layers), (channels, height, width), classes)
 
 
 def _mlp_discriminator(linear: Callable[[int, int], nn.Linear]) -> DiscriminatorBuilder:
@@ -343,7 +324,7 @@ def _mlp_discriminator(linear: Callable[[int, int], nn.Linear]) -> Discriminator
 
     def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
         width = math.prod(feature_shape)
-        body = Passes(linear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
+        body = nn.Sequential(linear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
         return ProjectionDiscriminator(body, linear(_HIDDEN, 1), (width,), classes, _HIDDEN)
 
     return build

@@ -48,8 +48,6 @@ from fedcg.learning.training.evaluation import evaluate, is_preferred
 from fedcg.learning.training.stage import averaged_parts
 from fedcg.wire.parts import Part, Report
 
-"""(round, updates by client, their starting aggregate) -> the updates to merge."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -133,13 +131,7 @@ class Simulation:
         return _best(self.curves[client], lambda record: (record.validation, record.validation_loss))
 
     def best_local(self, client: str) -> RoundRecord:
-        """A client's record at the best validation round of its local-only model.
-
-        Raises:
-            ValueError: the simulation ran without local-only models.
-        """
-        if client not in self.shadows:
-            raise ValueError("this simulation ran without local-only models")
+        """A client's record at the best validation round of its local-only model; only if there is one."""
         return _best(self.curves[client], lambda record: (record.local_validation, record.local_validation_loss))
 
 
@@ -287,7 +279,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
     results = {name: outcomes[name].result for name in sorted(outcomes)}
     present = {name: result for name, result in results.items() if result is not None}
     started = time.perf_counter()
-    server, server_failure = _aggregate(party, schedule, runner, number, now.server, present)
+    server, server_failure = _aggregate(party, runner, number, now.server, present)
     seconds = time.perf_counter() - started
     shadows = {name: outcome.shadow for name, outcome in outcomes.items() if outcome.shadow is not None}
     after = replace(
@@ -355,12 +347,7 @@ def _noted(
 
 
 def _aggregate(
-    party: Party,
-    schedule: Schedule,
-    runner: Runner,
-    number: int,
-    server: ServerState,
-    results: Mapping[str, LocalResult],
+    party: Party, runner: Runner, number: int, server: ServerState, results: Mapping[str, LocalResult]
 ) -> tuple[ServerState, str | None]:
     """The server's state after a round, and the reason if it did not change."""
     if not results:

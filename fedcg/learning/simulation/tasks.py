@@ -142,16 +142,14 @@ def local_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> LocalO
     method, told = get_method(party.spec.method), list[str]()
     data = party.datasets[task.client].train
     ctx = replace(_context(party, task), callbacks=fl.Callbacks(warn=told.append))
-    trained = _attempt(method, task.state, data, aggregate, ctx)
-    state, failure = task.shadow, None
+    result, failure, seconds = _attempt(method, task.state, data, aggregate, ctx)
+    shadow, shadow_failure = task.shadow, None
     if task.shadow is not None and party.spec.trains_in(task.number):
         alone = replace(ctx, spec=shadow_spec(ctx.spec), privacy=OFF)
-        shadow = _attempt(get_method("local"), task.shadow, data, None, alone)
-        state, failure = (shadow.result.private if shadow.result else task.shadow), shadow.failure
+        trained, shadow_failure, _ = _attempt(get_method("local"), task.shadow, data, None, alone)
+        shadow = trained.private if trained else task.shadow
     warning = "; ".join(told) or None
-    return LocalOutcome(
-        task.client, task.number, trained.result, trained.failure, state, trained.seconds, failure, warning
-    )
+    return LocalOutcome(task.client, task.number, result, failure, shadow, seconds, shadow_failure, warning)
 
 
 def _context(party: Party, task: LocalTask) -> fl.RoundContext:
@@ -166,25 +164,17 @@ def vote_task(party: Party, task: LocalTask, aggregate: fl.Aggregate) -> tuple[s
     return task.client, method.vote(task.state, aggregate, party.datasets[task.client].train, _context(party, task))
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    result: fl.LocalResult | None
-    failure: str | None
-    seconds: float
-
-
 def _attempt(
     method: fl.Method, state: fl.ClientState, data: ImageSet, aggregate: fl.Aggregate | None, ctx: fl.RoundContext
-) -> _Attempt:
-    """A local round that ended with finite weights, or the reason for its failure."""
-    started = time.perf_counter()
+) -> tuple[fl.LocalResult | None, str | None, float]:
+    """The result of a local round, or the reason why there is none, and its seconds."""
+    started, result, failure = time.perf_counter(), None, None
     try:
         result = protected_round(method, state, data, aggregate, ctx)
-        seconds = time.perf_counter() - started
         fl.check_finite(result.private.parts, "after the round")
     except (fl.DivergedError, DataError) as error:
-        return _Attempt(None, str(error), time.perf_counter() - started)
-    return _Attempt(result, None, seconds)
+        result, failure = None, str(error)
+    return result, failure, time.perf_counter() - started
 
 
 def teacher_task(party: Party, task: TeacherTask, server: fl.ServerState) -> tuple[str, fl.Weights]:
@@ -288,8 +278,7 @@ class SerialRunner:
     ) -> Iterator[Answer]:
         """Return answers in the given order."""
         party = self._party
-        if party is None:
-            raise RuntimeError("the runner was not started")
+        assert party is not None
         return (function(party, task, shared) for task in tasks)
 
     def close(self) -> None:

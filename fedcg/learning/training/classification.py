@@ -43,7 +43,7 @@ class Penalty:
     of_rows: bool = True
 
 
-def classification(
+def train_classifier(
     extractor: nn.Module,
     classifier: nn.Module,
     data: ImageSet,
@@ -51,8 +51,8 @@ def classification(
     ctx: RoundContext,
     penalty: Penalty | None = None,
     after: tuple[AfterStep, ...] = (),
-) -> Stage:
-    """Extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
+) -> float:
+    """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
 
     The order of images and their augmentation come from the stream "classify" with every method, so that a local-only
     model sees the same batches. With DP-SGD one clip covers the gradients of both networks.
@@ -65,6 +65,13 @@ def classification(
         ctx: streams, device, privacy.
         penalty: added to the cross-entropy.
         after: called after each step, such as a moving average.
+
+    Returns:
+        Mean cross-entropy over the last block.
+
+    Raises:
+        DataError: there are too few images.
+        DivergedError: the loss is not finite or exploded.
     """
     networks: dict[str, nn.Module] = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
     of_images = image_tensors(data, ctx.spec, Augmenter(ctx.spec, ctx.streams.at(CLASSIFY)))
@@ -74,7 +81,7 @@ def classification(
         return (images, labels, *(() if penalty is None else penalty.draw(images, labels)))
 
     optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
-    return Stage(
+    stage = Stage(
         name=CLASSIFY,
         losses=_LOSSES,
         networks=networks | dict({} if penalty is None else penalty.networks),
@@ -83,27 +90,7 @@ def classification(
         step=_step_of(penalty, ctx.privacy.dropout),
         after=after,
     )
-
-
-def train_classifier(
-    extractor: nn.Module,
-    classifier: nn.Module,
-    data: ImageSet,
-    params: TrainingParams,
-    ctx: RoundContext,
-    penalty: Penalty | None = None,
-    after: tuple[AfterStep, ...] = (),
-) -> float:
-    """Run `classification` with the same arguments.
-
-    Returns:
-        Mean cross-entropy over the last block.
-
-    Raises:
-        DataError: there are too few images.
-        DivergedError: the loss is not finite or exploded.
-    """
-    return run_stage(classification(extractor, classifier, data, params, ctx, penalty, after), ctx)[0]
+    return run_stage(stage, ctx)[0]
 
 
 def _step_of(penalty: Penalty | None, dropout: float) -> Step:

@@ -30,7 +30,7 @@ from fedcg.learning.networks.randomness import seeded_layers
 from fedcg.learning.round_checkpoint import Kept, Restorable
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import LossMeter
-from fedcg.learning.training.optimisers import with_gradient_noise
+from fedcg.learning.training.optimisers import add_gradient_noise
 from fedcg.wire.parts import Part
 
 LOOKS = 20
@@ -225,10 +225,11 @@ class _Descending:
         }
         self._optimisers = {name: one.optimiser for name, one in stage.trained.items()}
         self._private: dict[str, PrivateSteps] = {}
+        self._noise: dict[str, torch.Generator] = {}
         if (settings := ctx.privacy.dp_sgd) is None:
-            for name, optimiser in self._optimisers.items():
+            for name in stage.trained if ctx.privacy.gradient_noise else ():
                 purpose = (stage.name, name) if len(stage.trained) > 1 else (stage.name,)
-                self._optimisers[name] = with_gradient_noise(optimiser, ctx, *purpose)
+                self._noise[name] = ctx.streams.generator(*purpose, "gradient noise")
             return
         for name, one in stage.trained.items():
             if one.sees_images:
@@ -236,6 +237,7 @@ class _Descending:
                 rows = stage.batches.expected_rows
                 steps = private_steps(stage.modules_of(name), one.optimiser, settings, rows, seed)
                 self._private[name] = self._around.enter_context(steps)
+                self._noise[name] = self._private[name].noise
 
     def close(self) -> None:
         """Restore the networks, except for their weights."""
@@ -245,7 +247,7 @@ class _Descending:
     def kept(self) -> dict[str, Kept]:
         """All state that the steps change, for checkpoints."""
         optimisers: dict[str, Kept] = {name + " optimiser": one for name, one in self._optimisers.items()}
-        noise: dict[str, Kept] = {name + " noise": one.noise for name, one in self._private.items()}
+        noise: dict[str, Kept] = {name + " noise": stream for name, stream in self._noise.items()}
         trained: dict[str, Kept] = {
             network: self._stage.networks[network] for one in self._stage.trained.values() for network in one.networks
         }
@@ -295,6 +297,8 @@ class _Descending:
             else:
                 self._optimisers[name].zero_grad()
                 answers = [self._backward(one, share) for one, share in zip(asked, shares, strict=True)]
+                if name in self._noise:
+                    add_gradient_noise(self._optimisers[name], self._ctx.privacy.gradient_noise, self._noise[name])
                 self._optimisers[name].step()
             asked, told = self._next(steps, answers)
         return told

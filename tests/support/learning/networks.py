@@ -22,12 +22,9 @@ from fedcg.learning.training.classification import Penalty
 from fedcg.wire.parts import Part
 
 FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
-# A student that must answer three rows of FIRST and one of SECOND with one distribution settles
-#   under KL(teacher || student) at the arithmetic mean: 3/4 FIRST + 1/4 SECOND = (0.7, 0.15, 0.15);
-#   under KL(student || teacher) at the normalised geometric mean: 0.9^0.75 * 0.1^0.25 = 0.51962 and
-#   0.05^0.75 * 0.45^0.25 = 0.08660 (twice), over their sum 0.69282: (0.75, 0.125, 0.125).
-ARITHMETIC, GEOMETRIC = (0.7, 0.15, 0.15), (0.75, 0.125, 0.125)
-PATTERN = torch.tensor([FIRST, FIRST, FIRST, SECOND]).log()
+# A student that must answer three rows of FIRST and one of SECOND with one distribution settles under KL(teacher || student) at the
+# arithmetic mean: 3/4 FIRST + 1/4 SECOND.
+ARITHMETIC = (0.7, 0.15, 0.15)
 
 
 class Answer(nn.Module):

@@ -2,28 +2,25 @@
 
 Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
-again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are
-torch's own, but for convolutions that `test_layers` compares with torch's.
+again for its own step, and on the server every teacher runs in every step of the student. Optimisers are torch's own; layers
+are ours, which `test_layers` compares with torch's.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
 One deviation from the paper: the generator's second run over a batch does not count in its running statistics, so that
 each batch counts once.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
-from fedcg.learning.networks import fast_layers
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training import losses
 from fedcg.learning.training.batches import Augmentation, Augmenter, index_blocks, slices, steps_of
@@ -31,49 +28,6 @@ from fedcg.wire.parts import Part
 
 _GAN_BETAS = (0.5, 0.999)
 Networks = Mapping[Part, nn.Module]
-
-
-def plain_networks(networks: Networks) -> dict[Part, nn.Module]:
-    """Copies of networks with torch's own layers."""
-    return {part: plain(network) for part, network in networks.items()}
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """Return a copy of a network with the same weights, with torch's layers instead of ours."""
-    twin = _plain_layer(module)
-    if twin is not None:
-        return twin
-    result = copy.deepcopy(module)
-    for name, child in module.named_children():
-        setattr(result, name, plain(child))
-    return result
-
-
-def _plain_layer(layer: nn.Module) -> nn.Module | None:
-    if isinstance(layer, (fast_layers.SpectralConv2d, fast_layers.SpectralLinear)):
-        return _plain_spectral(layer)
-    if not isinstance(layer, fast_layers.MapBatchNorm2d):
-        return None
-    twin = nn.BatchNorm2d(layer.num_features).to(next(layer.parameters()))
-    twin.load_state_dict(layer.state_dict())
-    return twin
-
-
-def _plain_spectral(layer: fast_layers.SpectralConv2d | fast_layers.SpectralLinear) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):  # torch draws initial singular vectors, which are overwritten
-        if isinstance(layer, fast_layers.SpectralConv2d):
-            kernel, bias = (layer.kernel_size[0], layer.kernel_size[1]), layer.bias is not None
-            twin: nn.Module = nn.Conv2d(layer.in_channels, layer.out_channels, kernel, bias=bias)
-        else:
-            twin = nn.Linear(layer.in_features, layer.out_features)
-        spectral_norm(twin.to(layer.weight))
-    values = {
-        "parametrizations.weight.original": layer.weight,
-        "parametrizations.weight.0._u": layer.vectors.left,
-        "parametrizations.weight.0._v": layer.vectors.right,
-    }
-    twin.load_state_dict(values if layer.bias is None else {**values, "bias": layer.bias})
-    return twin
 
 
 @contextmanager

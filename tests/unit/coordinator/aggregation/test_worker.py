@@ -287,10 +287,10 @@ def test_a_teacher_pass_without_memory_takes_smaller_batches(benches: Benches, m
     small = merged(*benches.open("small", ease=1), *chosen)
     real = distillation.teacher_logits
 
-    def hungry(teacher: Any, bank: Any, ctx: Any, watch: Any = None) -> torch.Tensor:
+    def hungry(teacher: Any, bank: Any, ctx: Any) -> torch.Tensor:
         if ctx.machine.most_rows is None:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
-        return real(teacher, bank, ctx, watch)
+        return real(teacher, bank, ctx)
 
     monkeypatch.setattr(distillation, "teacher_logits", hungry)
     runner, said = benches.open("hungry")

@@ -14,7 +14,6 @@ from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Fo
 from experiments.demo.report import Progress, summarise
 from experiments.demo.run_folder import new_run, resumed_run, write_secrets
 from experiments.errors import OptionError
-from experiments.record import record_of_summary, write_record
 from experiments.settings import Setting, load_setting, parse_params, root_secret
 from fedcg.files import secret_in
 from fedcg.learning.networks.plans import complete_spec
@@ -176,31 +175,6 @@ def test_the_demo_and_its_help_import_no_torch() -> None:
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
-
-
-def test_a_published_record_names_no_path_of_the_machine(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    root.mkdir()
-    model = root / "devices" / "client-1" / "store" / "models" / "0001" / "model.onnx"
-    summary = {
-        "method": "fedcg",
-        "data": "/home/someone/photographs",
-        "broker": "mosquitto (/usr/sbin/mosquitto)",
-        "setting": {"data": "/home/someone/photographs", "seed": 3},
-        "clients": [{"id": "client-1", "accuracy_personal": 0.5, "onnx_model": str(model)}],
-    }
-    (root / "summary.json").write_text(json.dumps(summary))
-    out = tmp_path / "runs" / "record.json"
-    write_record(record_of_summary(summary, root), out)
-    text = out.read_text()
-    record = json.loads(text)
-    assert str(tmp_path) not in text
-    assert "/home" not in text
-    assert record["data"] == record["setting"]["data"] == "photographs"
-    assert record["clients"][0]["onnx_model"] == "devices/client-1/store/models/0001/model.onnx"
-    assert record["clients"][0]["accuracy_personal"] == 0.5
-    assert record["machine"]["cpus"] >= 1
-    assert len(record["date"]) == len("2000-01-01")
 
 
 def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:

@@ -22,11 +22,9 @@ from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, loaders, quick_spec
 
 
-def test_no_client_and_a_client_without_examples_are_refused() -> None:
+def test_no_client_is_refused() -> None:
     with pytest.raises(ValueError, match="no client"):
         averaging.weighted_average([])
-    with pytest.raises(ValueError, match="positive"):
-        averaging.weighted_average([(0, {"w": torch.zeros(1)})])
 
 
 UPDATES = {
@@ -227,6 +225,6 @@ def test_a_distillation_whose_loss_is_flat_ends_early_where_that_is_asked_for(fl
         context(quick_spec("fedcg")), callbacks=Callbacks(lambda phase, step, of: progress.append((step, of)))
     )
     student = {"student": torch.nn.Linear(1, 1)}
-    run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings, ctx), ctx)
+    run_stage(distillation(student, loss_of, lambda rows: (torch.ones(80, 1)[rows],), settings), ctx)
     assert len(taken) == steps
     assert progress[-1] == (steps, steps)

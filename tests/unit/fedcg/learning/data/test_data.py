@@ -220,11 +220,6 @@ def test_growing_data_never_moves_an_image_to_another_split_and_copies_of_one_en
     assert sorted(map(len, sides.values())) == [0, 2]
 
 
-def test_shares_that_do_not_sum_to_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="sum to 1"):
-        split_by_hash([], {"train": 0.8, "test": 0.1})
-
-
 def test_a_pixel_is_scaled_then_normalised_per_channel() -> None:
     raw = torch.tensor([255, 0, 51], dtype=torch.uint8).view(1, 3, 1, 1)
     # 255 / 255 = 1 is 0.5 above its mean of 0.5; 0 is 0.4 below; 51 / 255 = 0.2 is 0.1 below: over 0.5, 0.25 and 0.2

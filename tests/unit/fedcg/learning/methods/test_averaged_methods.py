@@ -169,21 +169,6 @@ def test_momentum_is_of_the_classifier_alone_and_kept_with_the_round() -> None:
             assert torch.allclose(tensor, start[part][name] + moved, atol=1e-5), name
 
 
-def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download() -> None:
-    data, results = cases.bright_images(24, 0), {}
-    for name, params in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 10.0})):
-        spec = cases.quick_spec(name, **params)
-        came = initial_parts(spec.model_copy(update={"seed": 99}), b"other")
-        result = cases.local_round_of(spec, data, Aggregate(came))
-        moved = [
-            (result.shared.parts[part][key] - came[part][key]).square().sum() for part in came for key in came[part]
-        ]
-        results[f"{name} {params}"] = float(torch.stack(moved).sum())
-    plain, without, near = results.values()
-    assert plain == without
-    assert 0.0 < near < 0.5 * plain
-
-
 class Flat(nn.Module):
     """An extractor that looks at nothing: one feature, 0, per image."""
 

@@ -91,8 +91,7 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
     ("name", "params"),
     [(name, {}) for name in METHODS]
     + [("fedmd_cg", {"aggregation": kind}) for kind in ("average", "kd")]
-    + [("fedcg", {"aggregation": kind}) for kind in ("average", "crossed_kd")]
-    + [("fedmd_cg", {"bank": "arrival"}), ("fedmd_cg", {"exact_clients": 1})],
+    + [("fedcg", {"aggregation": kind}) for kind in ("average", "crossed_kd")],
 )
 def test_order_of_arrival_and_restarts_never_change_the_aggregate(name: str, params: dict[str, ParameterValue]) -> None:
     spec = cases.quick_spec(name, **params)

@@ -1,5 +1,6 @@
 """The fast paths of FedCG and FedMD-CG against their plain references: same draws, same losses, same weights."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -8,9 +9,9 @@ from torch import nn
 
 from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, label_shares
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
+from fedcg.learning.method import RoundContext, Update
 from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks import NETWORKS, load_part, weights_of
 from fedcg.learning.networks.plans import complete_spec, initial_parts
@@ -22,7 +23,7 @@ from fedcg.learning.training.losses import Divergence, LossMeter, kl_teacher_stu
 from fedcg.learning.training.stage import run_stage
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import CLASSES, context, merged, plan
-from tests.support.learning.reference_fedcg import Networks, classify, distil, plain, plain_networks, train_gan
+from tests.support.learning.reference_fedcg import Networks, classify, distil, train_gan
 from tests.support.learning.reference_fedmd_cg import classify as classify_crossed
 from tests.support.learning.reference_fedmd_cg import distil_crossed, train_generator
 
@@ -87,7 +88,7 @@ def case_of(quick: FederationPlan, crop: int) -> Case:
     spec = complete_spec(quick.model_copy(update={"augment_flip": True, "augment_crop": crop}))
     initial = initial_parts(spec, b"cohort")
     nets = {part: load_part(spec, part, initial[part]) for part in NETWORKS if part in initial}
-    return context(spec, round_number=3), nets, plain_networks(nets)
+    return context(spec, round_number=3), nets, copy.deepcopy(nets)
 
 
 def case(generator: str, discriminator: str, steps: int, crop: int = 0) -> Case:
@@ -112,25 +113,9 @@ def furthest(ours: nn.Module, theirs: nn.Module) -> float:
     return float(differences(ours, theirs).max())
 
 
-def weights_by_our_names(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of a plain network, by the names they have in the network it is a copy of."""
-    renamed = {
-        "parametrizations.weight.original": "weight",
-        "parametrizations.weight.0._u": "vectors.left",
-        "parametrizations.weight.0._v": "vectors.right",
-    }
-    result = {}
-    for name, tensor in module.state_dict().items():
-        for theirs, ours in renamed.items():
-            name = name.replace(theirs, ours)
-        result[name] = tensor
-    return result
-
-
 def differences(ours: nn.Module, theirs: nn.Module) -> torch.Tensor:
-    plain_weights, mine = weights_by_our_names(theirs), weights_of(ours)
-    assert mine.keys() == plain_weights.keys()
-    return torch.cat([(mine[name] - plain_weights[name]).abs().double().flatten() for name in mine])
+    mine, others = weights_of(ours), weights_of(theirs)
+    return torch.cat([(mine[name] - others[name]).abs().double().flatten() for name in mine])
 
 
 def params_of(ctx: RoundContext) -> fedcg.FedcgParams:
@@ -176,29 +161,13 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     ctx, ours, theirs = case(generator, discriminator, steps, crop)
     ours, theirs = in_double(ours), in_double(theirs)
     request.getfixturevalue("doubles")
-    before = plain(ours[Part.GENERATOR])
+    before = copy.deepcopy(ours[Part.GENERATOR])
     train_our_gan(ours, ctx)
     expected = train_gan(theirs, colour_images(20), params_of(ctx), ctx)
     assert watched["generator and discriminator"] == mean_of(expected)
     assert furthest(ours[Part.GENERATOR], before) > 1e-5
     assert furthest(ours[Part.GENERATOR], theirs[Part.GENERATOR]) < 1e-9
     assert furthest(ours[Part.DISCRIMINATOR], theirs[Part.DISCRIMINATOR]) < 1e-9
-
-
-@pytest.mark.parametrize(("generator", "discriminator"), CHOICES)
-def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: str) -> None:
-    # Adam's first step is lr · g / (|g| + 1e-8): where a gradient is 0 but for rounding, its direction is rounding too. That is
-    # less than one weight in ten thousand; all others agree within 1e-5.
-    ctx, ours, theirs = case(generator, discriminator, 1)
-    with torch.no_grad():  # features that differ from image to image as a trained extractor's do
-        for weight in (*ours[Part.EXTRACTOR].parameters(), *theirs[Part.EXTRACTOR].parameters()):
-            weight.mul_(5.0)
-    train_our_gan(ours, ctx)
-    train_gan(theirs, colour_images(20), params_of(ctx), ctx)
-    for part in (Part.GENERATOR, Part.DISCRIMINATOR):
-        off = differences(ours[part], theirs[part])
-        assert float((off > 1e-5).double().mean()) < 1e-4
-        assert float(off.max()) <= 2 * params_of(ctx).gan_lr
 
 
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
@@ -211,7 +180,7 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
     for examples, root in ((10, b"one"), (30, b"two")):
         teacher = distillation.load_pair(initial_parts(ctx.spec.model_copy(update={"seed": examples}), root), ctx)
         logits.append((examples, {"logits": distillation.teacher_logits(teacher, bank, ctx)}))
-        teachers.append((examples / 40, plain_networks(teacher)))
+        teachers.append((examples / 40, copy.deepcopy(teacher)))
     target = weighted_average(logits)["logits"]
     distillation.train_student(
         student,
@@ -262,7 +231,7 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
     ours, theirs = in_double(ours), in_double(theirs)
     request.getfixturevalue("doubles")
     data = colour_images(20)
-    before = plain(ours[Part.GENERATOR])
+    before = copy.deepcopy(ours[Part.GENERATOR])
     source = FeatureSource(ours[Part.EXTRACTOR], data, ctx.spec, steps * 8)
     run_stage(fedmd_cg.imitation(ours[Part.GENERATOR], ours[Part.CLASSIFIER], source, crossed_params_of(ctx), ctx), ctx)
     expected = train_generator(theirs, data, crossed_params_of(ctx), ctx)
@@ -283,20 +252,18 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         parts = initial_parts(ctx.spec.model_copy(update={"seed": mine[0]}), root)
         shared = {part: parts[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
         updates[name] = Update(name, shared, sum(mine), mine)
-        teachers.append(plain_networks(distillation.load_pair(shared, ctx)))
-    state = ServerState(Aggregate({}))
-    aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
-    aggregate = merged(aggregator, updates)
+        teachers.append(distillation.load_pair(shared, ctx))
+    aggregate = merged(CrossedAggregator(settings, divergence, ctx, MemorySpill()), updates)
     bank = distillation.draw_bank(ctx.streams, settings.rows, 8, torch.tensor(counts, dtype=torch.float64).sum(0) / 20)
     mean = {
         part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}
         for part in (Part.GENERATOR, Part.CLASSIFIER)
     }
     start = distillation.load_pair(mean, ctx)
-    student = plain_networks(start)
+    student = copy.deepcopy(start)
     assert len(distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)) == steps
     ours = distillation.load_pair(aggregate.parts, ctx)
     assert furthest(start[Part.CLASSIFIER], student[Part.CLASSIFIER]) > 1e-5
-    # As in `test_one_step_of_the_gan_agrees_in_float32`: Adam follows the rounding where a gradient is nothing else.
+    # Adam's first step is lr · g / (|g| + 1e-8): where a gradient is 0 but for rounding, its direction is rounding too.
     for part in (Part.GENERATOR, Part.CLASSIFIER):
         assert float((differences(ours[part], student[part]) > 1e-5).double().mean()) < 1e-3

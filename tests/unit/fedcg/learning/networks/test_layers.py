@@ -1,11 +1,12 @@
 """Layers of our own, equal to torch's in value and gradient, and layers that draw their own random numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from fedcg.learning.networks import fast_layers
 from fedcg.learning.networks.gan import DISCRIMINATORS, rows_are_independent
@@ -35,7 +36,7 @@ def test_a_form_gives_convolution_and_gradients(smaller: tuple[int, int], kernel
     maps = drawn(3, 5, *size).requires_grad_()
     weight = drawn(*((5, 4) if grows else (4, 5)), *kernel).requires_grad_()
     form = present(fast_layers.form_for(maps, weight, grows=grows))
-    ours = fast_layers.ConvolvedInForm.apply(maps, weight, form)  # type: ignore[no-untyped-call]
+    ours = fast_layers.convolved(maps, weight, form)
     theirs = (F.conv_transpose2d if grows else F.conv2d)(maps, weight)
     assert torch.allclose(ours, theirs, atol=1e-12)
     back = drawn(*theirs.shape)
@@ -63,23 +64,47 @@ def test_a_layer_loads_and_starts_as_torchs_own_does() -> None:
     }
 
 
-@pytest.mark.parametrize("name", sorted(DISCRIMINATORS))
-def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -> None:
-    torch.manual_seed(0)
-    together, apart = (DISCRIMINATORS[name]((16, 5, 5), 3).double() for _ in range(2))
-    draw_weights(together, torch.Generator().manual_seed(1))
-    together.double()
-    apart.load_state_dict(together.state_dict())
-    features, labels = torch.rand(8, 16, 5, 5, dtype=torch.float64), torch.arange(8) % 3
-    both = together(features, labels, 2)
-    each = torch.cat([apart(features[:4], labels[:4]), apart(features[4:], labels[4:])])
-    assert torch.allclose(both, each, atol=1e-10)
-    both.square().sum().backward()
-    each.square().sum().backward()
-    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
+THEIR_NAMES = {"weight": "parametrizations.weight.original"}
+THEIR_NAMES |= {
+    f"vectors.{ours}": f"parametrizations.weight.0.{theirs}" for ours, theirs in (("left", "_u"), ("right", "_v"))
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (fast_layers.SpectralConv2d(3, 4, (2, 2)), spectral_norm(nn.Conv2d(3, 4, 2)), (5, 3, 3, 3)),
+        (
+            fast_layers.SpectralConv2d(3, 4, (2, 2), bias=False),
+            spectral_norm(nn.Conv2d(3, 4, 2, bias=False)),
+            (5, 3, 9, 9),
+        ),
+        (fast_layers.SpectralLinear(6, 4), spectral_norm(nn.Linear(6, 4)), (5, 6)),
+        (fast_layers.MapBatchNorm2d(3), nn.BatchNorm2d(3), (5, 3, 2, 4)),
+    ],
+)
+def test_a_normalising_layer_has_the_values_gradients_and_state_of_torchs(
+    ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]
+) -> None:
+    def renamed(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        known = theirs.state_dict()
+        return {name if name in known else THEIR_NAMES[name]: tensor for name, tensor in named}
+
+    draw_weights(ours, torch.Generator().manual_seed(1))
+    ours, theirs = ours.double(), theirs.double()
+    theirs.load_state_dict(renamed(ours.state_dict().items()))
+    for is_training in (True, True, False):
+        one, other = (drawn(*shape).requires_grad_() for _ in range(2))
+        came, due = ours.train(is_training)(one), theirs.train(is_training)(other)
+        assert torch.allclose(came, due, atol=1e-10)
+        for each in (came, due):
+            each.square().sum().backward()
         assert torch.allclose(present(one.grad), present(other.grad), atol=1e-9)
-    for buffer, expected in zip(together.buffers(), apart.buffers(), strict=True):
-        assert torch.allclose(buffer, expected, atol=1e-10)
+    mine, state = renamed(ours.named_parameters()), renamed(ours.state_dict().items())
+    for name, weight in theirs.named_parameters():
+        assert torch.allclose(present(mine[name].grad), present(weight.grad), atol=1e-9)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(state[name], tensor, atol=1e-10)
 
 
 @pytest.mark.parametrize("wants_input_gradient", [True, False])

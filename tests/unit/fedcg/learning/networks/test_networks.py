@@ -12,7 +12,7 @@ from torch import nn
 from fedcg.learning import networks
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import TrainingParams, Update
+from fedcg.learning.method import RoundContext, TrainingParams, Update
 from fedcg.learning.networks import image_networks
 from fedcg.learning.networks.assembly import allocated, skeleton
 from fedcg.learning.networks.gan import DISCRIMINATORS, GENERATORS, ClassGaussians
@@ -24,9 +24,9 @@ from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.learning.split_names import BUILT_IN, check_name
-from fedcg.learning.training import batches
+from fedcg.learning.training import batches, classification
 from fedcg.learning.training.batches import extract_features, images_at_once
-from fedcg.learning.training.classification import classification
+from fedcg.learning.training.stage import Stage
 from fedcg.wire.parts import Part, ReportField, TensorLayout, UpdateCodec
 from fedcg.wire.sealed_numbers import number_count
 from tests.support.learning import learning_cases as cases
@@ -389,5 +389,13 @@ def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_smal
     assert len(extract_features(extractor, data.images, spec)) == 5
     assert seen == [1] * 5
     params = TrainingParams(steps=4, batch_size=2)
-    stage = classification(extractor, networks.build_part(spec, Part.CLASSIFIER), data, params, cases.context(spec))
-    assert [len(labels) for _, labels in stage.batches.blocks] == [2, 2, 2, 2]
+    seen.clear()
+
+    def blocks(stage: Stage, ctx: RoundContext) -> tuple[float]:
+        seen.extend(len(labels) for _, labels in stage.batches.blocks)
+        return (0.0,)
+
+    monkeypatch.setattr(classification, "run_stage", blocks)
+    classifier = networks.build_part(spec, Part.CLASSIFIER)
+    classification.train_classifier(extractor, classifier, data, params, cases.context(spec))
+    assert seen == [2, 2, 2, 2]

@@ -424,7 +424,7 @@ def test_all_networks_run_in_bfloat16_but_the_exact_ones_and_weights_stay_in_flo
 
 # Shapes and devices: a step on torch's device "meta", which has no numbers, as near to a GPU as a machine without one comes.
 
-CROSSED = {"fedmd_cg", "fedmd_cg of draws", "fedcg of mlp"}
+CROSSED = {"fedmd_cg", "fedmd_cg as in its code", "fedcg of mlp"}
 """Their students can't run there: which teachers count in a batch, and on which rows, is looked up on the host by the batch's place in the bank."""
 
 
