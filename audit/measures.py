@@ -126,10 +126,11 @@ class Measure:
         seed: int,
         *,
         ceiling: float | None = None,
+        p: float | None = None,
     ) -> Figure:
-        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample, with a sign test."""
+        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample; p: default of a sign test."""
         floor_is, floor = best_of(floors)
-        gain, p = bootstrap(values - floor, seed), sign_test(values - floor)
+        gain, p = bootstrap(values - floor, seed), sign_test(values - floor) if p is None else p
         least = (floor_is, float(floor.mean()))
         return self.figure(setting, used, bootstrap(values, seed), least, len(values), gain=gain, ceiling=ceiling, p=p)
 
