@@ -171,10 +171,8 @@ def settings_of(view: View, effort: Effort) -> list[Setting]:
         return [*found, Setting(Extractor.TRUE, Match.FEATURES, known)]
     if Part.GENERATOR in view.update:
         found += [Setting(Extractor.RANDOM, Match.STATISTICS, paper), Setting(sources[-1], Match.STATISTICS, loose)]
-    for match in features:
-        found += [Setting(source, match, loose) for source in sources]
-    for match in (Match.GRADIENT, Match.COSINE):
-        found.append(Setting(sources[-1], match, loose))
+    found += [Setting(source, match, loose) for match in features for source in sources]
+    found += [Setting(sources[-1], match, loose) for match in (Match.GRADIENT, Match.COSINE)]
     found += [Setting(Extractor.TRUE, match, known) for match in (*features, Match.GRADIENT, Match.COSINE)]
     found += [Setting(sources[-1], Match.GRADIENT, loose, rows) for rows in (4, 16)]
     return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
@@ -216,29 +214,22 @@ class _Attacker:
     ) -> gradients.Found:
         """Run the attack: from an observation, or from several of one image each if features are matched, to pixels."""
         labels = torch.cat([gradients.revealed_labels(one) if setting.rows else torch.arange(one.rows) for one in seen])
-        objective = gradients.mean_objective(
-            [self._objective(model, seen, labels, setting, stream) for model in self.models]
-        )
-        return search(objective, labels, _form(self.view), self.view.spec.class_count, setting.how, stream, self.space)
-
-    def _objective(
-        self,
-        model: WholeModel,
-        seen: Sequence[gradients.BatchGradient],
-        labels: torch.Tensor,
-        setting: Setting,
-        stream: torch.Generator,
-    ) -> gradients.Objective:
         if setting.match.is_of_features:
-            features = torch.stack([gradients.revealed_features(model, one) for one in seen])
-            by = gradients.feature_distance if setting.match is Match.FEATURES else gradients.feature_angle
-            return by(model, features)
-        if setting.match is Match.COSINE:
-            return gradients.cosine_distance(model, seen[0])
-        objective = gradients.gradient_distance(model, seen[0])
+            features = torch.stack([gradients.revealed_features(self.models[0], one) for one in seen])
+            of_features = gradients.feature_distance if setting.match is Match.FEATURES else gradients.feature_angle
+            objectives = [of_features(model, features) for model in self.models]
+        else:
+            distance = gradients.cosine_distance if setting.match is Match.COSINE else gradients.gradient_distance
+            objectives = [distance(model, seen[0]) for model in self.models]
         if setting.match is Match.STATISTICS:
-            objective = gradients.with_statistics(objective, model, _generated_statistics(self.view, labels, stream))
-        return objective
+            wanted = _generated_statistics(self.view, labels, stream)
+            pairs = zip(objectives, self.models, strict=True)
+            objectives = [gradients.with_statistics(one, model, wanted) for one, model in pairs]
+
+        def objective(pixels: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            return torch.stack([one(pixels, given) for one in objectives]).mean()
+
+        return search(objective, labels, _form(self.view), self.view.spec.class_count, setting.how, stream, self.space)
 
 
 def _form(view: View) -> tuple[int, int, int]:
@@ -449,10 +440,6 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield from _notes(results)
 
 
-def _lacks(case: Case) -> str | None:
-    return gradients.lacks_closed_form(case.view.spec)
-
-
 ATTACK = Attack(
     "inversion",
     "Gradient inversion",
@@ -461,6 +448,6 @@ ATTACK = Attack(
     _carry_out,
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
-    lacking=_lacks,
+    lacking=lambda case: gradients.lacks_closed_form(case.view.spec),
     least_side=16,
 )

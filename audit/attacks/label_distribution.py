@@ -237,11 +237,6 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
         yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), p=p)
 
 
-def _right(counts: torch.Tensor, batch: ImageSet) -> float:
-    true = torch.tensor(batch.label_counts())
-    return float(torch.minimum(counts, true).sum() / len(batch))
-
-
 def single_class_control(case: Case) -> Control:
     """Test on a batch of one class with an untrained LeNet5 with sigmoids, where PPIDSG's tables have 100 %."""
     spec = case.view.spec
@@ -251,7 +246,8 @@ def single_class_control(case: Case) -> Control:
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
     found = guessed_batch(spec, seen, probe_means(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
-    worst = min(_right(counts, some) for counts in found.values())
+    true = torch.tensor(some.label_counts())
+    worst = min(float(torch.minimum(counts, true).sum()) / len(some) for counts in found.values())
     return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)
 
 

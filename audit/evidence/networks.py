@@ -123,7 +123,7 @@ def estimated_extractor(
         return view.colluder.extractor
     if view.auxiliary is None:
         raise ValueError("a surrogate extractor needs auxiliary images, and none were given")
-    return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs, features)
+    return _surrogate(view, view.auxiliary, classifier, streams, epochs, features)
 
 
 def assembled(
@@ -135,15 +135,9 @@ def assembled(
 
 
 def _surrogate(
-    spec: FederationSpec,
-    start: Weights,
-    classifier: Weights,
-    images: ImageSet,
-    streams: Streams,
-    epochs: int,
-    features: ImageSet | None,
+    view: View, images: ImageSet, classifier: Weights, streams: Streams, epochs: int, features: ImageSet | None
 ) -> Weights:
-    extractor = load_part(spec, Part.EXTRACTOR, start)
+    spec, extractor = view.spec, load_part(view.spec, Part.EXTRACTOR, view.start()[Part.EXTRACTOR])
     ctx = RoundContext(spec, 1, 1, streams.at("surrogate"))
     params = TrainingParams(epochs=epochs, batch_size=_SURROGATE_BATCH)
     of_images = image_tensors(images, spec, Augmenter(spec, ctx.streams))

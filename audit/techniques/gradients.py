@@ -264,11 +264,6 @@ def feature_angle(model: WholeModel, features: torch.Tensor) -> Objective:
     return lambda pixels, labels: 1 - similarity(linear_inputs(model, pixels), features).mean()
 
 
-def mean_objective(objectives: Sequence[Objective]) -> Objective:
-    """Return the mean of objectives: of the same observation, by several surrogates."""
-    return lambda pixels, labels: torch.stack([one(pixels, labels) for one in objectives]).mean()
-
-
 def with_statistics(distance: Objective, model: WholeModel, wanted: torch.Tensor) -> Objective:
     """Return FedCG eq. 8: the distance plus the difference of channel means and deviations of Ẽ(x̃) from those of generated features, α = 1.
 
