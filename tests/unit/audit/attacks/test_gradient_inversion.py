@@ -128,7 +128,7 @@ def test_images_of_another_observation_are_no_leak() -> None:
     images = case.truth.train.rows(range(16))
     pixels = unit_pixels(images.images)
     floors = {"mean": (pixels.mean(0).expand_as(pixels), pixels)}
-    for guesses, least, most in ((pixels, 0.0, 2**-16), (pixels.roll(1, 0), 0.5, 1.0)):
+    for guesses, least, most in ((0.9 * pixels, 0.0, 2**-16), (pixels.roll(1, 0), 0.5, 1.0)):
         p = present(Reconstructions(guesses, pixels, floors).figure("psnr", "", (), None, 1).p)
         assert least <= p <= most
 
@@ -270,8 +270,8 @@ def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     assert float(gradients.gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
     for by in (gradients.feature_distance, gradients.feature_angle):
         objective = by(whole, gradients.linear_inputs(whole, pixels).detach())
-        assert float(objective(pixels, train.labels[:1])) == pytest.approx(0, abs=1e-6)
-        assert float(objective(other, train.labels[:1])) > 1e-3
+        assert float(objective(pixels, train.labels[:1]).detach()) == pytest.approx(0, abs=1e-6)
+        assert float(objective(other, train.labels[:1]).detach()) > 1e-3
     assert float(gradients.gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
     # |g - 3g|^2 / |3g|^2 = 4/9
     assert float(gradients.gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
