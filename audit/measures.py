@@ -126,12 +126,13 @@ class Measure:
         seed: int,
         *,
         ceiling: float | None = None,
+        p: float | None = None,
     ) -> Figure:
-        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample."""
+        """Return the mean of values [N] with the best of several trivial guesses as the floor, paired by sample; p: default of a sign test."""
         floor_is, floor = best_of(floors)
-        gain = bootstrap(values - floor, seed)
+        gain, p = bootstrap(values - floor, seed), sign_test(values - floor) if p is None else p
         least = (floor_is, float(floor.mean()))
-        return self.figure(setting, used, bootstrap(values, seed), least, len(values), gain=gain, ceiling=ceiling)
+        return self.figure(setting, used, bootstrap(values, seed), least, len(values), gain=gain, ceiling=ceiling, p=p)
 
 
 def best_of(guesses: Iterable[tuple[str, Values]]) -> tuple[str, Values]:
@@ -230,6 +231,11 @@ def bootstrap(
     rows = len(values)
     found = [statistic(values[drawn.integers(rows, size=rows)]) for _ in range(_RESAMPLES)]
     return percentile_interval(statistic(values), found)
+
+
+def sign_test(gains: Values) -> float:
+    """Return the probability of at least as many positive gains [N] if each is positive with a probability of at most 1/2."""
+    return float(binomtest(int((gains > 0).sum()), len(gains), alternative="greater").pvalue)
 
 
 def percentile_interval(value: float, resampled: Sequence[float]) -> Interval:

@@ -1,8 +1,8 @@
 """Gradient inversion: images from the gradients of single images, of batches, and from the weight difference of a whole round.
 
 DLG (Zhu 2019; FedCG eq. 7), iDLG (Zhao 2020), cosine with total variation (Geiping 2020), FedCG eq. 8, and matching of
-features that the classifier's gradient reveals exactly. Every guess is a function of a `View` and of an observed
-gradient.
+features that the classifier's gradient reveals exactly. With auxiliary images, a search starts from the class's mean
+image and stays in their principal components. Every guess is a function of a `View` and of observed gradients.
 
 The rank of an observation's Jacobian at an image is the number of pixels that it can determine: a bound on every
 reconstruction.
@@ -21,9 +21,10 @@ from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, WholeModel, networks
 from audit.techniques import gradients
 from audit.techniques.gradients import Search, Start, search
+from audit.techniques.image_decoder import PrincipalComponents
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
-from fedcg.learning.networks import build_part, load_part, weights_of
+from fedcg.learning.networks import feature_shape, load_part
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
@@ -64,6 +65,9 @@ def pixel_rank(observation: Observation, pixels: torch.Tensor, stream: torch.Gen
 
 # Weights of the total variation, chosen on CIFAR-10 with LeNet5: the right model, noise on the gradient, an estimated extractor.
 _PRIOR, _NOISY_PRIOR, _LOOSE_PRIOR = 0.03, 0.01, 1.0
+# Weights of squared coefficients: the right model, an estimated extractor. Chosen on digits, clients 2 to 4 of the demo.
+_KNOWN_PRIOR, _LOOSE_KNOWN_PRIOR = 1e-5, 1e-3
+_COMPONENTS = 256  # their variances fall, and with them the effect of the number
 _DEVIATIONS = (0.001**0.5, 0.1**0.5)  # FedCG table 2: noise of variance 0.001 and 0.1
 _CONTROL_GAIN_DB = 3.0
 _SHOWN = 8
@@ -79,6 +83,12 @@ class Match(str, Enum):
     COSINE = "gradient's direction"
     STATISTICS = "gradient and generator statistics (FedCG eq. 8)"
     FEATURES = "features in closed form"
+    DIRECTION = "features' direction"
+
+    @property
+    def is_of_features(self) -> bool:
+        """Whether features are matched, which one search can do for many images."""
+        return self in (Match.FEATURES, Match.DIRECTION)
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,8 @@ class Setting:
         """The attacker's knowledge."""
         seen = Knowledge.BATCH if self.rows else Knowledge.UPDATE
         generator = {Knowledge.UPDATE} if self.match is Match.STATISTICS else set()
-        return frozenset({seen, Knowledge.BEFORE} | generator) | self.extractor.knowledge
+        known = {Knowledge.AUXILIARY} if self.how.start is Start.CLASS else set()
+        return frozenset({seen, Knowledge.BEFORE} | generator | known) | self.extractor.knowledge
 
     @property
     def is_ceiling(self) -> bool:
@@ -133,29 +144,36 @@ class Result:
 
 def settings_of(view: View, effort: Effort) -> list[Setting]:
     """Return the settings to try on a method that sends the whole model, or only the classifier."""
-    steps, quick = effort.of(40, 100, 300), effort is Effort.QUICK
+    steps, quick, has_known = effort.of(40, 100, 300), effort is Effort.QUICK, view.auxiliary is not None
     paper = Search(steps, Start.NOISE, restarts=effort.of(1, 2, 4), soft_labels=True)
-    prior, loose = Search(steps, Start.GREY, _PRIOR), Search(steps, Start.GREY, _LOOSE_PRIOR)
+    prior = Search(steps, Start.GREY, _PRIOR)
+    known = Search(2 * steps, Start.CLASS, _KNOWN_PRIOR) if has_known else prior
+    loose = replace(known, prior=_LOOSE_KNOWN_PRIOR if has_known else _LOOSE_PRIOR)
     if view.shares_extractor:
         sent = Extractor.SENT
         found = [Setting(sent, Match.GRADIENT, paper)]
-        found += [Setting(sent, match, prior) for match in (Match.GRADIENT, Match.FEATURES)]
+        matches = (Match.GRADIENT, Match.FEATURES)
+        found += [Setting(sent, match, known) for match in matches]
         if quick:
             return found
+        found += [Setting(sent, match, prior) for match in matches if has_known]
         signed, noisy = Search(2 * steps, Start.GREY, _PRIOR, signed_adam=True), Search(steps, Start.GREY, _NOISY_PRIOR)
         found += [Setting(sent, Match.GRADIENT, Search(steps, Start.GREY)), Setting(sent, Match.COSINE, signed)]
+        found += [Setting(sent, match, known) for match in (Match.COSINE, Match.DIRECTION)]
         found += [Setting(sent, Match.GRADIENT, how, 1, noise) for noise in _DEVIATIONS for how in (paper, noisy)]
-        found += [Setting(sent, Match.GRADIENT, prior, rows) for rows in (4, 16)]
-        return [*found, Setting(sent, Match.COSINE, prior, 0)]
+        found += [Setting(sent, Match.GRADIENT, how, rows) for rows in (4, 16) for how in {prior: 0, known: 0}]
+        return [*found, Setting(sent, Match.COSINE, loose, 0)]
     sources = view.extractors(Extractor.RANDOM, Extractor.START, Extractor.SURROGATE, Extractor.COLLUDER)
     found = [Setting(Extractor.RANDOM, Match.GRADIENT, paper)]
+    features = (Match.FEATURES, Match.DIRECTION)
     if quick:
-        return [*found, Setting(sources[-1], Match.FEATURES, loose), Setting(Extractor.TRUE, Match.FEATURES, prior)]
+        found += [Setting(sources[-1], match, loose) for match in features]
+        return [*found, Setting(Extractor.TRUE, Match.FEATURES, known)]
     if Part.GENERATOR in view.update:
         found += [Setting(Extractor.RANDOM, Match.STATISTICS, paper), Setting(sources[-1], Match.STATISTICS, loose)]
-    for match in (Match.GRADIENT, Match.FEATURES):
-        found += [Setting(source, match, loose) for source in sources]
-        found.append(Setting(Extractor.TRUE, match, prior))
+    found += [Setting(source, match, loose) for match in features for source in sources]
+    found += [Setting(sources[-1], match, loose) for match in (Match.GRADIENT, Match.COSINE)]
+    found += [Setting(Extractor.TRUE, match, known) for match in (*features, Match.GRADIENT, Match.COSINE)]
     found += [Setting(sources[-1], Match.GRADIENT, loose, rows) for rows in (4, 16)]
     return [*found, Setting(sources[-1], Match.COSINE, loose, 0)]
 
@@ -178,20 +196,40 @@ def round_difference(view: View, parts: tuple[Part, ...]) -> gradients.BatchGrad
     return gradients.BatchGradient(parts, tuple(values), view.spec.class_count)
 
 
-def _guess(
-    view: View, model: WholeModel, seen: gradients.BatchGradient, setting: Setting, stream: torch.Generator
-) -> gradients.Found:
-    """Run the attack: from an observation to pixels."""
-    labels = gradients.revealed_labels(seen) if setting.rows else torch.arange(seen.rows)
-    if setting.match is Match.FEATURES:
-        objective = gradients.feature_distance(model, gradients.revealed_features(model, seen).unsqueeze(0))
-    elif setting.match is Match.COSINE:
-        objective = gradients.cosine_distance(model, seen)
-    else:
-        objective = gradients.gradient_distance(model, seen)
-    if setting.match is Match.STATISTICS:
-        objective = gradients.with_statistics(objective, model, _generated_statistics(view, labels, stream))
-    return search(objective, labels, _form(view), view.spec.class_count, setting.how, stream)
+@dataclass(frozen=True)
+class _Attacker:
+    """What an attacker prepares before a search.
+
+    Attributes:
+        models: an extractor and the aggregate's classifier; several surrogates.
+        space: of the auxiliary images; None without any.
+    """
+
+    view: View
+    models: Sequence[WholeModel]
+    space: PrincipalComponents | None
+
+    def guess(
+        self, seen: Sequence[gradients.BatchGradient], setting: Setting, stream: torch.Generator
+    ) -> gradients.Found:
+        """Run the attack: from an observation, or from several of one image each if features are matched, to pixels."""
+        labels = torch.cat([gradients.revealed_labels(one) if setting.rows else torch.arange(one.rows) for one in seen])
+        if setting.match.is_of_features:
+            features = torch.stack([gradients.revealed_features(self.models[0], one) for one in seen])
+            of_features = gradients.feature_distance if setting.match is Match.FEATURES else gradients.feature_angle
+            objectives = [of_features(model, features) for model in self.models]
+        else:
+            distance = gradients.cosine_distance if setting.match is Match.COSINE else gradients.gradient_distance
+            objectives = [distance(model, seen[0]) for model in self.models]
+        if setting.match is Match.STATISTICS:
+            wanted = _generated_statistics(self.view, labels, stream)
+            pairs = zip(objectives, self.models, strict=True)
+            objectives = [gradients.with_statistics(one, model, wanted) for one, model in pairs]
+
+        def objective(pixels: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            return torch.stack([one(pixels, given) for one in objectives]).mean()
+
+        return search(objective, labels, _form(self.view), self.view.spec.class_count, setting.how, stream, self.space)
 
 
 def _form(view: View) -> tuple[int, int, int]:
@@ -199,29 +237,33 @@ def _form(view: View) -> tuple[int, int, int]:
 
 
 def _of_batches(
-    view: View,
-    true: Mapping[Part, Weights],
-    model: WholeModel,
-    setting: Setting,
-    images: ImageSet,
-    streams: Streams,
-    tick: Tick,
+    attacker: _Attacker, true: Mapping[Part, Weights], setting: Setting, images: ImageSet, streams: Streams, tick: Tick
 ) -> Result:
     """Attack single images or batches; each batch's guesses are put into the order that fits the truth best."""
-    pixels, guesses, diverged = measures.unit_pixels(images.images), [], []
-    for first in range(0, len(images), setting.rows):
-        rows = slice(first, first + setting.rows)
-        seen = gradients.batch_gradient(view.spec, true, pixels[rows], images.labels[rows], _sent_parts(view))
-        if setting.deviation:
-            seen = gradients.with_noise(seen, setting.deviation, streams.generator("gradient noise", first))
-        found = _guess(view, model, seen, setting, streams.generator("search", first))
-        guesses.append(in_best_order(found.pixels, pixels[rows]))
+    view, pixels, guesses, diverged = attacker.view, measures.unit_pixels(images.images), [], []
+    seen, stream = _gradients_of(view, true, images, setting.rows), streams.generator("gradient noise")
+    if setting.deviation:
+        seen = [gradients.with_noise(one, setting.deviation, stream) for one in seen]
+    together = len(seen) if setting.match.is_of_features else 1
+    for first in range(0, len(seen), together):
+        some = seen[first : first + together]
+        found = attacker.guess(some, setting, streams.generator("search", first))
+        truth = pixels[first * setting.rows : (first + len(some)) * setting.rows]
+        guesses.append(found.pixels if setting.rows == 1 else in_best_order(found.pixels, truth))
         diverged.append(found.diverged)
         tick()
     floors = {
         name: (guess, pixels) for name, guess in measures.trivial_images(view, images, streams.generator("floor"))
     }
     return Result(setting, measures.Reconstructions(torch.cat(guesses), pixels, floors), float(np.mean(diverged)))
+
+
+def _gradients_of(
+    view: View, true: Mapping[Part, Weights], images: ImageSet, rows: int = 1
+) -> list[gradients.BatchGradient]:
+    """Return the gradients of images, in batches of `rows`, as the device would send them."""
+    batches = zip(measures.unit_pixels(images.images).split(rows), images.labels.split(rows), strict=True)
+    return [gradients.batch_gradient(view.spec, true, *batch, _sent_parts(view)) for batch in batches]
 
 
 def _sent_parts(view: View) -> tuple[Part, ...]:
@@ -234,10 +276,10 @@ def in_best_order(guesses: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return guesses[linear_sum_assignment(cost.numpy())[1]]
 
 
-def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams, tick: Tick) -> Result:
+def _of_round(case: Case, attacker: _Attacker, setting: Setting, streams: Streams, tick: Tick) -> Result:
     """Attack the weight difference; each class's guess is compared with its most similar training image."""
     view, train = case.view, case.truth.train
-    found = _guess(view, model, round_difference(view, _sent_parts(view)), setting, streams.generator("search"))
+    found = attacker.guess([round_difference(view, _sent_parts(view))], setting, streams.generator("search"))
     tick()
     classes = train.labels.unique()
     pools = [measures.unit_pixels(train.images[train.labels == label]) for label in classes]
@@ -254,26 +296,20 @@ def _of_round(case: Case, model: WholeModel, setting: Setting, streams: Streams,
     return Result(setting, measures.Reconstructions(*beside_nearest(found.pixels[classes]), floors), found.diverged)
 
 
-def control_of(
-    case: Case, images: ImageSet, match: Match, effort: Effort, streams: Streams, tick: Tick
-) -> measures.Control:
-    """Attack whole-model gradients of the same images from FedCG's LeNet5 (sigmoids) at initial weights.
-
-    The federation's own network is not used: with ReLU and max pooling a search over gradients gets stuck, whatever
-    leaks.
-    """
-    spec = networks.with_lenet5(case.view.spec)
-    start = {part: weights_of(build_part(spec, part, streams.generator(part.value))) for part in _WHOLE}
-    view, model = replace(case.view, spec=spec, update=start), networks.whole_model(spec, *start.values())
-    setting = Setting(Extractor.SENT, match, Search(effort.of(50, 100, 300), Start.GREY, _PRIOR))
-    found = _of_batches(view, start, model, setting, images, streams, tick).images
-    value, floor = found.mean("psnr"), float(found.best_floor("psnr")[1].mean())
-    return measures.Control(
-        f"PSNR in dB by {match.value}, LeNet5 with sigmoids at initial weights, whole model ({len(images)} images)",
-        value,
-        f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
-        value - floor >= _CONTROL_GAIN_DB,
-    )
+def _controls(results: Sequence[Result]) -> Iterator[measures.Control]:
+    """Yield the ceilings as controls: the audited network at its audited weights, the device's own extractor, a prior."""
+    for what, of_features in (("gradients", False), ("features", True)):
+        some = [one for one in results if one.setting.is_ceiling and one.setting.match.is_of_features == of_features]
+        if not some:
+            continue
+        images = max((one.images for one in some), key=lambda images: images.mean("psnr"))
+        value, floor = images.mean("psnr"), float(images.best_floor("psnr")[1].mean())
+        yield measures.Control(
+            f"PSNR in dB from {what}, the audited network with the device's own extractor ({len(images.truth)} images)",
+            value,
+            f"at least {_CONTROL_GAIN_DB:g} dB above the floor of {floor:.2f} dB",
+            value - floor >= _CONTROL_GAIN_DB,
+        )
 
 
 def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> measures.Figure:
@@ -305,18 +341,36 @@ def _rank_figure(case: Case, images: ImageSet, streams: Streams, tick: Tick) -> 
 def _results(trial: Trial, plan: Sequence[Setting], images: ImageSet, tick: Tick) -> Iterator[Result]:
     case, true, streams = trial.case, trial.case.model(), trial.streams
     assert true is not None
-    models: dict[Extractor, WholeModel] = {}
+    known, stream = case.view.auxiliary, streams.generator("components")
+    space = None if known is None else PrincipalComponents(known, _COMPONENTS, stream)
+    attackers: dict[tuple[Extractor, bool], _Attacker] = {}
     for setting in plan:
-        source = setting.extractor
-        if source not in models:
+        source, run, place = setting.extractor, streams.at(setting.words), (setting.extractor, setting.rows == 1)
+        if place not in attackers:
             view = case.view.with_private(true) if source is Extractor.TRUE else case.view
-            models[source] = gradients.attacker_model(view, source, streams, trial.effort.of(5, 20, 60))
+            revealed = _revealed(view, true, images) if setting.rows == 1 else None
+            count = trial.effort.of(1, 3, 5) if source is Extractor.SURROGATE else 1
+            models = [
+                gradients.attacker_model(view, source, streams.at(number), trial.effort.of(10, 20, 60), revealed)
+                for number in range(count)
+            ]
+            attackers[place] = _Attacker(view, models, space)
             tick()
-        model, run = models[source], streams.at(setting.words)
         if setting.rows:
-            yield _of_batches(case.view, true, model, setting, _rows_for(setting, images), run, tick)
+            yield _of_batches(attackers[place], true, setting, _rows_for(setting, images), run, tick)
         else:
-            yield _of_round(case, model, setting, run, tick)
+            yield _of_round(case, attackers[place], setting, run, tick)
+
+
+def _revealed(view: View, true: Mapping[Part, Weights], images: ImageSet) -> ImageSet | None:
+    """Return the features and labels that the gradients of single images reveal; None if the first linear layer is not next to the extractor."""
+    seen, shape = _gradients_of(view, true, images), feature_shape(view.spec)
+    model = networks.whole_model(view.spec, *(true[part] for part in _WHOLE))
+    features = torch.stack([gradients.revealed_features(model, one) for one in seen])
+    if features.shape[1] != int(np.prod(shape)):
+        return None
+    labels = torch.cat([gradients.revealed_labels(one) for one in seen])
+    return ImageSet(features.unflatten(1, shape), labels, view.spec.classes)
 
 
 def _rows_for(setting: Setting, images: ImageSet) -> ImageSet:
@@ -368,24 +422,22 @@ def _notes(results: Sequence[Result]) -> Iterator[str]:
 def _carry_out(trial: Trial) -> Iterator[Found]:
     case, effort, streams, train = trial.case, trial.effort, trial.streams, trial.truth.train
     order = torch.randperm(len(train), generator=streams.generator("images"))
-    images = train.rows(order[: effort.of(4, 16, 32)])
+    images = train.rows(order[: effort.of(16, 16, 32)])
     plan = [one for one in settings_of(case.view, effort) if one.rows <= len(images)]
     ranked = effort.of(0, 1, 2) if case.view.shares_extractor else effort.of(1, 2, 4)
     ranked *= int(np.prod(_form(case.view))) <= MAX_PIXELS
-    runs = sum(len(_rows_for(one, images)) // one.rows if one.rows else 1 for one in plan)
-    tick = trial.steps(runs + len({one.extractor for one in plan}) + 2 * len(images) + ranked)
-    for match in (Match.GRADIENT, Match.FEATURES):
-        yield control_of(case, images, match, effort, streams.at("control"), tick)
+    runs = [
+        1 if one.match.is_of_features else len(_rows_for(one, images)) // max(one.rows, 1) for one in plan if one.rows
+    ]
+    prepared = len({(one.extractor, one.rows == 1) for one in plan})
+    tick = trial.steps(sum(runs) + sum(not one.rows for one in plan) + prepared + ranked)
     results = list(_results(trial, plan, images, tick))
+    yield from _controls(results)
     yield from _figures(results, streams)
     if ranked:
         yield _rank_figure(case, images.rows(range(ranked)), streams.at("rank"), tick)
     yield from _pictures(results)
     yield from _notes(results)
-
-
-def _lacks(case: Case) -> str | None:
-    return gradients.lacks_closed_form(case.view.spec)
 
 
 ATTACK = Attack(
@@ -396,6 +448,6 @@ ATTACK = Attack(
     _carry_out,
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
-    lacking=_lacks,
+    lacking=lambda case: gradients.lacks_closed_form(case.view.spec),
     least_side=16,
 )

@@ -9,10 +9,11 @@ step:
   * the gradient of the last bias is mean_i (p_ic - y_ic), so n_c = N (p_c - grad_c), without S.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -33,9 +34,14 @@ _DRAWS = 5  # draws of probes, for PPIDSG's mode
 _BATCHES = (32, 64, 128)
 _CONTROL_IMAGES = 150  # images of each class
 _CONTROL_EPOCHS = 20
+_NULL = 20_000  # so that a probability can be below 1 % after the correction for 200 tests
+_PRIOR_CONCENTRATIONS = (0.1, 0.2, 0.5, 1.0, 3.0, 10.0, 100.0)  # per class
+_LEAST_BELIEF = 1e-3  # an attacker excludes no class without the update
+_TIE = 1e-9
 _FARTHEST = 2.0  # L1 distance of shares without a common class
 _WHOLE = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
 _L1 = Measure("label_l1", "Class shares of the device, L1 distance to the truth (0 exact, 2 disjoint)")
+Counts = NDArray[np.int16]
 _ACCURACY = Measure("label_accuracy", "Correct labels of one batch", "share")
 
 
@@ -117,11 +123,75 @@ def _shares_of(images: ImageSet) -> torch.Tensor:
     return torch.tensor(images.label_counts(), dtype=torch.float64) / len(images)
 
 
+def drawn_truths(centre: torch.Tensor, trivial: Shares, true: Values, examples: int, seed: int) -> Values:
+    """Draw 20,000 label multisets that an attacker without the update believes in, as shares [20,000, C].
+
+    Shares are Dirichlet around a trivial guess, at concentrations per class from 0.1 (one or two classes) to 100 (almost
+    the guess); the labels of the images are multinomial. Of seven times as many draws those remain whose distance to the
+    nearest trivial guess is most similar to the truth's. How skewed a device is says nothing about the update, and more
+    skew makes larger gains by chance.
+
+    Args:
+        centre: the trivial guess [C].
+        trivial: all guesses without the update, [C].
+        true: the device's shares [C].
+        examples: number of its images.
+        seed: of the draws.
+    """
+    stream, mean = np.random.default_rng(seed), centre.double().clamp(min=_LEAST_BELIEF).numpy()
+    scales = np.array(_PRIOR_CONCENTRATIONS) * len(mean) / mean.sum()
+    drawn = np.concatenate([stream.multinomial(examples, stream.dirichlet(one * mean, _NULL)) for one in scales])
+    found: Values = drawn / examples
+    far = np.abs(_distances(trivial.values(), found) - _distances(trivial.values(), true[None]))
+    return found[np.argsort(far, kind="stable")[:_NULL]]
+
+
+def _distances(guesses: Iterable[torch.Tensor], truths: Values) -> Values:
+    """Return the L1 distance of the nearest guess [C] to each truth [N, C]."""
+    found: Values = np.min([np.abs(truths - one.double().numpy()).sum(1) for one in guesses], axis=0)
+    return found
+
+
+def chances(guesses: Shares, trivial: Shares, true: Values, examples: int, seed: int) -> dict[str, float]:
+    """Return the probability of at least this gain over the floor for each guess [C]: the largest over the attacker's possible beliefs."""
+    found = dict.fromkeys(guesses, 0.0)
+    for centre in trivial.values():
+        truths = np.vstack([true, drawn_truths(centre, trivial, true, examples, seed)])
+        floors = _distances(trivial.values(), truths)
+        for name, guess in guesses.items():
+            found[name] = max(found[name], _share_of_larger(floors - _distances([guess], truths)))
+    return found
+
+
+def _share_of_larger(gains: Values) -> float:
+    """Return the share of gains that are at least the first one, which counts (Phipson and Smyth 2010)."""
+    return float((gains >= gains[0] - _TIE).mean())
+
+
+def _batch_chance(guesses: Counts, trivial: Sequence[Counts], truths: Counts, seed: int) -> float:
+    """Return the probability of at least this gain if classes are exchangeable: 20,000 orders of the classes, one for all batches of the device.
+
+    Batches of one device have similar labels, so that they are not independent.
+
+    Args:
+        guesses: [batches, C].
+        trivial: guesses without the gradient, [C].
+        truths: [batches, C].
+        seed: of the orders.
+    """
+    plain = np.arange(truths.shape[1])
+    orders = np.random.default_rng(seed).permuted(np.tile(plain, (_NULL, 1)), axis=1)
+    moved = truths[:, np.vstack([plain, orders])]
+    floor = np.max([np.minimum(one, moved).sum((0, 2), dtype=np.float64) for one in trivial], axis=0)
+    return _share_of_larger(np.minimum(guesses[:, None], moved).sum((0, 2), dtype=np.float64) - floor)
+
+
 def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Figure]:
     """Score the whole-update guesses against the truth; intervals cover other draws of as many images with the same shares."""
     rows = nn.functional.one_hot(case.truth.train.labels, case.view.spec.class_count).double().numpy()
     true, seed = rows.mean(0), case.streams.seed("labels", "bootstrap")
     best = min(trivial, key=lambda name: _distance(trivial[name], true))
+    likely = chances({name: guess[0] for name, guess in guesses.items()}, trivial, true, len(rows), seed)
 
     def interval(statistic: Callable[[Values], float]) -> Interval:
         # Resamples are never nearer to equal shares than the data: keep the value inside the interval.
@@ -137,6 +207,7 @@ def update_figures(case: Case, guesses: Shares, trivial: Shares) -> Iterator[Fig
             len(rows),
             gain=interval(lambda shares: _distance(trivial[best], shares) - _distance(guess, shares)),
             ceiling=None if case.view.report.label_counts is None else 0.0,
+            p=likely[name],
         )
 
     return (figure(name, guess[0]) for name, guess in guesses.items())
@@ -148,23 +219,22 @@ def _batch_figures(case: Case, size: int, batches: int, trivial: Shares) -> Iter
     assert model is not None
     streams = case.streams.at("labels", "batches", size)
     means, stream = probe_means(spec, case.view.before.parts, streams), streams.generator("rows")
-    plain = {name: counts_of(shares, size) for name, shares in trivial.items()}
-    right: dict[str, list[float]] = {}
+    counted: dict[str, list[torch.Tensor]] = {"true": []}
     for _ in range(batches):
         some = train.rows(torch.randperm(len(train), generator=stream)[:size])
         seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
-        for name, counts in {**guessed_batch(spec, seen, means), **plain}.items():
-            right.setdefault(name, []).append(_right(counts, some))
-    scores = {name: np.array(values) for name, values in right.items()}
-    floors = [(name, scores[name]) for name in trivial]
-    for name in (name for name in scores if name not in trivial):
+        for name, counts in guessed_batch(spec, seen, means).items():
+            counted.setdefault(name, []).append(counts)
+        counted["true"].append(torch.tensor(some.label_counts()))
+    found = {name: torch.stack(counts).numpy().astype(np.int16) for name, counts in counted.items()}
+    truths = found.pop("true")
+    plain = {name: counts_of(shares, size).numpy().astype(np.int16) for name, shares in trivial.items()}
+    floors = [(name, np.minimum(counts, truths).sum(1) / size) for name, counts in plain.items()]
+    for name, guesses in found.items():
         setting, used = f"batches of {size}, {name}", (Knowledge.BATCH, Knowledge.BEFORE)
-        yield _ACCURACY.paired(setting, used, scores[name], floors, streams.seed("bootstrap"))
-
-
-def _right(counts: torch.Tensor, batch: ImageSet) -> float:
-    true = torch.tensor(batch.label_counts())
-    return float(torch.minimum(counts, true).sum() / len(batch))
+        p = _batch_chance(guesses, list(plain.values()), truths, streams.seed("orders"))
+        right = np.minimum(guesses, truths).sum(1) / size
+        yield _ACCURACY.paired(setting, used, right, floors, streams.seed("bootstrap"), p=p)
 
 
 def single_class_control(case: Case) -> Control:
@@ -176,7 +246,8 @@ def single_class_control(case: Case) -> Control:
     some = _images_of(case.truth.train, 1, min(_BATCHES))
     seen = batch_gradient(spec, model, unit_pixels(some.images), some.labels, (Part.CLASSIFIER,))
     found = guessed_batch(spec, seen, probe_means(spec, {Part.CLASSIFIER: model[Part.CLASSIFIER]}, streams))
-    worst = min(_right(counts, some) for counts in found.values())
+    true = torch.tensor(some.label_counts())
+    worst = min(float(torch.minimum(counts, true).sum()) / len(some) for counts in found.values())
     return Control("A batch of one class, untrained LeNet5 with sigmoids: correct labels", worst, "1", worst > 0.99)
 
 
@@ -234,7 +305,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     case, effort, streams = trial.case, trial.effort, trial.streams
     private = case.truth.before is not None
     sizes = [size for size in _BATCHES if size <= len(case.truth.train)] if private else []
-    tick = trial.steps(2 * effort.of(4, 8, 24) + len(sizes) + 1)
+    tick = trial.steps(4 * effort.of(4, 8, 24) + len(sizes) + 1)
     trivial = trivial_guesses(case.view, streams)
     guesses = inferred(case.view, streams, *_shadow_work(effort), tick)
     headline, *others = update_figures(case, guesses, trivial)

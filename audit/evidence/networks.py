@@ -29,6 +29,7 @@ _POOLS: Mapping[type[nn.Module], Callable[[], nn.Module]] = {
 }
 _SURROGATE_LR = 1e-3
 _SURROGATE_BATCH = 32
+_MATCH = 3.0  # weight of the features' misfit beside the cross-entropy; 0.3 to 3 gain alike (digits, other clients than reported)
 _STEEP_RATE = 0.1
 
 
@@ -86,7 +87,12 @@ def whole_model(spec: FederationSpec, extractor: Weights, classifier: Weights) -
 
 
 def estimated_extractor(
-    view: View, source: Extractor, classifier: Weights, streams: Streams, epochs: int = 20
+    view: View,
+    source: Extractor,
+    classifier: Weights,
+    streams: Streams,
+    epochs: int = 20,
+    features: ImageSet | None = None,
 ) -> Weights:
     """Return an attacker's extractor.
 
@@ -97,6 +103,8 @@ def estimated_extractor(
         classifier: the classifier that the surrogate must fit.
         streams: for random weights and the order of images.
         epochs: for training a surrogate.
+        features: features [N, *feature_shape] that the true extractor could give, with labels: a surrogate also fits
+            the mean of each class.
 
     Raises:
         ValueError: the view lacks what the source needs.
@@ -115,26 +123,32 @@ def estimated_extractor(
         return view.colluder.extractor
     if view.auxiliary is None:
         raise ValueError("a surrogate extractor needs auxiliary images, and none were given")
-    return _surrogate(view.spec, view.start()[Part.EXTRACTOR], classifier, view.auxiliary, streams, epochs)
+    return _surrogate(view, view.auxiliary, classifier, streams, epochs, features)
 
 
-def assembled(view: View, source: Extractor, streams: Streams, epochs: int = 20) -> WholeModel:
+def assembled(
+    view: View, source: Extractor, streams: Streams, epochs: int = 20, features: ImageSet | None = None
+) -> WholeModel:
     """Return the classifier of an update behind an extractor from a source; arguments as for `estimated_extractor`."""
     classifier = view.update[Part.CLASSIFIER]
-    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs), classifier)
+    return whole_model(view.spec, estimated_extractor(view, source, classifier, streams, epochs, features), classifier)
 
 
 def _surrogate(
-    spec: FederationSpec, start: Weights, classifier: Weights, images: ImageSet, streams: Streams, epochs: int
+    view: View, images: ImageSet, classifier: Weights, streams: Streams, epochs: int, features: ImageSet | None
 ) -> Weights:
-    extractor = load_part(spec, Part.EXTRACTOR, start)
+    spec, extractor = view.spec, load_part(view.spec, Part.EXTRACTOR, view.start()[Part.EXTRACTOR])
     ctx = RoundContext(spec, 1, 1, streams.at("surrogate"))
     params = TrainingParams(epochs=epochs, batch_size=_SURROGATE_BATCH)
     of_images = image_tensors(images, spec, Augmenter(spec, ctx.streams))
 
+    misfit = None if features is None else _class_mean_misfit(features)
+
     def step(nets: Nets, batch: Tensors) -> Descents:
         shown, labels = batch
-        loss = cross_entropy(nets[Part.CLASSIFIER](nets[Part.EXTRACTOR](shown)), labels)
+        made = nets[Part.EXTRACTOR](shown)
+        loss = cross_entropy(nets[Part.CLASSIFIER](made), labels)
+        loss = loss if misfit is None else loss + _MATCH * misfit(made, labels)
         yield Descent(Part.EXTRACTOR, lambda: loss)
         return (loss,)
 
@@ -144,6 +158,15 @@ def _surrogate(
     batches = local_batches("classify", len(images), params, ctx, of_images)
     run_stage(Stage("classify", ("surrogate",), networks, trained, batches, step), ctx)
     return weights_of(extractor)
+
+
+def _class_mean_misfit(known: ImageSet) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the squared distance of features [N, ...] from the mean known feature of their labels, relative to the variance of the means."""
+    rows, flat = torch.nn.functional.one_hot(known.labels, len(known.classes)).float(), known.images.flatten(1)
+    counts = rows.sum(0)
+    means = rows.T @ flat / counts.clamp(min=1).unsqueeze(1)
+    scale, weights = means[counts > 0].var(), (counts > 0).float().unsqueeze(1)
+    return lambda features, labels: (weights[labels] * (features.flatten(1) - means[labels])).square().mean() / scale
 
 
 def plain_params(params: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:

@@ -5,10 +5,13 @@
 * responses: the last layer's change against shares, calibrated on classifiers that the attacker trains from the same
   aggregate on probes with shares that it knows (after RLU, Ma et al. ICLR 2023, whose responses are of one step and of
   SGD; training covers any optimiser). The cohort's mean change is subtracted, since it says nothing about this client;
+* adjusted: responses of classifiers that are trained with `balance = logits`, as an agent does by default;
+* bias: softmax of the change of the last biases, as it is and in standard deviations;
 * generator: rare classes are trained less. Movement of the label embedding's row (and towards zero, the only effect of
   weight decay on a row without images), of the class's mean feature and of its spread, and how well the received
   classifier recognises the class; weighted to fit all clients' shares as the two above infer them;
-* together: their geometric mean, in which a class that one of them excludes counts little.
+* together: geometric mean of readout, generator and those responses whose sizes are nearer to the observed ones. A class
+  that one of them excludes counts little.
 
 The last one always leads the report: which of the others is the most exact depends on the method. With a generator
 trained against a discriminator, it is the readout. Which class random numbers resemble is chance, and a classifier
@@ -26,6 +29,7 @@ from torch import nn
 from audit.evidence import View
 from audit.evidence.networks import plain_params
 from audit.techniques.image_decoder import descend
+from fedcg.learning.mechanisms.protected_round import log_prior
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -65,11 +69,12 @@ def last_layer(classifier: nn.Module, classes: int) -> str | None:
 
 
 def response(spec: FederationSpec, before: Weights, after: Weights) -> torch.Tensor:
-    """Return the change of the last layer, [C, 2]: of its biases, of the sums of its weights; each with mean 0 over the classes."""
+    """Return the change of the last layer, [C, 4]: of its biases, of its rows' sums and norms, and the log of its size; each with mean 0 over the classes."""
     layer = last_layer(build_part(spec, Part.CLASSIFIER), spec.class_count)
     bias = after[f"{layer}.bias"] - before[f"{layer}.bias"]
-    weight = (after[f"{layer}.weight"] - before[f"{layer}.weight"]).sum(1)
-    return _centred(torch.stack([bias, weight], 1))
+    old, new = before[f"{layer}.weight"], after[f"{layer}.weight"]
+    moved = ((new - old).norm(dim=1) + 1e-9).log()
+    return _centred(torch.stack([bias, (new - old).sum(1), new.norm(dim=1) - old.norm(dim=1), moved], 1))
 
 
 def _centred(values: torch.Tensor) -> torch.Tensor:
@@ -97,9 +102,29 @@ def fitted(values: torch.Tensor, shares: torch.Tensor) -> Callable[[torch.Tensor
 
 
 def by_responses(
-    view: View, sent: Sequence[Weights], streams: Streams, shadows: int, most: int, tick: Tick
-) -> torch.Tensor:
-    """Return shares [clients, C] from the last layer's change, calibrated on `shadows` classifiers of at most `most` steps."""
+    view: View,
+    sent: Sequence[Weights],
+    streams: Streams,
+    shadows: int,
+    most: int,
+    tick: Tick,
+    *,
+    adjusted: bool = False,
+) -> tuple[torch.Tensor, float]:
+    """Infer shares from the last layer's change, calibrated on classifiers that are trained on probes.
+
+    Args:
+        view: gives start, training parameters and examples.
+        sent: the classifiers; the audited client's first.
+        streams: for probes, shares and batches.
+        shadows: number of classifiers.
+        most: most steps of each.
+        tick: called after each.
+        adjusted: whether they train with `balance = logits`.
+
+    Returns:
+        Shares [clients, C], and the distance of log sizes of the audited client's change from those of the shadows.
+    """
     spec, before = view.spec, view.before.parts[Part.CLASSIFIER]
     probes = probes_for(spec, view.before.parts.get(Part.GENERATOR), streams.generator("shadow probes"))
     drawn = np.random.default_rng(streams.seed("shadow shares"))
@@ -107,24 +132,38 @@ def by_responses(
     for shadow in range(shadows):
         concentration = _CONCENTRATIONS[shadow % len(_CONCENTRATIONS)]
         known = torch.from_numpy(drawn.dirichlet([concentration] * spec.class_count)).float()
-        after = _trained_on(view, probes, known, streams.generator("shadow", shadow), most)
+        after = _trained_on(view, probes, known, streams.generator("shadow", shadow), most, adjusted=adjusted)
         values.append(response(spec, before, after))
         shares.append(known)
         tick()
     seen = torch.stack([response(spec, before, one) for one in sent])
-    alone = len(sent) == 1
-    return fitted(torch.stack(values), torch.stack(shares))(seen if alone else seen - seen.mean(0))
+    changed = seen.abs().amax((0, 1)) > 0  # `balance = bias` sends the last bias as it was
+    sizes = [((one * changed).std(-2) + _LEAST_SHARE).log() for one in (seen[0], torch.stack(values))]
+    centre = 0 if len(sent) == 1 else seen.mean(0)
+    found = fitted(torch.stack(values) * changed, torch.stack(shares))(seen - centre)
+    return found, float((sizes[0] - sizes[1].mean(0)).abs().sum())
 
 
-def _trained_on(view: View, probes: torch.Tensor, shares: torch.Tensor, stream: torch.Generator, most: int) -> Weights:
-    """Return the aggregate's classifier after a round's steps on probes with these shares."""
+def by_bias(view: View, sent: Sequence[Weights]) -> Shares:
+    """Return shares [clients, C]: softmax of the change of the last biases, as it is and in standard deviations over the classes."""
+    name = f"{last_layer(build_part(view.spec, Part.CLASSIFIER), view.spec.class_count)}.bias"
+    moved = torch.stack([one[name] - view.before.parts[Part.CLASSIFIER][name] for one in sent])
+    return {"bias": moved.softmax(1), "bias, standardised": (_centred(moved.T) / (moved.T.std(0) + 1e-9)).T.softmax(1)}
+
+
+def _trained_on(
+    view: View, probes: torch.Tensor, shares: torch.Tensor, stream: torch.Generator, most: int, *, adjusted: bool
+) -> Weights:
+    """Return the aggregate's classifier after a round's steps on probes with these shares, as a client would send it."""
+    examples = view.report.examples or _UNKNOWN_EXAMPLES
+    prior = log_prior([round(float(share) * examples) for share in shares]) * adjusted
     params = view.method.params_type.model_validate(plain_params(view.spec.params))
     network = load_part(view.spec, Part.CLASSIFIER, view.before.parts[Part.CLASSIFIER]).train()
     optimiser = task_optimiser(network.parameters(), params)
-    for _ in range(min(most, steps_of(params, view.report.examples or _UNKNOWN_EXAMPLES))):
+    for _ in range(min(most, steps_of(params, examples))):
         labels = torch.multinomial(shares, params.batch_size, replacement=True, generator=stream)
         rows = torch.randint(probes.shape[1], labels.shape, generator=stream)
-        loss = nn.functional.cross_entropy(network(probes[labels, rows]), labels)
+        loss = nn.functional.cross_entropy(network(probes[labels, rows]) + prior, labels)
         descend(optimiser, loss)
     return weights_of(network)
 
@@ -165,12 +204,17 @@ def inferred(view: View, streams: Streams, shadows: int, most: int, tick: Tick) 
     `HEADLINE` is first. `shadows` and `most` are those of `by_responses`.
     """
     sent = [view.update, *(view.others[name] for name in sorted(view.others))]
+    classifiers = [one[Part.CLASSIFIER] for one in sent]
+    plain, adjusted = (
+        by_responses(view, classifiers, streams, shadows, most, tick, adjusted=adjusted) for adjusted in (False, True)
+    )
     found = {
         "readout": torch.stack([by_readout(view, parts, streams) for parts in sent]),
-        "responses": by_responses(view, [one[Part.CLASSIFIER] for one in sent], streams, shadows, most, tick),
+        "responses": min(plain, adjusted, key=lambda one: one[1])[0],
     }
     if Part.GENERATOR in view.update and Part.GENERATOR in view.before.parts:
         values = torch.stack([generator_statistics(view, parts, streams) for parts in sent])
         found["generator"] = fitted(values, (found["readout"] + found["responses"]) / 2)(values)
     logs = torch.stack(list(found.values())).clamp(min=_LEAST_SHARE).log()
-    return {HEADLINE: logs.mean(0).softmax(-1), **found}
+    together = {HEADLINE: logs.mean(0).softmax(-1), **found}
+    return {**together, "responses": plain[0], "adjusted": adjusted[0], **by_bias(view, classifiers)}

@@ -21,6 +21,8 @@ from scipy.optimize import minimize
 from torch import nn
 
 from audit.evidence import Extractor, View, WholeModel, networks
+from audit.techniques.image_decoder import PrincipalComponents
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import build_part, feature_shape
 from fedcg.learning.seeds import Streams
@@ -91,7 +93,9 @@ def weight_difference(before: Weights, after: Weights) -> dict[str, torch.Tensor
     return {name: after[name] - before[name] for name in before if before[name].is_floating_point()}
 
 
-def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int) -> WholeModel:
+def attacker_model(
+    view: View, source: Extractor, streams: Streams, epochs: int, revealed: ImageSet | None = None
+) -> WholeModel:
     """Return the model of an attacker who observes gradients at the round's start: an extractor and the aggregate's classifier.
 
     Args:
@@ -99,8 +103,10 @@ def attacker_model(view: View, source: Extractor, streams: Streams, epochs: int)
         source: the extractor's origin.
         streams: for random weights.
         epochs: for training a surrogate.
+        revealed: features [N, *feature_shape] that gradients of single images revealed, with labels; a surrogate also
+            fits the mean of each class.
     """
-    return networks.assembled(replace(view, update=view.before.parts), source, streams, epochs)
+    return networks.assembled(replace(view, update=view.before.parts), source, streams, epochs, revealed)
 
 
 def lacks_closed_form(spec: FederationSpec) -> str | None:
@@ -179,6 +185,7 @@ class Start(str, Enum):
 
     NOISE = "noise"
     GREY = "grey"
+    CLASS = "the mean auxiliary image of the class, in principal components"
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,10 @@ class Search:
 
     Attributes:
         steps: iterations of L-BFGS (strong Wolfe line search), or of Adam with signed gradients.
-        start: N(0, 1) noise or grey; noise is drawn again for each restart.
+        start: N(0, 1) noise, drawn again for each restart, or grey: a search over pixels. `CLASS` is a search over the
+            coefficients of the principal components of auxiliary images, which are ~ N(0, 1) for such images.
         prior: weight of the total variation, relative to a distance of 1 at grey; above 0, pixels also stay in [0, 1].
+            For `CLASS`, weight of an image's sum of squared coefficients, -2 log of their density.
         soft_labels: whether labels are searched together with the pixels (DLG) instead of known (iDLG).
     """
 
@@ -198,6 +207,11 @@ class Search:
     restarts: int = 1
     soft_labels: bool = False
     signed_adam: bool = False
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether what is searched are pixels that stay in [0, 1]."""
+        return bool(self.prior) and self.start is not Start.CLASS
 
 
 @dataclass(frozen=True)
@@ -239,9 +253,15 @@ def cosine_distance(model: WholeModel, seen: BatchGradient) -> Objective:
 
 
 def feature_distance(model: WholeModel, features: torch.Tensor) -> Objective:
-    """‖h - h(x̃)‖² / ‖h‖² of the first linear layer's input [N, D]: stronger than its gradient, which is a product with h."""
-    size = features.square().sum() + _LEAST_SIZE
-    return lambda pixels, labels: (linear_inputs(model, pixels) - features).square().sum() / size
+    """Return the mean of ‖h - h(x̃)‖² / ‖h‖² of the first linear layer's inputs [N, D]: stronger than its gradient, which is a product with h."""
+    sizes = features.square().sum(1) + _LEAST_SIZE
+    return lambda pixels, labels: ((linear_inputs(model, pixels) - features).square().sum(1) / sizes).mean()
+
+
+def feature_angle(model: WholeModel, features: torch.Tensor) -> Objective:
+    """Return 1 - cosine of h and h(x̃), the first linear layer's inputs [N, D]: a surrogate's features differ in scale."""
+    similarity = torch.nn.functional.cosine_similarity
+    return lambda pixels, labels: 1 - similarity(linear_inputs(model, pixels), features).mean()
 
 
 def with_statistics(distance: Objective, model: WholeModel, wanted: torch.Tensor) -> Objective:
@@ -280,6 +300,7 @@ def search(
     classes: int,
     how: Search,
     stream: torch.Generator,
+    space: PrincipalComponents | None = None,
 ) -> Found:
     """Search pixels that minimise an objective.
 
@@ -290,21 +311,28 @@ def search(
         classes: number of classes.
         how: the settings of the search.
         stream: for the starts.
+        space: of images of the same kind; needed by `CLASS`.
     """
     grey = torch.full((len(labels), *form), 0.5)
     unit = objective(grey, labels).detach().item() + _LEAST_SIZE**2
 
-    def loss(pixels: torch.Tensor, guessed: torch.Tensor) -> torch.Tensor:
+    space = space if how.start is Start.CLASS else None
+
+    def loss(place: torch.Tensor, guessed: torch.Tensor) -> torch.Tensor:
         right = guessed.softmax(1) if how.soft_labels else labels
-        return objective(pixels, right) / unit + how.prior * total_variation(pixels)
+        pixels = place if space is None else space.pixels(place)
+        size = total_variation(pixels) if space is None else place.square().sum() / len(place)
+        return objective(pixels, right) / unit + how.prior * size
 
     runs = []
     for _ in range(how.restarts):
         pixels = torch.randn(grey.shape, generator=stream) if how.start is Start.NOISE else grey
-        pixels = pixels.clamp(0, 1) if how.prior else pixels
+        pixels = pixels.clamp(0, 1) if how.is_bounded else pixels
+        pixels = pixels if space is None else space.class_means(labels)
         guessed = torch.randn(len(labels), classes, generator=stream) if how.soft_labels else torch.empty(0)
         first = loss(pixels, guessed).detach().item()
         found, last = (_signed_adam if how.signed_adam else _lbfgs)(loss, pixels, guessed, how)
+        found = found if space is None else space.pixels(found)
         runs.append(Found(found.clamp(0, 1), last, float(not (np.isfinite(last) and last <= first))))
     best = min(runs, key=lambda run: run.loss if np.isfinite(run.loss) else np.inf)
     return replace(best, diverged=sum(run.diverged for run in runs) / len(runs))
@@ -324,7 +352,7 @@ def _lbfgs(loss: Objective, pixels: torch.Tensor, guessed: torch.Tensor, how: Se
         slopes = torch.autograd.grad(value, places, materialize_grads=True)
         return float(value.detach()), torch.cat([one.flatten() for one in slopes]).double().numpy()
 
-    bounds = [(0.0, 1.0) if how.prior else (None, None)] * count + [(None, None)] * guessed.numel()
+    bounds = [(0.0, 1.0) if how.is_bounded else (None, None)] * count + [(None, None)] * guessed.numel()
     options = {"maxiter": how.steps, "maxfun": 2 * how.steps, "maxcor": 20, "ftol": 1e-14, "gtol": 1e-12}
     begun = torch.cat([pixels.flatten(), guessed.flatten()]).double().numpy()
     found = minimize(value_and_slope, begun, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
@@ -345,6 +373,6 @@ def _signed_adam(
             place.grad = slope.sign()
         optimiser.step()
         schedule.step()
-        if how.prior:
+        if how.is_bounded:
             places[0].data.clamp_(0, 1)
     return places[0].detach(), float(loss(places[0], places[1]).detach())

@@ -13,6 +13,7 @@ from fedcg.learning.training.optimisers import adam
 
 _HIDDEN = 256
 _COMPONENTS = 64
+_LEAST_VARIANCE = 1e-7  # of the largest: below it there is rounding only
 _MOST_IMAGES = 1000
 _MOST_NUMBERS = 1 << 24  # numbers of the images for computing the components: 64 MB
 _DECODER_LR = 1e-3
@@ -23,8 +24,40 @@ Decoder = Callable[[torch.Tensor], torch.Tensor]
 """Features [N, F] -> pictures [N, C, H, W] in [0, 1]."""
 
 
+class PrincipalComponents(nn.Module):
+    """The mean and the principal components of known images, scaled so that their coefficients are ~ N(0, 1)."""
+
+    mean: torch.Tensor
+    components: torch.Tensor
+
+    def __init__(self, known: ImageSet, most: int, stream: torch.Generator) -> None:
+        """Args: `known`: images, at least 2; `most`: components; `stream`: for choosing images if there are many."""
+        super().__init__()
+        self._known, self._shape = known, known.images.shape[1:]
+        count = max(2, min(_MOST_IMAGES, _MOST_NUMBERS // self._shape.numel()))
+        chosen = torch.randperm(len(known), generator=stream)[:count]
+        pixels = unit_pixels(known.images[chosen]).flatten(1)
+        self.register_buffer("mean", pixels.mean(0))
+        spread = pixels - self.mean
+        # rows x rows numbers: images may have more pixels than there are images
+        values, vectors = torch.linalg.eigh(spread @ spread.T)
+        count = int((values > _LEAST_VARIANCE * values[-1]).sum())
+        largest = vectors[:, -min(most, len(chosen) - 1, count) :]
+        self.register_buffer("components", largest.T @ spread / len(chosen) ** 0.5)
+
+    def pixels(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """[B, components] -> [B, C, H, W], mostly in [0, 1]."""
+        return (self.mean + coefficients @ self.components).view(-1, *self._shape)
+
+    def class_means(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients [B, components] of the mean known image of labels [B]; of all images for a class without any."""
+        pixels, known = unit_pixels(self._known.images).flatten(1), self._known.labels
+        means = [pixels[known == label].mean(0) if (known == label).any() else self.mean for label in labels]
+        return (torch.stack(means) - self.mean) @ self.components.T / self.components.square().sum(1)
+
+
 class ImageGenerator(nn.Module):
-    """Two linear layers to coefficients of the principal components of known images, which are ~ N(0, 1) for known images.
+    """Two linear layers to coefficients of the principal components of known images.
 
     They replace the transposed convolutions of Anti-GAN table 4. Against one update, those find patterns that the
     discriminator assigns to the class and that a person does not recognise (digits, a classifier with 94 % accuracy:
@@ -32,24 +65,13 @@ class ImageGenerator(nn.Module):
     discriminator. The components make up for that.
     """
 
-    mean: torch.Tensor
-    components: torch.Tensor
-
     def __init__(self, inputs: int, known: ImageSet, stream: torch.Generator) -> None:
         """Args: `inputs`: numbers in a vector; `known`: images, at least 2; `stream`: for choosing images and initial weights."""
         super().__init__()
-        self._shape = known.images.shape[1:]
-        most = max(2, min(_MOST_IMAGES, _MOST_NUMBERS // self._shape.numel()))
-        chosen = torch.randperm(len(known), generator=stream)[:most]
-        pixels = unit_pixels(known.images[chosen]).flatten(1)
-        self.register_buffer("mean", pixels.mean(0))
-        spread = pixels - self.mean
-        # rows x rows numbers: images may have more pixels than there are images
-        _, vectors = torch.linalg.eigh(spread @ spread.T)
-        largest = vectors[:, -min(_COMPONENTS, len(chosen) - 1) :]
-        self.register_buffer("components", largest.T @ spread / len(chosen) ** 0.5)
+        self._space = PrincipalComponents(known, _COMPONENTS, stream)
+        count = len(self._space.components)
         with lent_generators(0):  # values to be overwritten
-            self.layers = nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, largest.shape[1]))
+            self.layers = nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, count))
         draw_weights(self.layers, stream)
 
     def coefficients(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -59,7 +81,7 @@ class ImageGenerator(nn.Module):
 
     def pixels(self, coefficients: torch.Tensor) -> torch.Tensor:
         """[B, components] -> [B, C, H, W], mostly in [0, 1]."""
-        return (self.mean + coefficients @ self.components).view(-1, *self._shape)
+        return self._space.pixels(coefficients)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         """[B, inputs] -> [B, C, H, W], mostly in [0, 1]."""

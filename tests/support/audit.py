@@ -18,7 +18,8 @@ from experiments.settings import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import simulated_party
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Weights
+from fedcg.learning.mechanisms.protected_round import neutral_parts
+from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import Schedule, simulated_rounds
@@ -37,24 +38,29 @@ TRANSLATING: dict[str, Any] = {
 
 
 @functools.lru_cache(maxsize=8)
-def simulated_case(*, auxiliary: int = 300, client: str = "client-1", helped: bool = False, **setting: Any) -> Case:
+def simulated_case(
+    *, auxiliary: int = 300, client: str = "client-1", helped: bool = False, balance: str = "none", **setting: Any
+) -> Case:
     """Return the last round of a simulation as an audit's case for one client.
 
     Args:
         auxiliary: images that no client holds, from the common test set.
         client: the client whose update is audited.
         helped: whether another device of the cohort colludes.
+        balance: of every client's mechanisms.
         setting: of the run (`RunSetting`); default: 3 clients, 2 rounds, 100 images each, 2 epochs, digits, FedCG.
     """
     small = {"clients": 3, "rounds": 2, "images_per_client": 100, "local_epochs": 2, "quick": True, "partition": "iid"}
-    run = RunSetting.model_validate({**small, **setting})
+    run = RunSetting.model_validate({**small, **setting, "privacy": {"balance": balance}})
     party = simulated_party(run, run.source())
     spec = party.spec
     rounds = list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=run.rounds)))
     assert len(rounds) >= 2, "an audit of round 1 would need the start as a simulation"
     before, after = rounds[-2:]
     method, data = get_method(spec.method), party.datasets[client]
-    sent = {name: _some(state.parts, method.payload.up) for name, state in after.states.items()}
+    ctx = RoundContext(spec, run.rounds, 1, Streams(root_secret(run.seed, "audit")), privacy=party.privacy)
+    neutral = {name: neutral_parts(one.parts, party.datasets[name].train, ctx) for name, one in after.states.items()}
+    sent = {name: _some(parts, method.payload.up) for name, parts in neutral.items()}
     assert party.common is not None
     view = View(
         spec,

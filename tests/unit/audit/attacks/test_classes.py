@@ -17,6 +17,7 @@ from audit.techniques import class_shares
 from audit.techniques.class_shares import HEADLINE, fitted, inferred
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError
+from fedcg.wire.parts import Part
 from tests.support.audit import WHOLE_MODEL, carried_out, outcome_of, simulated_case
 from tests.support.present import present
 
@@ -199,6 +200,7 @@ def test_the_shares_of_a_skewed_client_leak_and_the_controls_succeed(method: str
     assert shares is outcome.figures[0]
     assert shares.knowledge == (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.OTHERS)
     assert shares.gain.low > 0.1
+    assert present(shares.p) < 0.01
     assert shares.gain.value == pytest.approx(shares.floor - shares.value.value)
     assert figure(outcome, "label_accuracy", "batches of 32, bias").gain.low > 0
     assert [one.passed for one in outcome.controls] == [True, True]
@@ -214,6 +216,45 @@ def test_a_truth_that_the_update_does_not_come_from_gives_no_gain() -> None:
     gains = [next(label_distribution.update_figures(relabelled(case, by), guesses, trivial)).gain for by in (3, 5, 7)]
     assert all(gain.low <= 0 for gain in gains)
     assert min(gain.value for gain in gains) < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_without_a_leak_the_probability_of_a_gain_is_not_small_too_often(seed: int) -> None:
+    """The truth is drawn from the prior at four levels of skew; the update is another device's. Seeds were written down first."""
+    case = simulated_case(method="fedsplit", partition="dirichlet:0.5", seed=seed)
+    streams, drawn = case.streams.at("labels"), np.random.default_rng(seed)
+    guesses = {name: one[0] for name, one in inferred(case.view, streams, 4, 200, lambda: None).items()}
+    trivial, found = label_distribution.trivial_guesses(case.view, streams), []
+    for concentration in (0.1, 0.5, 3.0, 100.0) * 5:
+        true = drawn.multinomial(100, drawn.dirichlet([concentration] * 10)) / 100
+        found.append(list(label_distribution.chances(guesses, trivial, true, 100, seed).values()))
+    for level, most in ((0.01, 2), (0.1, 6), (0.5, 16)):  # of 20: more than this has a probability below 0.003
+        assert (np.array(found) <= level).sum(0).max() <= most
+
+
+@pytest.mark.parametrize(("balance", "least"), [("none", True), ("logits", False)])
+def test_labels_leak_unless_the_classifier_is_sent_without_the_prior(balance: str, least: bool) -> None:
+    case = simulated_case(
+        method="fedsplit", partition="dirichlet:0.3", images_per_client=200, local_epochs=4, balance=balance
+    )
+    found = inferred(case.view, case.streams.at("labels"), 4, 400, lambda: None)
+    true = torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
+    distance = {name: float((one[0] - true).abs().sum()) for name, one in found.items()}
+    assert (distance["responses"] < distance["adjusted"]) == least
+    assert set(distance) >= {"bias", "bias, standardised"}
+
+
+def test_the_bias_readings_are_softmax_of_the_change() -> None:
+    case = simulated_case(method="fedsplit")
+    before = case.view.before.parts[Part.CLASSIFIER]
+    moved = torch.zeros(10).index_fill(0, torch.tensor([3]), 2.0)
+    found = class_shares.by_bias(case.view, [{**before, "5.bias": before["5.bias"] + moved}])
+    torch.testing.assert_close(found["bias"][0], moved.softmax(0))
+    # mean 0.2, deviation 2 / 10^0.5: (2 - 0.2) / 0.632 = 2.846 and -0.2 / 0.632 = -0.316
+    assert found["bias, standardised"][0, 3] == pytest.approx(
+        np.exp(2.846) / (np.exp(2.846) + 9 * np.exp(-0.316)), abs=1e-3
+    )
 
 
 def test_the_floor_is_the_better_of_equal_shares_and_the_federations_mean() -> None:
@@ -238,10 +279,12 @@ def test_the_single_class_control_fails_with_a_broken_formula(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("method", [pytest.param("fedcg", marks=pytest.mark.slow), "fedsplit"])
-def test_the_two_class_control_fails_with_a_broken_readout(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_class_control_fails_with_broken_readings(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = skewed(method)
     assert label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
-    monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: torch.full((10,), 0.1))
+    flat = torch.full((10,), 0.1)
+    monkeypatch.setattr(class_shares, "by_readout", lambda view, parts, streams: flat)
+    monkeypatch.setattr(class_shares, "by_responses", lambda view, sent, *_, **__: (flat.expand(len(sent), 10), 0.0))
     assert not label_distribution.headline_control(case, Effort.QUICK, lambda: None).passed
 
 

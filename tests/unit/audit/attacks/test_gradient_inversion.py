@@ -12,6 +12,8 @@ from audit.evidence.case import Extractor, Knowledge
 from audit.evidence.networks import whole_model
 from audit.measures import Reconstructions, trivial_images, unit_pixels
 from audit.techniques import gradients
+from audit.techniques.image_decoder import PrincipalComponents
+from fedcg.learning.image_set import ImageSet
 from fedcg.wire.parts import Part
 from tests.support.audit import carried_out, outcome_of, simulated_case
 from tests.support.present import present
@@ -31,10 +33,18 @@ def in_the_blink_of_an_eye(monkeypatch: pytest.MonkeyPatch, pixels: float) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedcg", "fedavg", "fedsplit"])
-def test_the_attack_runs_its_controls_succeed_and_every_figure_has_its_floor(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "least", "controls"), [("fedcg", 2.5, 1), ("fedavg", 12.0, 2), ("fedsplit", 1.5, 1)]
+)
+def test_single_gradients_show_images_far_above_the_mean_of_the_class(method: str, least: float, controls: int) -> None:
     outcome = outcome_of("inversion", method=method)
-    assert [control.passed for control in outcome.controls] == [True, True]
+    psnr = [figure for figure in outcome.figures if figure.name == "psnr"]
+    best = max((figure for figure in psnr if figure.is_possible), key=lambda figure: figure.gain.value)
+    assert best.floor_is == "the mean auxiliary image of its class"
+    assert best.gain.value > least  # from grey: -5 to -6 dB
+    assert present(best.p) < 0.001
+    assert max(figure.value.value for figure in psnr) - best.floor > 12
+    assert [control.passed for control in outcome.controls] == [True] * controls
     assert {figure.name for figure in outcome.figures} == {"psnr", "ssim", *(["rank"] if method != "fedavg" else [])}
     for figure in outcome.figures:
         assert figure.gain.low <= figure.gain.value <= figure.gain.high
@@ -45,7 +55,7 @@ def test_the_attack_runs_its_controls_succeed_and_every_figure_has_its_floor(met
 def test_the_controls_fail_when_the_search_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_blink_of_an_eye(monkeypatch, 0.5)
     outcome = carried_out("inversion", simulated_case(method="fedsplit"))
-    assert [control.passed for control in outcome.controls] == [False, False]
+    assert [control.passed for control in outcome.controls] == [False]
     assert all(figure.gain.value <= 0 for figure in outcome.figures if figure.name == "psnr")
     (rank,) = [figure for figure in outcome.figures if figure.name == "rank"]
     assert 0 < rank.value.value <= 400 / (32 * 32)  # as many pixels as there are features
@@ -68,9 +78,12 @@ def test_settings_have_words_of_their_own_and_name_the_knowledge_that_they_take(
     assert len({one.words for one in settings}) == len(settings)
     for setting in settings:
         assert (Knowledge.PRIVATE in setting.knowledge) == ("extractor true" in setting.words)
-        assert (Knowledge.AUXILIARY in setting.knowledge) == ("surrogate" in setting.words)
+        assert (Knowledge.AUXILIARY in setting.knowledge) == (
+            "surrogate" in setting.words or "auxiliary" in setting.words
+        )
     assert not any(
-        "surrogate" in one.words for one in gradient_inversion.settings_of(replace(view, auxiliary=None), effort)
+        "surrogate" in one.words or "auxiliary" in one.words
+        for one in gradient_inversion.settings_of(replace(view, auxiliary=None), effort)
     )
 
 
@@ -84,7 +97,7 @@ def test_the_rounds_weight_difference_is_the_gradient_that_moved_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "single", "own"),
-    [("fedavg", 9, "noise of variance 0.1"), ("fedcg", 11, "generator statistics (FedCG eq. 8), extractor surrogate")],
+    [("fedavg", 13, "noise of variance 0.1"), ("fedcg", 15, "generator statistics (FedCG eq. 8), extractor surrogate")],
 )
 def test_batches_and_the_whole_round_are_tried_by_default(
     monkeypatch: pytest.MonkeyPatch, method: str, single: int, own: str
@@ -94,7 +107,8 @@ def test_batches_and_the_whole_round_are_tried_by_default(
     settings = "\n".join(figure.setting for figure in outcome.figures)
     for words in ("batch of 4", "batch of 16", "weight difference of the round", own):
         assert words in settings
-    assert {len(table.rows) for table in outcome.pictures} == {2, 1 + single}
+    assert outcome.pictures[1].title == "From one image's gradient"
+    assert len(outcome.pictures[1].rows) == 1 + single
 
 
 def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_either() -> None:
@@ -107,6 +121,41 @@ def test_a_guess_that_is_the_floor_has_no_gain_and_shuffled_truth_has_none_eithe
     assert (of_floor.gain.value, of_floor.gain.high) == (0, 0)
     assert Reconstructions((pixels + 0.01).clamp(0, 1), pixels, floors).figure("psnr", "", (), None, 1).gain.low > 3
     assert Reconstructions(pixels.roll(1, 0), pixels, floors).figure("psnr", "", (), None, 1).gain.value < 0
+
+
+def test_images_of_another_observation_are_no_leak() -> None:
+    case = simulated_case(method="fedsplit")
+    images = case.truth.train.rows(range(16))
+    pixels = unit_pixels(images.images)
+    floors = {"mean": (pixels.mean(0).expand_as(pixels), pixels)}
+    for guesses, least, most in ((0.9 * pixels, 0.0, 2**-16), (pixels.roll(1, 0), 0.5, 1.0)):
+        p = present(Reconstructions(guesses, pixels, floors).figure("psnr", "", (), None, 1).p)
+        assert least <= p <= most
+
+
+def test_principal_components_give_the_mean_image_of_a_class_and_unit_coefficients() -> None:
+    known = present(simulated_case(method="fedsplit").view.auxiliary)
+    pixels = unit_pixels(known.images)
+    space = PrincipalComponents(known, 256, stream())
+    mean = pixels[known.labels == 3].mean(0)
+    torch.testing.assert_close(space.pixels(space.class_means(torch.tensor([3])))[0], mean, atol=1e-3, rtol=0)
+    sizes = space.components.square().sum(1)  # variances
+    found = (pixels.flatten(1) - space.mean) @ space.components[-32:].T / sizes[-32:]
+    torch.testing.assert_close(found.square().mean(0), torch.ones(32), atol=1e-2, rtol=0)
+    assert sizes.min() > 1e-8 * sizes.max()
+
+
+def test_a_surrogate_fits_the_features_that_the_attacker_knows() -> None:
+    case = simulated_case(method="fedsplit")
+    true, train = present(case.model()), case.truth.train
+    model = whole_model(case.view.spec, true[Part.EXTRACTOR], true[Part.CLASSIFIER])
+    pixels = unit_pixels(train.images)
+    features = model.features(pixels).detach()
+    similar = []
+    for known in (None, ImageSet(features, train.labels, train.classes)):
+        found = gradients.attacker_model(case.view, Extractor.SURROGATE, case.streams, 5, known).features(pixels)
+        similar.append(torch.nn.functional.cosine_similarity(found.flatten(1), features.flatten(1)).mean())
+    assert similar[1] > similar[0] + 0.05
 
 
 def test_a_batch_is_put_into_the_order_that_fits_best() -> None:
@@ -219,6 +268,10 @@ def test_distances_are_zero_at_the_truth_and_cosine_ignores_length() -> None:
     longer = gradients.BatchGradient(parts, tuple(3 * one for one in seen.values), 1)
     whole = whole_model(case.view.spec, model[Part.EXTRACTOR], model[Part.CLASSIFIER])
     assert float(gradients.gradient_distance(whole, seen)(pixels, train.labels[:1]).detach()) < 1e-9
+    for by in (gradients.feature_distance, gradients.feature_angle):
+        objective = by(whole, gradients.linear_inputs(whole, pixels).detach())
+        assert float(objective(pixels, train.labels[:1]).detach()) == pytest.approx(0, abs=1e-6)
+        assert float(objective(other, train.labels[:1]).detach()) > 1e-3
     assert float(gradients.gradient_distance(whole, seen)(other, train.labels[:1]).detach()) > 1e-3
     # |g - 3g|^2 / |3g|^2 = 4/9
     assert float(gradients.gradient_distance(whole, longer)(pixels, train.labels[:1]).detach()) == pytest.approx(
