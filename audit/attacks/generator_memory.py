@@ -7,29 +7,39 @@ published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
-from audit.evidence import Case, Extractor, Knowledge, View, networks
+from audit.attacks.membership import auc, auc_gain, auc_interval, aucs, chance_of_gain
+from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
+from audit.techniques import gradients
 from audit.techniques.image_decoder import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features, generate
 from fedcg.wire.parts import Part
 
 _MOST_NUMBERS = 1 << 24  # numbers in the samples of one class: 64 MB
-_PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
+_MEMORISED, _REPEATED = 10, 0.05  # the control of memory_worst: images, and their share of the samples of their classes
+_SURE = 0.01
+_NEAR = 1e-6
 _DECODED = "similarity of decoded samples to the nearest training image"
 _MEMORY = measures.Measure(
     "memory_auc", "training images distinguished from others by their distance to the generator's samples"
+)
+_WORST = measures.Measure(
+    "memory_worst", "the training image nearest to a sample, in deviations of images that were not trained on"
 )
 _INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
     (measures.psnr, measures.Measure("inverter_psnr", _DECODED, "dB")),
@@ -100,36 +110,90 @@ def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.T
     return pairs.reshape(len(pictures), len(images))
 
 
-def nearest_gain(tables: Sequence[measures.Values], seed: int) -> tuple[measures.Interval, float, measures.Interval]:
+def nearest_gain(
+    tables: Sequence[measures.Values], seed: int
+) -> tuple[measures.Interval, float, measures.Interval, float]:
     """Compare each picture's nearest training image with its nearest held-out image.
 
-    Pictures of a class share their nearest image, so they are not independent samples. The gain's interval therefore
-    comes from 1,000 random assignments of images to "trained on": the distribution of the figure if nothing was
-    memorised.
+    Pictures of a class share their nearest image, so they are not independent samples. The gain's interval and its
+    probability therefore come from random assignments of images to "trained on": the distribution of the figure if
+    nothing was memorised.
 
     Args:
         tables: by class, similarity [pictures, 2 n]: n training images, then n held out.
         seed: for the random assignments.
 
     Returns:
-        Similarity to the nearest training image, to the nearest held-out one, and the gain.
+        Similarity to the nearest training image, to the nearest held-out one, the gain, and the probability of at least
+        this gain by chance.
     """
-    drawn = np.random.default_rng(seed)
-
-    def nearest_of(some: Sequence[measures.Values]) -> measures.Values:
-        return np.concatenate([table.reshape(len(table), 2, -1).max(axis=2) for table in some])
-
-    nearest = nearest_of(tables)
-    chance = [
-        nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
-    ]
-    by_chance = measures.percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
+    by_class = [table.reshape(len(table), 2, -1) for table in tables]
+    nearest = np.concatenate([table.max(axis=2) for table in by_class])
+    by_chance: measures.Values = sum((_swapped(table, seed + at) for at, table in enumerate(by_class)), np.zeros(1))
     train, held_out = nearest.mean(axis=0)
-    gain = float(train - held_out)
+    gain, by_chance = float(train - held_out), by_chance / len(nearest)
+    low, high = (
+        gain - end
+        for end in (measures.percentile_interval(0.0, by_chance).high, measures.percentile_interval(0.0, by_chance).low)
+    )
     return (
         measures.bootstrap(nearest[:, 0], seed),
         float(held_out),
-        measures.Interval(gain, gain - by_chance.high, gain - by_chance.low),
+        measures.Interval(gain, low, high),
+        measures.chance_in(gain, by_chance),
+    )
+
+
+def _swapped(table: measures.Values, seed: int) -> measures.Values:
+    """Return the summed gain of the pictures of a class [pictures, 2, n] for each random assignment of "trained on"."""
+    count, flags = table.shape[2], np.repeat([True, False], table.shape[2])
+    found = []
+    for some in measures.reassigned(np.tile(np.arange(count), 2), flags, seed, table.size):
+        stays = some[:, None, :count]
+        train, held_out = (np.where(one, table[:, 0], table[:, 1]).max(2) for one in (stays, ~stays))
+        found.append((train - held_out).sum(1))
+    return np.concatenate(found)
+
+
+def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int) -> measures.Values:
+    """Return how much nearer a sample of its class is to each image [N, D] than to the class's images on average: the largest log ratio over samples, [N].
+
+    A sample that repeats the features of one image is near to it alone; a sample near the centre of its class is near to all.
+    """
+    found = torch.zeros(len(labels))
+    for label in labels.unique().tolist():
+        mine = labels == label
+        distances = torch.cdist(features[mine], samples(label, count)).clamp(min=_NEAR)
+        found[mine] = (distances.mean(0) / distances).log().amax(1)
+    return found.double().numpy()
+
+
+def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Values, count: int) -> measures.Figure:
+    """Return the figure of the most exposed training image, in deviations of images that were not trained on.
+
+    The probability is that of the largest of as many draws from the held-out images' distribution (Student's prediction
+    interval, exact for normal scores). Assigning "trained on" at random can't show few memorised images: if ten of 300
+    among 400 images were, all ten are called "trained on" in 6 % of the assignments.
+
+    Args:
+        setting: in words.
+        used: the attacker's knowledge.
+        scores: of `exposure`, [N]; the first `count` are training images.
+        count: number of training images.
+    """
+    train, others = scores[:count], scores[count:]
+    wider = (1 + 1 / len(others)) ** 0.5
+    deviations = (train - others.mean()) / others.std(ddof=1) / wider
+    value, by_chance = float(deviations.max()), student(len(others) - 1)
+    middle, low, high = (float(by_chance.isf(-np.expm1(np.log(share) / count))) for share in (0.5, 0.975, 0.025))
+    return _WORST.figure(
+        setting,
+        used,
+        measures.Interval(value, value, value),
+        ("the nearest of as many images that were not trained on, predicted from those held out", middle),
+        count,
+        gain=measures.Interval(value - middle, value - low, value - high),
+        p=float(-np.expm1(count * np.log1p(-by_chance.sf(value)))),
     )
 
 
@@ -160,6 +224,7 @@ class _Setting:
 
     source: Extractor
     images: tuple[ImageSet, ImageSet]
+    everyone: torch.Tensor
     train: torch.Tensor
     held_out: torch.Tensor
     decoder: Decoder | None
@@ -200,60 +265,109 @@ class _Setting:
         return measures.unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
 
 
-def wins(scores: Nearness) -> measures.Values:
-    """Return [N, N]: 1 where a training image is nearer than a held-out one, 1/2 for ties; its mean is the AUC (Mann-Whitney)."""
-    train, held_out = scores.train[:, None], scores.held_out[None, :]
-    table: measures.Values = (train > held_out) + 0.5 * (train == held_out)
-    return table
+@dataclass(frozen=True)
+class _Everyone:
+    """All images of the device, training images first.
+
+    Attributes:
+        labels: [N]; `trained`: number of training images.
+        samples: of the generator per class; `spec`: gives the maps of features.
+    """
+
+    labels: torch.Tensor
+    trained: int
+    samples: int
+    spec: FederationSpec
+
+    def worst(self, setting: _Setting, samples: Samples) -> measures.Figure:
+        """Return the figure of the most exposed training image; standardised by map, as surrogates share positions and not levels."""
+        standardised = partial(gradients.standardised, spec=self.spec)
+        scores = exposure(
+            standardised(setting.everyone),
+            self.labels,
+            lambda label, count: standardised(samples(label, count)),
+            self.samples,
+        )
+        source = setting.source.knowledge
+        used = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in source} | {
+            Knowledge.UPDATE,
+            Knowledge.CANDIDATES,
+        }
+        return worst_figure(setting.words, used, scores, self.trained)
 
 
-def _mean_of_pairs(table: measures.Values, seed: int) -> measures.Interval:
-    """Return the mean of a table [N, N] with its interval: row i and column i, of the same class, are resampled together."""
+def _auc_figure(setting: _Setting, found: Nearness, before: Nearness | None) -> measures.Figure:
+    """Return the figure of the distances."""
+    (score, members), blind = _flagged(found), np.zeros(2 * len(found.train))
+    floor, floor_is = 0.5, "a coin toss"
+    if before is not None:
+        blind = _flagged(before)[0]
+        if (earlier := auc(before.train, before.held_out)) > floor:
+            floor, floor_is = earlier, "the same distances to the generator before the round"
+    return _MEMORY.figure(
+        setting.words,
+        {Knowledge.UPDATE, Knowledge.CANDIDATES} | setting.source.knowledge,
+        auc_interval(found.train, found.held_out, setting.seed),
+        (floor_is, floor),
+        len(score) // 2,
+        gain=auc_gain(score, blind, members, setting.seed),
+        p=chance_of_gain(aucs, 0.5, (score, blind), members, setting.labels.repeat(2), setting.seed),
+    )
 
-    def mean(drawn: measures.Values) -> float:
-        rows = drawn.astype(int)
-        return float(table[np.ix_(rows, rows)].mean())
 
-    return measures.bootstrap(np.arange(len(table), dtype=float), seed, mean)
+def _flagged(found: Nearness) -> tuple[measures.Values, measures.Flags]:
+    """Return the scores of all images, and which were trained on."""
+    return np.concatenate([found.train, found.held_out]), np.repeat([True, False], len(found.train))
 
 
 def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[measures.Figure]:
     """Yield the figures of the distances and, with a decoder, of decoded samples."""
-    used = {Knowledge.UPDATE} | setting.source.knowledge
-    value, floor, floor_is = wins(found), np.array(0.5), "a coin toss"
-    if before is not None and wins(before).mean() > 0.5:
-        floor, floor_is = wins(before), "the same distances to the generator before the round"
-    yield _MEMORY.figure(
-        setting.words,
-        used | {Knowledge.CANDIDATES},
-        _mean_of_pairs(value, setting.seed),
-        (floor_is, float(floor.mean())),
-        len(value),
-        gain=_mean_of_pairs(value - floor, setting.seed),
-    )
+    yield _auc_figure(setting, found, before)
     for alike, measure in _INVERTED if setting.decoder is not None else ():
-        nearest, other, gain = nearest_gain(setting.tables(mine, alike), setting.seed)
+        nearest, other, gain, likely = nearest_gain(setting.tables(mine, alike), setting.seed)
         yield measure.figure(
             setting.words,
-            used | {Knowledge.AUXILIARY},
+            {Knowledge.UPDATE, Knowledge.AUXILIARY} | setting.source.knowledge,
             nearest,
             ("the nearest of equally many images of the class that were not trained on", other),
             setting.plan.pictures * len(setting.classes),
             gain=gain,
+            p=likely,
         )
 
 
-def _controls(setting: _Setting, streams: Streams) -> Iterator[measures.Control]:
-    """Run the attacks on a planted generator that has memorised."""
-    memory = planted(setting.train, setting.labels, streams)
-    value = float(wins(setting.nearness(memory)).mean())
+def _controls(
+    attacked: _Setting, own: _Setting, everyone: _Everyone, mine: Samples, streams: Streams
+) -> Iterator[measures.Control]:
+    """Run the attacks with the attacker's extractor on generators that memorised features of the device's own, if it is known."""
+    must, title = "above chance (p below 1 %)", f"{attacked.words}, on a planted generator that returns the features of"
+    memory = planted(own.train, own.labels, streams)
+    found = _auc_figure(attacked, attacked.nearness(memory), None)
+    likely = found.p or 0.0
     yield measures.Control(
-        "planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9
+        f"{title} the training images: memory_auc", found.value.value, must, likely < _SURE, "memory_auc"
     )
-    if setting.decoder is not None:
-        gain = nearest_gain(setting.tables(memory, measures.psnr), setting.seed)[2]
-        title = "planted generator that returns training features: gain of inverter_psnr in dB"
-        yield measures.Control(title, gain.value, "above 0, including the confidence bound", gain.low > 0)
+    chosen = torch.randperm(everyone.trained, generator=streams.generator("memorised"))[:_MEMORISED]
+    some = planted(own.everyone[chosen], everyone.labels[chosen], streams)
+
+    def draw(label: int, count: int) -> torch.Tensor:
+        kept = mine(label, count)
+        if bool((everyone.labels[chosen] == label).any()):
+            repeated = max(1, int(_REPEATED * count))
+            kept = torch.cat([some(label, repeated), kept[repeated:]])
+        return kept
+
+    worst = everyone.worst(attacked, draw)
+    likely = worst.p or 0.0
+    yield measures.Control(
+        f"{title} {len(chosen)} training images in {_REPEATED:.0%} of its samples: memory_worst", worst.value.value, must, likely < _SURE, "memory_worst"
+    )  # fmt: skip
+    if attacked.decoder is not None:
+        *_, gain, likely = nearest_gain(attacked.tables(memory, measures.psnr), attacked.seed)
+        for name in ("inverter_psnr", "inverter_ssim"):
+            yield measures.Control(
+                f"{title} the training images: gain of inverter_psnr in dB", gain.value, must, likely < _SURE, name
+            )
 
 
 def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
@@ -267,7 +381,7 @@ def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
     return measures.Pictures(f"decoded samples of the generator ({setting.words})", rows)
 
 
-def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
+def _settings(case: Case, plan: _Plan, everyone: torch.Tensor, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """Yield the attacker's setting first, then the one with the true extractor."""
     view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
     given = view.with_private(case.truth.after or {})
@@ -281,7 +395,8 @@ def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator
         if view.auxiliary is not None:
             known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        yield _Setting(source, images, train, held_out, decoder, plan, streams.seed("draws"))
+        features = extract_features(extractor, everyone, view.spec).flatten(1)
+        yield _Setting(source, images, features, train, held_out, decoder, plan, streams.seed("draws"))
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
@@ -298,17 +413,21 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     before = None if earlier is None else samples_of(case.view, earlier, streams)
     yield "training images are compared with equally many other images of the same classes"
     figures: list[measures.Figure] = []
-    settings = list(_settings(case, plan, streams, tick))
+    truth = case.truth
+    known = joined(truth.train, truth.held_out)
+    everyone = _Everyone(known.labels, len(truth.train), plan.samples, case.view.spec)
+    settings = list(_settings(case, plan, known.images, streams, tick))
     for setting in settings:
         found = setting.nearness(mine)
         figures += _figures(setting, mine, found, before and setting.nearness(before))
+        figures.append(everyone.worst(setting, mine))
         yield f"{found.nearer:.0%} of the samples are nearer to a training image than to any held-out one ({setting.words})"
         if setting.decoder is not None:
             yield _pictures(setting, mine)
     own = {one.name: one.value.value for one in figures} if settings[-1].source.is_own else {}
     for one in figures:
-        yield replace(one, ceiling=own.get(one.name)) if one.is_possible else one
-    yield from _controls(settings[-1], streams)
+        yield replace(one, ceiling=own.get(one.name)) if one.is_possible and one.setting != settings[-1].words else one
+    yield from _controls(settings[0], settings[-1], everyone, mine, streams)
 
 
 def _lacks(case: Case) -> str | None:
