@@ -6,7 +6,6 @@ template, without scripts or fonts. Their colours come from the page's style, fo
 
 from __future__ import annotations
 
-import functools
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -248,10 +247,8 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
     }
 
 
-@functools.lru_cache(maxsize=1)
-def _detection() -> dict[str, Any]:
-    """The measured power and false alarms, written by `fedcg bench privacy`: `[[smallest]]` and `[[false_alarm]]`."""
-    return read_values(Path(__file__).with_name("detection.toml"), AuditError)[1]
+DETECTION_FILE = Path(__file__).with_name("detection.toml")
+"""The measured power and false alarms, `[[smallest]]` and `[[false_alarm]]`; written by `fedcg bench privacy`."""
 
 
 def evidence(finding: Finding, effort: str, images: int) -> str:
@@ -259,10 +256,9 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
 
     Between measured numbers of training images the smallest leak is interpolated in their logarithm, never beyond them.
     """
-    mine = {"attack": finding.attack.name, "effort": effort}
+    mine, measured = {"attack": finding.attack.name, "effort": effort}, read_values(DETECTION_FILE, AuditError)[1]
     smallest, alarms = (
-        [row for row in _detection().get(name, ()) if mine.items() <= row.items()]
-        for name in ("smallest", "false_alarm")
+        [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "false_alarm")
     )
     if finding.result is Result.LEAKED:
         rates = [binomtest(row["red"], row["of"]).proportion_ci(method="exact") for row in alarms]

@@ -235,7 +235,7 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     started, attacks, conditions = time.monotonic(), chosen_attacks(options.attacks), parse_gate(options.gate)
     recorded = read_updates(options.updates, options.federation)
     case = _case(options, recorded)
-    folder = AuditFolder(options.out, _identity(options, case, recorded), force=options.force)
+    folder = AuditFolder(options.out, identity_of(options, case, recorded), force=options.force)
     with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
         outcomes = carry_out(
             case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
@@ -263,7 +263,8 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
 
-def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> dict[str, Any]:
+def identity_of(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> dict[str, Any]:
+    """Return what the outcomes of an audit depend on: contents by their sha256, versions and options."""
     view, truth = case.view, case.truth
     program = Program.of_source(options.data)
     contents = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from scipy.stats import t as student
 
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
-from audit.attacks.membership import auc, auc_gain, auc_interval, aucs, chance_of_gain
+from audit.attacks.membership import auc, auc_gain, aucs, chance_of_gain, sides
 from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
 from audit.techniques import gradients
 from audit.techniques.image_decoder import Decoder, trained_decoder
@@ -32,7 +31,7 @@ from fedcg.wire.parts import Part
 _MOST_NUMBERS = 1 << 24  # numbers in the samples of one class: 64 MB
 _PLANTED_NOISE = 0.01
 _MEMORISED, _REPEATED = 10, 0.05  # the control of memory_worst: images, and their share of the samples of their classes
-_SURE = 0.01
+_SURE, _COIN = 0.01, 0.5
 _NEAR = 1e-6
 _DECODED = "similarity of decoded samples to the nearest training image"
 _MEMORY = measures.Measure(
@@ -72,38 +71,6 @@ def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> S
     return draw
 
 
-@dataclass(frozen=True)
-class Nearness:
-    """The distances of images to the samples.
-
-    Attributes:
-        train: [N] negative distance of each training image to the nearest sample of its class; `held_out` likewise.
-        nearer: share of the samples that are nearer to a training image than to any held-out one (SDMetrics'
-            overfitting protection).
-    """
-
-    train: measures.Values
-    held_out: measures.Values
-    nearer: float
-
-
-def nearness(
-    train: torch.Tensor, held_out: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int
-) -> Nearness:
-    """Compute distances of features [N, F], both with the same labels [N], to the nearest of `count` samples of their class (fewer for long features)."""
-    count = max(2, min(count, _MOST_NUMBERS // train.shape[1]))
-    found, shares = torch.empty(2, len(labels)), []
-    for label in labels.unique().tolist():
-        mine = labels == label
-        drawn = samples(label, count)
-        distances = [torch.cdist(some[mine], drawn) for some in (train, held_out)]
-        for row, some in zip(found, distances, strict=True):
-            row[mine] = -some.min(1).values
-        shares.append((distances[0].min(0).values < distances[1].min(0).values).double().mean())
-    scores = found.double().numpy()
-    return Nearness(scores[0], scores[1], float(torch.stack(shares).mean()))
-
-
 def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.Tensor) -> measures.Values:
     """Return a measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
@@ -129,17 +96,13 @@ def nearest_gain(
     """
     by_class = [table.reshape(len(table), 2, -1) for table in tables]
     nearest = np.concatenate([table.max(axis=2) for table in by_class])
-    by_chance: measures.Values = sum((_swapped(table, seed + at) for at, table in enumerate(by_class)), np.zeros(1))
+    by_chance = np.sum([_swapped(table, seed + at) for at, table in enumerate(by_class)], axis=0) / len(nearest)
     train, held_out = nearest.mean(axis=0)
-    gain, by_chance = float(train - held_out), by_chance / len(nearest)
-    low, high = (
-        gain - end
-        for end in (measures.percentile_interval(0.0, by_chance).high, measures.percentile_interval(0.0, by_chance).low)
-    )
+    gain, spread = float(train - held_out), measures.percentile_interval(0.0, by_chance.tolist())
     return (
         measures.bootstrap(nearest[:, 0], seed),
         float(held_out),
-        measures.Interval(gain, low, high),
+        measures.Interval(gain, gain - spread.high, gain - spread.low),
         measures.chance_in(gain, by_chance),
     )
 
@@ -160,7 +123,7 @@ def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, cou
 
     A sample that repeats the features of one image is near to it alone; a sample near the centre of its class is near to all.
     """
-    found = torch.zeros(len(labels))
+    found, count = torch.zeros(len(labels)), max(2, min(count, _MOST_NUMBERS // features.shape[1]))
     for label in labels.unique().tolist():
         mine = labels == label
         distances = torch.cdist(features[mine], samples(label, count)).clamp(min=_NEAR)
@@ -220,26 +183,28 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One extractor's view of `images`, training and held-out: all features are [N, F]."""
+    """One extractor's view of the device's images.
+
+    Attributes:
+        images: equally many training and held-out images of each class; `features` of both, in this order, [2 n, F].
+        everyone: all images, training images first; `every_feature` of them, [N, F]; `trained`: number of the former.
+    """
 
     source: Extractor
-    images: tuple[ImageSet, ImageSet]
-    everyone: torch.Tensor
-    train: torch.Tensor
-    held_out: torch.Tensor
+    spec: FederationSpec
+    images: ImageSet
+    features: torch.Tensor
+    everyone: ImageSet
+    every_feature: torch.Tensor
+    trained: int
     decoder: Decoder | None
     plan: _Plan
     seed: int
 
     @property
-    def labels(self) -> torch.Tensor:
-        """The features of the training images and of the held-out images."""
-        return self.images[0].labels
-
-    @property
     def classes(self) -> list[int]:
         """The classes with images."""
-        found: list[int] = self.labels.unique().tolist()
+        found: list[int] = self.images.labels.unique().tolist()
         return found
 
     @property
@@ -247,13 +212,55 @@ class _Setting:
         """The setting, as words for a report."""
         return f"extractor: {self.source.value}"
 
-    def nearness(self, samples: Samples) -> Nearness:
-        """The distances of all images."""
-        return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
+    def exposure(self, features: torch.Tensor, labels: torch.Tensor, samples: Samples) -> measures.Values:
+        """Return `exposure` of features; standardised by map, as surrogates share the positions of a map and not its levels."""
 
-    def tables(self, samples: Samples, measure: measures.Likeness) -> list[measures.Values]:
-        """By class, the similarity of decoded samples to training images and to held-out images."""
-        return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
+        def draw(label: int, count: int) -> torch.Tensor:
+            return gradients.standardised(samples(label, count), self.spec)
+
+        return exposure(gradients.standardised(features, self.spec), labels, draw, self.plan.samples)
+
+    def memory(self, samples: Samples, before: Samples | None) -> measures.Figure:
+        """Return the figure of all images: how well exposure separates training images from others."""
+        labels, members = self.images.labels, np.arange(len(self.images)) < len(self.images) // 2
+        score = self.exposure(self.features, labels, samples)
+        blind = np.zeros(len(score)) if before is None else self.exposure(self.features, labels, before)
+        earlier = auc(*sides(blind, members))
+        floor = (
+            ("the same distances to the generator before the round", earlier)
+            if earlier > _COIN
+            else ("a coin toss", _COIN)
+        )
+        return _MEMORY.figure(
+            self.words,
+            {Knowledge.UPDATE, Knowledge.CANDIDATES} | self.source.knowledge,
+            auc_gain(score, np.zeros(len(score)), members, self.seed).over(-_COIN),
+            floor,
+            len(score) // 2,
+            gain=auc_gain(score, blind, members, self.seed),
+            p=chance_of_gain(aucs, _COIN, (score, blind), members, labels, self.seed),
+        )
+
+    def worst(self, samples: Samples) -> measures.Figure:
+        """Return the figure of the most exposed training image."""
+        scores = self.exposure(self.every_feature, self.everyone.labels, samples)
+        known = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in self.source.knowledge}
+        return worst_figure(self.words, known | {Knowledge.UPDATE, Knowledge.CANDIDATES}, scores, self.trained)
+
+    def inverted(self, samples: Samples) -> Iterator[measures.Figure]:
+        """Yield the figures of decoded samples; none without a decoder."""
+        for alike, measure in _INVERTED if self.decoder is not None else ():
+            tables = [likeness(alike, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
+            nearest, other, gain, likely = nearest_gain(tables, self.seed)
+            yield measure.figure(
+                self.words,
+                {Knowledge.UPDATE, Knowledge.AUXILIARY} | self.source.knowledge,
+                nearest,
+                ("the nearest of equally many images of the class that were not trained on", other),
+                self.plan.pictures * len(self.classes),
+                gain=gain,
+                p=likely,
+            )
 
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
         """Return pictures of a class's samples."""
@@ -262,112 +269,30 @@ class _Setting:
 
     def pixels(self, label: int) -> torch.Tensor:
         """Return a class's training images, then its held-out images."""
-        return measures.unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
+        return measures.unit_pixels(self.images.images[self.images.labels == label])
 
 
-@dataclass(frozen=True)
-class _Everyone:
-    """All images of the device, training images first.
-
-    Attributes:
-        labels: [N]; `trained`: number of training images.
-        samples: of the generator per class; `spec`: gives the maps of features.
-    """
-
-    labels: torch.Tensor
-    trained: int
-    samples: int
-    spec: FederationSpec
-
-    def worst(self, setting: _Setting, samples: Samples) -> measures.Figure:
-        """Return the figure of the most exposed training image; standardised by map, as surrogates share positions and not levels."""
-        standardised = partial(gradients.standardised, spec=self.spec)
-        scores = exposure(
-            standardised(setting.everyone),
-            self.labels,
-            lambda label, count: standardised(samples(label, count)),
-            self.samples,
-        )
-        source = setting.source.knowledge
-        used = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in source} | {
-            Knowledge.UPDATE,
-            Knowledge.CANDIDATES,
-        }
-        return worst_figure(setting.words, used, scores, self.trained)
-
-
-def _auc_figure(setting: _Setting, found: Nearness, before: Nearness | None) -> measures.Figure:
-    """Return the figure of the distances."""
-    (score, members), blind = _flagged(found), np.zeros(2 * len(found.train))
-    floor, floor_is = 0.5, "a coin toss"
-    if before is not None:
-        blind = _flagged(before)[0]
-        if (earlier := auc(before.train, before.held_out)) > floor:
-            floor, floor_is = earlier, "the same distances to the generator before the round"
-    return _MEMORY.figure(
-        setting.words,
-        {Knowledge.UPDATE, Knowledge.CANDIDATES} | setting.source.knowledge,
-        auc_interval(found.train, found.held_out, setting.seed),
-        (floor_is, floor),
-        len(score) // 2,
-        gain=auc_gain(score, blind, members, setting.seed),
-        p=chance_of_gain(aucs, 0.5, (score, blind), members, setting.labels.repeat(2), setting.seed),
-    )
-
-
-def _flagged(found: Nearness) -> tuple[measures.Values, measures.Flags]:
-    """Return the scores of all images, and which were trained on."""
-    return np.concatenate([found.train, found.held_out]), np.repeat([True, False], len(found.train))
-
-
-def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[measures.Figure]:
-    """Yield the figures of the distances and, with a decoder, of decoded samples."""
-    yield _auc_figure(setting, found, before)
-    for alike, measure in _INVERTED if setting.decoder is not None else ():
-        nearest, other, gain, likely = nearest_gain(setting.tables(mine, alike), setting.seed)
-        yield measure.figure(
-            setting.words,
-            {Knowledge.UPDATE, Knowledge.AUXILIARY} | setting.source.knowledge,
-            nearest,
-            ("the nearest of equally many images of the class that were not trained on", other),
-            setting.plan.pictures * len(setting.classes),
-            gain=gain,
-            p=likely,
-        )
-
-
-def _controls(
-    attacked: _Setting, own: _Setting, everyone: _Everyone, mine: Samples, streams: Streams
-) -> Iterator[measures.Control]:
+def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams) -> Iterator[measures.Control]:
     """Run the attacks with the attacker's extractor on generators that memorised features of the device's own, if it is known."""
-    must, title = "above chance (p below 1 %)", f"{attacked.words}, on a planted generator that returns the features of"
-    memory = planted(own.train, own.labels, streams)
-    found = _auc_figure(attacked, attacked.nearness(memory), None)
-    likely = found.p or 0.0
-    yield measures.Control(
-        f"{title} the training images: memory_auc", found.value.value, must, likely < _SURE, "memory_auc"
-    )
-    chosen = torch.randperm(everyone.trained, generator=streams.generator("memorised"))[:_MEMORISED]
-    some = planted(own.everyone[chosen], everyone.labels[chosen], streams)
+    count = len(own.images) // 2
+    memory = planted(own.features[:count], own.images.labels[:count], streams)
+    chosen = torch.randperm(own.trained, generator=streams.generator("memorised"))[:_MEMORISED]
+    labels = own.everyone.labels[chosen]
+    few = planted(own.every_feature[chosen], labels, streams)
 
     def draw(label: int, count: int) -> torch.Tensor:
-        kept = mine(label, count)
-        if bool((everyone.labels[chosen] == label).any()):
-            repeated = max(1, int(_REPEATED * count))
-            kept = torch.cat([some(label, repeated), kept[repeated:]])
-        return kept
+        repeated = max(1, int(_REPEATED * count)) if bool((labels == label).any()) else 0
+        return torch.cat([few(label, repeated), mine(label, count)[repeated:]]) if repeated else mine(label, count)
 
-    worst = everyone.worst(attacked, draw)
-    likely = worst.p or 0.0
-    yield measures.Control(
-        f"{title} {len(chosen)} training images in {_REPEATED:.0%} of its samples: memory_worst", worst.value.value, must, likely < _SURE, "memory_worst"
-    )  # fmt: skip
-    if attacked.decoder is not None:
-        *_, gain, likely = nearest_gain(attacked.tables(memory, measures.psnr), attacked.seed)
-        for name in ("inverter_psnr", "inverter_ssim"):
-            yield measures.Control(
-                f"{title} the training images: gain of inverter_psnr in dB", gain.value, must, likely < _SURE, name
-            )
+    of_all, of_few = (
+        "all training images",
+        f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class",
+    )
+    found = [(of_all, attacked.memory(memory, None)), (of_few, attacked.worst(draw))]
+    for what, one in [*found, *((of_all, figure) for figure in attacked.inverted(memory))]:
+        title = f"{one.name}, {attacked.words}, on a planted generator that returns the features of {what}"
+        passed = one.p is not None and one.p < _SURE
+        yield measures.Control(title, one.value.value, f"above {one.floor:.3g}, p below 1 %", passed, one.name)
 
 
 def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
@@ -381,22 +306,29 @@ def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
     return measures.Pictures(f"decoded samples of the generator ({setting.words})", rows)
 
 
-def _settings(case: Case, plan: _Plan, everyone: torch.Tensor, streams: Streams, tick: Tick) -> Iterator[_Setting]:
+def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """Yield the attacker's setting first, then the one with the true extractor."""
-    view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
-    given = view.with_private(case.truth.after or {})
+    view, truth = case.view, case.truth
+    images, everyone = (
+        joined(*truth.matched(streams.generator("matched"), plan.images)),
+        joined(truth.train, truth.held_out),
+    )
+    given = view.with_private(truth.after or {})
     for source in _sources(case):
         weights = networks.estimated_extractor(
             given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs
         )
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in images)
+        features, every_feature = (
+            extract_features(extractor, some.images, view.spec).flatten(1) for some in (images, everyone)
+        )
         decoder = None
         if view.auxiliary is not None:
             known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        features = extract_features(extractor, everyone, view.spec).flatten(1)
-        yield _Setting(source, images, features, train, held_out, decoder, plan, streams.seed("draws"))
+        yield _Setting(
+            source, view.spec, images, features, everyone, every_feature, len(truth.train), decoder, plan, streams.seed("draws")
+        )  # fmt: skip
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
@@ -413,21 +345,17 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     before = None if earlier is None else samples_of(case.view, earlier, streams)
     yield "training images are compared with equally many other images of the same classes"
     figures: list[measures.Figure] = []
-    truth = case.truth
-    known = joined(truth.train, truth.held_out)
-    everyone = _Everyone(known.labels, len(truth.train), plan.samples, case.view.spec)
-    settings = list(_settings(case, plan, known.images, streams, tick))
+    settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
-        found = setting.nearness(mine)
-        figures += _figures(setting, mine, found, before and setting.nearness(before))
-        figures.append(everyone.worst(setting, mine))
-        yield f"{found.nearer:.0%} of the samples are nearer to a training image than to any held-out one ({setting.words})"
+        figures += [setting.memory(mine, before), setting.worst(mine), *setting.inverted(mine)]
         if setting.decoder is not None:
             yield _pictures(setting, mine)
-    own = {one.name: one.value.value for one in figures} if settings[-1].source.is_own else {}
+    own = (
+        {one.name: one.value.value for one in figures if one.setting == settings[-1].words} if len(settings) > 1 else {}
+    )
     for one in figures:
-        yield replace(one, ceiling=own.get(one.name)) if one.is_possible and one.setting != settings[-1].words else one
-    yield from _controls(settings[0], settings[-1], everyone, mine, streams)
+        yield replace(one, ceiling=own.get(one.name)) if one.setting != settings[-1].words else one
+    yield from _controls(settings[0], settings[-1], mine, streams)
 
 
 def _lacks(case: Case) -> str | None:

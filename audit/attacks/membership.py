@@ -71,7 +71,7 @@ def membership_figures(
     yield _AUC.figure(
         scores.setting,
         scores.knowledge,
-        auc_interval(inside, outside, seed),
+        auc_gain(scores.score, np.zeros(len(members)), members, seed).over(-_AUC_OF_CHANCE),
         (scores.floor_is, max(_AUC_OF_CHANCE, auc(*blind))),
         len(members),
         gain=auc_gain(scores.score, scores.blind, members, seed),
@@ -157,13 +157,6 @@ def aucs(scores: measures.Values, members: Flags) -> measures.Values:
     ranks = members @ rankdata(scores)
     found: measures.Values = (ranks - inside * (inside + 1) / 2) / (inside * (len(scores) - inside))
     return found
-
-
-def auc_interval(members: measures.Values, others: measures.Values, seed: int) -> measures.Interval:
-    """Return `auc` with a bootstrap over members and non-members, resampled separately."""
-    drawn = np.random.default_rng(seed)
-    found = [auc(drawn.choice(members, len(members)), drawn.choice(others, len(others))) for _ in range(_RESAMPLES)]
-    return measures.percentile_interval(auc(members, others), found)
 
 
 def true_positive_rate(
@@ -384,17 +377,6 @@ def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags
     )
 
 
-def _by_class(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> str:
-    best = max(found, key=lambda one: auc(*sides(one.score, members)))
-    labels = images.labels.numpy()
-    classes = ", ".join(
-        f"{name} {auc(best.score[members & (labels == at)], best.score[~members & (labels == at)]):.2f}"
-        for at, name in enumerate(images.classes)
-        if int((labels == at).sum()) >= _FEWEST
-    )
-    return f"AUC per class of the strongest attack ({best.setting}): {classes or 'too few images'}."
-
-
 def _carry_out(trial: Trial) -> Iterator[Found]:
     case, effort, streams, auxiliary = trial.case, trial.effort, trial.streams, trial.view.auxiliary
     assert auxiliary is not None
@@ -421,7 +403,6 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     if isinstance(view.spec.input, ImageForm):
         yield most_exposed(found, candidates, members)
     yield f"Shadow and reference models: {count}, trained for {epochs} epochs on auxiliary images."
-    yield _by_class(found, candidates, members)
     count = int((~members).sum())
     for rate in RATES:
         if rate * count < FEWEST_PASSED:

@@ -156,7 +156,7 @@ def audit_command(place: Path, out: Path, *more: object) -> tuple[object, ...]:
 SUBJECT = Subject(
     "demo", "fedcg", "lenet5", "client-1", 3, {"classifier": 61_000, "generator": 120_000}, ("accuracy", "examples"), (332, 139),
     0, ("3 frames dropped because the observer was too slow",), {"effort": "quick", "seed": 0}, "fedcg audit run --updates <here>",
-    "public spec seed",
+    "public spec seed", 42.0,
 )  # fmt: skip
 VERDICTS = (GateResult("reid_gain<0.02", passed=False, why="at most 0.31 (95 %): classifier, public start"),)
 
