@@ -235,7 +235,7 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     started, attacks, conditions = time.monotonic(), chosen_attacks(options.attacks), parse_gate(options.gate)
     recorded = read_updates(options.updates, options.federation)
     case = _case(options, recorded)
-    folder = AuditFolder(options.out, identity_of(options, case, recorded), force=options.force)
+    folder = AuditFolder(options.out, identity_of(options, case), force=options.force)
     with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
         outcomes = carry_out(
             case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
@@ -263,12 +263,13 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
 
-def identity_of(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> dict[str, Any]:
+def identity_of(options: AuditOptions, case: Case) -> dict[str, Any]:
     """Return what the outcomes of an audit depend on: contents by their sha256, versions and options."""
     view, truth = case.view, case.truth
     program = Program.of_source(options.data)
     contents = {
         "spec": view.spec.canonical(),
+        "update": view.update,
         "before": view.before,
         "others": view.others,
         "report": view.report,
@@ -280,7 +281,7 @@ def identity_of(options: AuditOptions, case: Case, recorded: RecordedUpdates) ->
         "format": 2,
         "version": version("fedcg-edge"),
         "program": None if program is None else program.digest(),
-        "update": recorded.updates()[view.client, view.round],
+        "artifact": view.artifact,
         "effort": options.effort.value,
         "seed": options.seed,
         **{name: content_sha256(value) for name, value in contents.items()},

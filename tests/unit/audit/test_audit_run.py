@@ -11,7 +11,6 @@ import pytest
 
 from audit.attacks.attack import Attack, Effort, Found, Trial, carried_out, get_attack
 from audit.choices import ATTACKS, parse_gate
-from audit.evidence import read_updates
 from audit.measures import Outcome
 from audit.report import judge
 from audit.run import AuditFolder, AuditOptions, carry_out, identity_of
@@ -99,26 +98,23 @@ def test_an_attack_that_fails_ends_neither_the_others_nor_is_it_kept(tmp_path: P
     assert folder.kept("no such attack") is None
 
 
-def test_the_identity_holds_contents_and_not_numbers_of_images(place: Path, tmp_path: Path) -> None:
+def test_the_identity_holds_contents_and_not_numbers_of_images(tmp_path: Path) -> None:
     case = simulated_case()
     known = present(case.view.auxiliary)
     swapped = replace(known, labels=known.labels.roll(1))
     other = replace(case.truth, train=replace(case.truth.train, images=case.truth.train.images.roll(1, 0)))
     views = [case.view, replace(case.view, auxiliary=swapped), replace(case.view, others={})]
     cases = [*(replace(case, view=view) for view in views), replace(case, truth=other)]
-    options = AuditOptions(place / "home", place / "data.npz", tmp_path)
-    recorded = read_updates(place / "home")
-    found = [identity_of(options, one, recorded) for one in cases]
+    options = AuditOptions(tmp_path, tmp_path / "data.npz", tmp_path)
+    found = [identity_of(options, one) for one in cases]
     assert len({json.dumps(one, sort_keys=True) for one in found}) == len(cases)
-    assert found[0] == identity_of(options, replace(case, view=replace(case.view)), recorded)
+    assert found[0] == identity_of(options, replace(case, view=replace(case.view)))
     assert {"version", "program"} <= found[0].keys()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine.py").write_text("first = 1")
-    programs = [identity_of(replace(options, data=tmp_path / "a" / "program:mine:client"), case, recorded)["program"]]
+    programs = [identity_of(replace(options, data=tmp_path / "a" / "program:mine:client"), case)["program"]]
     (tmp_path / "a" / "mine.py").write_text("first = 2")
-    programs.append(
-        identity_of(replace(options, data=tmp_path / "a" / "program:mine:client"), case, recorded)["program"]
-    )
+    programs.append(identity_of(replace(options, data=tmp_path / "a" / "program:mine:client"), case)["program"])
     assert programs[0] != programs[1]
 
 
