@@ -155,8 +155,8 @@ def test_the_nearest_gain_by_hand_and_its_interval_by_chance() -> None:
     table: Values = np.array([[9.0, 1.0, 4.0, 3.0], [2.0, 5.0, 6.0, 1.0]])
     value, floor, gain, likely = generator_memory.nearest_gain([table], 0)
     assert (value.value, floor, gain.value) == (7.0, 5.0, 2.0)
-    assert gain.low < 0 < gain.high  # four images are too few to show anything
-    # Swapping neither, the first, the second pair or both: gains of 2, 1, -1 and -2, each as likely.
+    assert gain.low <= 0 < gain.high  # four images are too few to show anything
+    # Swapping neither, the first, the second pair or both: gains of 2, -0.5, 0.5 and -2, each as likely.
     assert likely == pytest.approx(1 / 4, abs=0.01)
     clear: Values = np.tile(np.concatenate([np.full(20, 9.0), np.full(20, 1.0)]), (3, 1))
     *_, sure, likely = generator_memory.nearest_gain([clear] * 3, 0)
