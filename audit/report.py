@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from scipy.stats import binomtest
 
 from audit.attacks.attack import Attack
 from audit.choices import FIGURES, Condition
 from audit.errors import AuditError
 from audit.evidence import Case
 from audit.evidence.device_data import SECRET_FILE
-from audit.measures import Curve, Figure, Interval, Outcome
+from audit.measures import Curve, Figure, Interval, Outcome, proportion
 from fedcg.config_file import read_values
 from fedcg.files import replace_durably
 from fedcg.wire.parts import MAX_GAIN, AuditFigure
@@ -261,10 +260,9 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
         [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "false_alarm")
     )
     if finding.result is Result.LEAKED:
-        rates = [binomtest(row["red"], row["of"]).proportion_ci(method="exact") for row in alarms]
         told = [
-            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {rate.high:.1%})"
-            for row, rate in zip(alarms, rates, strict=True)
+            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {proportion(row['red'], row['of']).high:.1%})"
+            for row in alarms
         ]
         return f"False alarms: {'; '.join(told) or 'not measured'}"
     if finding.result is not Result.NOTHING:

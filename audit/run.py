@@ -265,26 +265,15 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
 
 def identity_of(options: AuditOptions, case: Case) -> dict[str, Any]:
     """Return what the outcomes of an audit depend on: contents by their sha256, versions and options."""
-    view, truth = case.view, case.truth
-    program = Program.of_source(options.data)
-    contents = {
-        "spec": view.spec.canonical(),
-        "update": view.update,
-        "before": view.before,
-        "others": view.others,
-        "report": view.report,
-        "auxiliary": view.auxiliary,
-        "colluder": view.colluder,
-        "truth": truth,
-    }
+    view, program = case.view, Program.of_source(options.data)
+    known = (view.spec.canonical(), view.artifact, view.update, view.before, view.others, view.report)
     return {
         "format": 2,
         "version": version("fedcg-edge"),
         "program": None if program is None else program.digest(),
-        "artifact": view.artifact,
         "effort": options.effort.value,
         "seed": options.seed,
-        **{name: content_sha256(value) for name, value in contents.items()},
+        "contents": content_sha256((*known, view.auxiliary, view.colluder, case.truth)),
     }
 
 
