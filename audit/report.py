@@ -108,7 +108,8 @@ def as_chance(probability: float | None) -> str:
     """Format a corrected probability."""
     if probability is None:
         return "not tested"
-    return f"{probability:.1%}" if probability >= _LEAST_SHOWN else f"below {_LEAST_SHOWN:.1%}"
+    is_below = probability < _LEAST_SHOWN
+    return f"{'below ' if is_below else ''}{as_number(_LEAST_SHOWN if is_below else probability, 'share')}"
 
 
 def as_number(value: float | None, unit: str = "") -> str:
@@ -261,7 +262,7 @@ def evidence(finding: Finding, effort: str, images: int) -> str:
     )
     if finding.result is Result.LEAKED:
         told = [
-            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {proportion(row['red'], row['of']).high:.1%})"
+            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {as_number(proportion(row['red'], row['of']).high, 'share')})"
             for row in alarms
         ]
         return f"False alarms: {'; '.join(told) or 'not measured'}"

@@ -81,7 +81,7 @@ def best_bound(scores: Values, included: Flags, delta: float = DELTA) -> float:
 
 
 def least_chance(scores: Values, included: Flags, epsilon: float, delta: float) -> float:
-    """Return the probability of so many right guesses, at the best of several numbers of them, under (ε, δ)-DP training."""
+    """Return the probability of as many right guesses under (ε, δ)-DP training, at the best of several numbers of guesses."""
     found = min(p_value(len(scores), *some, epsilon, delta) for some in _guesses(scores, included))
     return min(1.0, len(_SHARES) * found)
 

@@ -172,7 +172,7 @@ def test_evidence_is_interpolated_between_measured_sizes_and_never_beyond(
     assert evidence(quiet, "quick", 50) == "Smallest leak found in 80 % of plants: not measured for 50 images"
     assert "not measured" in evidence(quiet, "thorough", 200)
     # Clopper-Pearson, 0 of 50: 1 - 0.025^(1 / 50) = 7.1 %.
-    assert evidence(loud, "quick", 200) == "False alarms: 0 of 50 audits without a leak (95 %: at most 7.1%)"
+    assert evidence(loud, "quick", 200) == "False alarms: 0 of 50 audits without a leak (95 %: at most 7.1 %)"
     assert evidence(loud, "default", 200) == "False alarms: not measured"
 
 
@@ -195,7 +195,7 @@ def test_the_page_loads_nothing() -> None:
         ("verdict", "inconclusive: the positive control failed"),
         ("verdict", "False alarms: not measured"),
         ("verdict", "Smallest leak found in 80 % of plants: not measured for 332 images"),
-        ("verdict", '<td class="n">below 0.1%</td>'),
+        ("verdict", '<td class="n">below 0.1 %</td>'),
         ("verdict", "the attacks took 42 s"),
         ("verdict", "Initial weights of the private networks:</b> public spec seed."),
         ("memorisation", "control FAILED"),
