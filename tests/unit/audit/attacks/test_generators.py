@@ -30,7 +30,8 @@ def test_the_controls_attack_planted_generators_with_the_attackers_extractor() -
     controls = outcome_of("memorisation", **WITH_GENERATOR).controls
     assert [one.figure for one in controls] == ["memory_auc", "memory_worst", "inverter_psnr", "inverter_ssim"]
     assert all("extractor: surrogate" in one.title for one in controls)
-    assert [one.passed for one in controls if one.figure in ("memory_auc", "inverter_psnr")] == [True, True]
+    # After two rounds pictures decoded with a surrogate show nothing, even of a planted generator: their low figures prove nothing.
+    assert [one.passed for one in controls] == [True, True, False, False]
 
 
 def test_the_attackers_figures_stand_beside_those_with_the_true_extractor() -> None:
