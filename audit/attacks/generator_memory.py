@@ -146,7 +146,7 @@ def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Val
     """
     train, others = scores[:count], scores[count:]
     wider = (1 + 1 / len(others)) ** 0.5
-    deviations = (train - others.mean()) / others.std(ddof=1) / wider
+    deviations = (train - others.mean()) / max(float(others.std(ddof=1)), _NEAR) / wider
     value, by_chance = float(deviations.max()), student(len(others) - 1)
     middle, low, high = (float(by_chance.isf(-np.expm1(np.log(share) / count))) for share in (0.5, 0.975, 0.025))
     return _WORST.figure(
