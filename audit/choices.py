@@ -28,6 +28,7 @@ PACKAGES = {
 }
 EXTRA = "fedcg-edge[audit]"
 _CONDITION = re.compile(r"\s*([a-z][a-z0-9_]*?)(_gain)?\s*<\s*(-?\d+(?:\.\d+)?)\s*")
+_LOW_IS_LEAK = ("label_l1",)  # an error of the attacker: their gain is positive for a leak
 FIGURES: tuple[AuditFigure, ...] = get_args(AuditFigure)
 
 
@@ -48,7 +49,7 @@ def parse_gate(text: str) -> tuple[Condition, ...]:
     """Parse conditions, separated by commas: `reid_gain<0.1,mia_auc<0.75`.
 
     Raises:
-        GateFormError: names the condition that is malformed or has an unknown figure.
+        GateFormError: names the condition that is malformed or has an unknown figure, or bounds an error from above.
     """
     found = []
     for piece in filter(str.strip, text.split(",")):
@@ -57,6 +58,11 @@ def parse_gate(text: str) -> tuple[Condition, ...]:
             raise GateFormError(f"gate {piece.strip()!r}: write NAME<NUMBER or NAME_gain<NUMBER, separated by commas")
         if matched[1] not in FIGURES:
             raise GateFormError(f"gate {piece.strip()!r}: no figure {matched[1]!r}; choose {', '.join(FIGURES)}")
+        if matched[1] in _LOW_IS_LEAK and not matched[2]:
+            raise GateFormError(
+                f"gate {piece.strip()!r}: a small {matched[1]} is a leak, so this condition would stop the harmless updates; "
+                f"write {matched[1]}_gain<NUMBER"
+            )
         found.append(Condition(matched[1], matched[2] is not None, float(matched[3])))
     return tuple(found)
 

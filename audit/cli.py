@@ -94,6 +94,12 @@ def run(
         Path | None,
         typer.Option(help="the cohort's secret (secrets/cohort.key of a store): assume that one other device colludes"),
     ] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a privacy mechanism of the device, KEY=VALUE as in its agent.toml; repeat for more; for epsilon"
+        ),
+    ] = None,
     federation: Annotated[str | None, typer.Option(help="federation to audit, if there are several")] = None,
     client: Annotated[str | None, typer.Option(help="client whose update to audit, if there are several")] = None,
     round_number: Annotated[
@@ -103,7 +109,9 @@ def run(
         list[str] | None,
         typer.Option(help="names, separated by commas, or repeat the option; default: all (`fedcg audit attacks`)"),
     ] = None,
-    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="1 min, 10 min, hours")] = "default",
+    effort: Annotated[
+        Literal["quick", "default", "thorough"], typer.Option(help="at most 3 min, at most 20 min, hours")
+    ] = "default",
     seed: Annotated[int, typer.Option(help="seed of all random numbers")] = 0,
     processes: Annotated[int | None, typer.Option(min=1, help="parallel attacks; default: one per CPU")] = None,
     gate: Annotated[
@@ -129,7 +137,7 @@ def run(
     names = tuple(filter(None, (name.strip() for given in attacks or () for name in given.split(","))))
     options = AuditOptions(
         updates, data, out, private, held_out, auxiliary, federation, client, round_number, names, Effort(effort), seed,
-        processes or len(os.sched_getaffinity(0)), gate, force, cohort,
+        processes or len(os.sched_getaffinity(0)), gate, force, cohort, tuple(mechanism or ()),
     )  # fmt: skip
     console = Console(stderr=True)
     done = run_audit(options, console)
@@ -140,7 +148,8 @@ def run(
     ]
     is_beyond = not all(verdict.passed for verdict in done.verdicts)
     code = GATE_EXIT if is_beyond else FAILED if done.failed else 0
-    return done.report, "\n".join([*lines, f"report: {out / PAGE_FILE}"]), code
+    lines.append(f"the audit took {done.report['subject']['seconds']:.0f} s; report: {out / PAGE_FILE}")
+    return done.report, "\n".join(lines), code
 
 
 @app.command(name="attacks")

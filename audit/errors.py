@@ -5,6 +5,7 @@ AuditError
 ├── DecodeError         an artifact or private weights that can't be decoded
 ├── TruthError          images or private weights that do not belong to the update
 ├── UnknownAttackError  an unknown attack
+├── TimeLimitError      an attack that was not done within the time of its effort
 └── GateFormError       a malformed gate
 """
 
@@ -33,6 +34,10 @@ class UnknownAttackError(AuditError):
     """An unknown attack."""
 
     exit_code = NOT_FOUND
+
+
+class TimeLimitError(AuditError):
+    """An attack that was not done within the time of its effort."""
 
 
 class GateFormError(AuditError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from importlib.metadata import version
@@ -19,18 +19,22 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from scipy.stats import norm
 
 from audit.attacks.attack import Attack
 from audit.choices import FIGURES, Condition
+from audit.errors import AuditError
 from audit.evidence import Case
 from audit.evidence.device_data import SECRET_FILE
-from audit.measures import CONFIDENCE, Curve, Figure, Interval, Outcome
+from audit.measures import Curve, Figure, Interval, Outcome, proportion
+from fedcg.config_file import read_values
 from fedcg.files import replace_durably
 from fedcg.wire.parts import MAX_GAIN, AuditFigure
 from fedcg.wire.sealed_numbers import number_count
 
 REPORT_FORMAT = 1
+LEVEL = 0.01
+"""Share of audits of updates that reveal nothing in which a report may find a leak by chance."""
+_LEAST_SHOWN = 0.001
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 
 
@@ -41,6 +45,7 @@ class Result(str, Enum):
     HYPOTHETICAL = "would leak only from the gradient of one batch, which is not sent"
     NOTHING = "no better than guessing"
     UNPROVEN = "inconclusive: the positive control failed"
+    UNTESTED = "inconclusive: no figure has a test against chance"
     NOT_TRIED = "not tried"
 
 
@@ -55,6 +60,7 @@ class Subject:
         settings: seed, effort, requested attacks.
         command: repeats the audit.
         start: origin of the private networks' initial weights.
+        seconds: of all attacks together, as measured; 0 if unknown.
     """
 
     federation: str
@@ -70,16 +76,22 @@ class Subject:
     settings: Mapping[str, Any]
     command: str
     start: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An attack, its outcome, and the result with its headline figure."""
+    """An attack, its outcome, and the result with its headline figure.
+
+    Attributes:
+        chances: by figure, the probability of such a gain anywhere in the report if no update reveals anything (Holm's adjusted p).
+    """
 
     attack: Attack
     outcome: Outcome
     result: Result
     headline: Figure | None
+    chances: Mapping[Figure, float] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return one line for a terminal."""
@@ -88,8 +100,16 @@ class Finding:
         found = self.headline
         return (
             f"{self.result.value}; {found.title} {as_number(found.value.value, found.unit)} against {as_number(found.floor, found.unit)} "
-            f"for {found.floor_is} ({found.setting})"
+            f"for {found.floor_is} ({found.setting}; chance: {as_chance(self.chances.get(found))})"
         )
+
+
+def as_chance(probability: float | None) -> str:
+    """Format a corrected probability."""
+    if probability is None:
+        return "not tested"
+    is_below = probability < _LEAST_SHOWN
+    return f"{'below ' if is_below else ''}{as_number(_LEAST_SHOWN if is_below else probability, 'share')}"
 
 
 def as_number(value: float | None, unit: str = "") -> str:
@@ -100,7 +120,12 @@ def as_number(value: float | None, unit: str = "") -> str:
 
 
 def subject_of(
-    case: Case, gaps: Sequence[str], settings: Mapping[str, Any], command: str, private: Path | None
+    case: Case,
+    gaps: Sequence[str],
+    settings: Mapping[str, Any],
+    command: str,
+    private: Path | None,
+    seconds: float = 0.0,
 ) -> Subject:
     """Return the facts of an audited update; `private` is the device's store, if given."""
     view, truth = case.view, case.truth
@@ -125,36 +150,60 @@ def subject_of(
         settings,
         command,
         view.spec.network.private_start(None if private is None else (private / SECRET_FILE).exists()),
+        round(seconds, 1),
     )
 
 
-def finding_of(attack: Attack, outcome: Outcome) -> Finding:
-    """Return the finding of an outcome.
+def corrected(outcomes: Sequence[Outcome]) -> dict[tuple[str, Figure], float]:
+    """Return, by attack and figure, the probability of such a gain anywhere in the report if the update reveals nothing.
 
-    The headline is the realistic setting whose gain is most surely above 0: on the update itself if there is one, else
-    on a batch's gradient. With many settings some exceed 0 by chance, so the error of 5 % is divided among them
-    (Bonferroni, with intervals read as normal). Without a gain, a figure with a failed positive control is the headline
-    only if no figure's control passed.
+    Holm (1979) over every figure of a real attacker that has a test, of all attacks, also those on the gradient of one
+    batch. Like Bonferroni's it holds for dependent tests; after the first leak it finds more.
     """
+    tested = [(one.attack, figure) for one in outcomes for figure in one.figures if figure.is_possible]
+    ordered = sorted(((figure.p, place) for place, (_, figure) in enumerate(tested) if figure.p is not None))
+    found, largest = {}, 0.0
+    for number, (probability, place) in enumerate(ordered):
+        largest = max(largest, min(1.0, (len(ordered) - number) * probability))
+        found[tested[place]] = largest
+    return found
+
+
+def findings_of(attacks: Sequence[Attack], outcomes: Sequence[Outcome]) -> tuple[Finding, ...]:
+    """Return the findings of all outcomes of a report together.
+
+    Something leaked where a gain is too large for chance: of audits of updates that reveal nothing, at most `LEVEL` have
+    such a finding anywhere. The headline is the strongest figure on the update itself if that leaks, else on a batch's
+    gradient. Without a leak, a figure with a failed positive control is the headline only if no figure's control passed.
+    """
+    chances = corrected(outcomes)
+    return tuple(
+        _finding(attack, outcome, {figure: p for (name, figure), p in chances.items() if name == outcome.attack})
+        for attack, outcome in zip(attacks, outcomes, strict=True)
+    )
+
+
+def _finding(attack: Attack, outcome: Outcome, chances: Mapping[Figure, float]) -> Finding:
     possible = [figure for figure in outcome.figures if figure.is_possible]
     if outcome.skipped is not None or not possible:
         return Finding(attack, outcome, Result.NOT_TRIED, None)
     of_update = [figure for figure in possible if figure.is_of_update]
     for figures, result in ((of_update, Result.LEAKED), (possible, Result.HYPOTHETICAL)):
-        leaks = [figure for figure in figures if _widened_low(figure, len(figures)) > 0]
+        leaks = [one for one in figures if chances.get(one, 1.0) <= LEVEL and one.gain.value > 0]
         if leaks:
-            return Finding(attack, outcome, result, max(leaks, key=_share_of_range))
-    deciding = of_update or possible
-    proven = [figure for figure in deciding if outcome.is_proven(figure.name)]
-    headline = max(proven or deciding, key=_share_of_range)
-    return Finding(attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, headline)
+            return Finding(attack, outcome, result, min(leaks, key=_strongest), chances)
+    tested = [one for one in of_update or possible if one in chances]
+    if not tested:
+        return Finding(attack, outcome, Result.UNTESTED, min(of_update or possible, key=_strongest), chances)
+    proven = [one for one in tested if outcome.is_proven(one.name)]
+    return Finding(
+        attack, outcome, Result.NOTHING if proven else Result.UNPROVEN, min(proven or tested, key=_strongest), chances
+    )
 
 
-def _widened_low(figure: Figure, settings: int) -> float:
-    """Return the lower end of the gain's interval, widened to hold for this number of settings together."""
-    error = (1 - CONFIDENCE) / 2
-    widening = norm.isf(error / settings) / norm.isf(error)
-    return float(figure.gain.value - widening * (figure.gain.value - figure.gain.low))
+def _strongest(figure: Figure) -> tuple[float, float]:
+    """The least likely by chance first, then the largest share of the possible gain."""
+    return (1.0 if figure.p is None else figure.p), -_share_of_range(figure)
 
 
 def _share_of_range(figure: Figure) -> float:
@@ -176,6 +225,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
                 "title": finding.attack.title,
                 "source": finding.attack.source,
                 "result": finding.result.value,
+                "evidence": evidence(finding, str(subject.settings.get("effort")), subject.images[0]),
                 "seconds": finding.outcome.seconds,
                 "skipped": finding.outcome.skipped,
                 "figures": [
@@ -184,6 +234,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
                         "knowledge": sorted(figure.knowledge),
                         "is_ceiling": not figure.is_possible,
                         "is_of_update": figure.is_of_update,
+                        "p_corrected": finding.chances.get(figure),
                     }
                     for figure in finding.outcome.figures
                 ],
@@ -194,6 +245,37 @@ def report_of(subject: Subject, findings: Sequence[Finding], gates: Sequence[Gat
         ],
         "gates": [asdict(verdict) for verdict in gates],
     }
+
+
+DETECTION_FILE = Path(__file__).with_name("detection.toml")
+"""The measured power and false alarms, `[[smallest]]` and `[[false_alarm]]`; written by `fedcg bench privacy`."""
+
+
+def evidence(finding: Finding, effort: str, images: int) -> str:
+    """Return what planted leaks and updates without a leak showed about this result; empty if it is neither.
+
+    Between measured numbers of training images the smallest leak is interpolated in their logarithm, never beyond them.
+    """
+    mine, measured = {"attack": finding.attack.name, "effort": effort}, read_values(DETECTION_FILE, AuditError)[1]
+    smallest, alarms = (
+        [row for row in measured[name] if mine.items() <= row.items()] for name in ("smallest", "false_alarm")
+    )
+    if finding.result is Result.LEAKED:
+        told = [
+            f"{row['red']} of {row['of']} audits without a leak (95 %: at most {as_number(proportion(row['red'], row['of']).high, 'share')})"
+            for row in alarms
+        ]
+        return f"False alarms: {'; '.join(told) or 'not measured'}"
+    if finding.result is not Result.NOTHING:
+        return ""
+    told = []
+    for figure in dict.fromkeys(row["figure"] for row in smallest):
+        rows = sorted((row["images"], row["leak"], row["plants"]) for row in smallest if row["figure"] == figure)
+        if rows[0][0] <= images <= rows[-1][0]:
+            sizes, leaks, plants = zip(*rows, strict=True)
+            leak = np.interp(np.log(images), np.log(sizes), leaks)
+            told.append(f"{figure} {leak:.3g} ({min(plants)} plants)")
+    return f"Smallest leak found in 80 % of plants: {'; '.join(told) or f'not measured for {images} images'}"
 
 
 @dataclass(frozen=True)
@@ -311,10 +393,23 @@ def render(subject: Subject, findings: Sequence[Finding], gates: Sequence[GateRe
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"drawn": drawn, "interval": interval, "number": as_number, "gain": gain}
+    environment.filters |= {
+        "drawn": drawn,
+        "interval": interval,
+        "number": as_number,
+        "gain": gain,
+        "chance": as_chance,
+    }
     by_result = {result: [one for one in findings if one.result is result] for result in Result}
     return environment.get_template(_TEMPLATE).render(
-        subject=subject, findings=findings, gates=gates, made=made, Result=Result, by_result=by_result
+        subject=subject,
+        findings=findings,
+        gates=gates,
+        made=made,
+        Result=Result,
+        by_result=by_result,
+        evidence=lambda one: evidence(one, str(subject.settings.get("effort")), subject.images[0]),
+        level=LEVEL,
     )
 
 

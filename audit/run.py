@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,10 +26,12 @@ from audit.choices import parse_gate
 from audit.errors import CaptureError
 from audit.evidence import Case, RecordedUpdates, own_view, read_secret, read_truth, read_updates, with_images
 from audit.measures import Outcome
-from audit.report import Finding, GateResult, finding_of, judge, subject_of, write_report
+from audit.report import Finding, GateResult, findings_of, judge, subject_of, write_report
 from fedcg.child_python import spawning
 from fedcg.files import replace_durably
 from fedcg.learning.data.image_folder import read_images
+from fedcg.learning.privacy import parse_mechanisms
+from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams
 from fedcg.worker_process import abandon, die_with_parent
 
@@ -93,8 +97,6 @@ _worker: dict[str, Any] = {}
 
 
 def _begin(parent: int, progress: Any) -> None:
-    import torch
-
     die_with_parent(parent)
     torch.set_num_threads(1)
     _worker["progress"] = progress
@@ -125,8 +127,8 @@ def carry_out(
 ) -> tuple[Outcome, ...]:
     """Run attacks and return their outcomes, in order; attacks with an outcome in the folder are not repeated.
 
-    A failed attack yields an outcome with the reason, which is not kept in the folder. Ctrl-C ends the processes.
-    Finished outcomes are kept.
+    A failed attack, or one that is not done within the effort's time, yields an outcome with the reason, which is not
+    kept in the folder. Ctrl-C ends the processes. Finished outcomes are kept.
     """
     found = {attack.name: folder.kept(attack.name) for attack in attacks} if folder is not None else {}
     outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
@@ -136,9 +138,10 @@ def carry_out(
         progress = context.Queue()
         # Not passed as an argument: starting a process blocks forever if it ends before it has read a large argument.
         jobs = dict.fromkeys(todo, (effort, pickle.dumps(case)))
+        deadline = time.monotonic() + effort.limit_s
         pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (os.getpid(), progress))
         try:
-            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress):
+            for outcome, is_final in _as_completed(pool, jobs, progress, on_progress, deadline):
                 if folder is not None and is_final:
                     folder.keep(outcome)
                 outcomes[outcome.attack] = outcome
@@ -146,12 +149,18 @@ def carry_out(
         except BaseException:  # mainly Ctrl-C
             abandon(pool)
             raise
+        if time.monotonic() > deadline:
+            abandon(pool)
         pool.shutdown()
     return tuple(outcomes[attack.name] for attack in attacks)
 
 
 def _as_completed(
-    pool: ProcessPoolExecutor, jobs: Mapping[str, tuple[Effort, bytes]], progress: Any, on_progress: OnProgress
+    pool: ProcessPoolExecutor,
+    jobs: Mapping[str, tuple[Effort, bytes]],
+    progress: Any,
+    on_progress: OnProgress,
+    deadline: float,
 ) -> Any:
     """Yield (outcome, whether it is final) of every attack, as they end."""
     waiting: dict[Future[Outcome], str] = {pool.submit(_carry_out, name, *job): name for name, job in jobs.items()}
@@ -166,6 +175,10 @@ def _as_completed(
                 yield future.result(), True
             else:
                 yield Outcome.failure(name, error), False
+        if waiting and time.monotonic() > deadline:
+            for name in waiting.values():
+                yield Outcome.failure(name, jobs[name][0].out_of_time()), False
+            return
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,7 @@ class AuditOptions:
     gate: str = ""
     force: bool = False
     cohort: Path | None = None
+    mechanism: tuple[str, ...] = ()
 
     def command(self) -> str:
         """Return the command that repeats the audit."""
@@ -196,8 +210,8 @@ class AuditOptions:
             value = getattr(self, option.name)
             if value == option.default or option.name in ("processes", "force"):
                 continue
-            text = ",".join(value) if isinstance(value, tuple) else getattr(value, "value", value)
-            words += [f"--{option.name.replace('_', '-')}", str(text)]
+            for one in value if isinstance(value, tuple) else (value,):
+                words += [f"--{option.name.replace('_', '-')}", str(getattr(one, "value", one))]
         return shlex.join(words)
 
 
@@ -218,19 +232,19 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
         AuditError: an option, the evidence or the truth can't be used; no attack was run.
         DataError: images can't be read.
     """
-    attacks, conditions = chosen_attacks(options.attacks), parse_gate(options.gate)
+    started, attacks, conditions = time.monotonic(), chosen_attacks(options.attacks), parse_gate(options.gate)
     recorded = read_updates(options.updates, options.federation)
     case = _case(options, recorded)
-    folder = AuditFolder(options.out, _identity(options, case, recorded), force=options.force)
+    folder = AuditFolder(options.out, identity_of(options, case), force=options.force)
     with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
         outcomes = carry_out(
             case, attacks, options.effort, options.processes, folder=folder, on_progress=advance, on_done=finish
         )
-    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
+    findings = findings_of(attacks, outcomes)
     verdicts = judge(conditions, outcomes)
     settings = {"effort": options.effort.value, "seed": options.seed}
     store = options.private if options.private is not None and options.private.is_dir() else None
-    subject = subject_of(case, recorded.gaps, settings, options.command(), store)
+    subject = subject_of(case, recorded.gaps, settings, options.command(), store, time.monotonic() - started)
     report = write_report(options.out, subject, findings, verdicts)
     return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
 
@@ -243,21 +257,39 @@ def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
     secret = None if options.cohort is None else read_secret(options.cohort)
     view = own_view(recorded.view(options.client, options.round, auxiliary, secret), options.private, options.data)
     truth = read_truth(view, options.data, options.private, options.held_out)
-    view = replace(view, spec=with_images(view.spec))
+    view, privacy = replace(view, spec=with_images(view.spec)), parse_mechanisms(options.mechanism)
+    is_private = options.private is not None and (options.private / "privacy.json").exists()
+    truth = replace(truth, privacy=None if is_private and privacy.dp_sgd is None else privacy)
     return Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {options.seed}".encode()).digest()))
 
 
-def _identity(options: AuditOptions, case: Case, recorded: RecordedUpdates) -> dict[str, Any]:
-    view, truth = case.view, case.truth
+def identity_of(options: AuditOptions, case: Case) -> dict[str, Any]:
+    """Return what the outcomes of an audit depend on: contents by their sha256, versions and options."""
+    view, program = case.view, Program.of_source(options.data)
+    known = (view.spec.canonical(), view.artifact, view.update, view.before, view.others, view.report)
     return {
-        "format": 1,
-        "update": recorded.updates()[view.client, view.round],
+        "format": 2,
+        "version": version("fedcg-edge"),
+        "program": None if program is None else program.digest(),
         "effort": options.effort.value,
         "seed": options.seed,
-        "images": [len(truth.train), len(truth.held_out), 0 if view.auxiliary is None else len(view.auxiliary)],
-        "with_private": truth.after is not None,
-        **({} if view.colluder is None else {"cohort": hashlib.sha256(view.colluder.secret).hexdigest()}),
+        "contents": content_sha256((*known, view.auxiliary, view.colluder, case.truth)),
     }
+
+
+def content_sha256(value: object) -> str:
+    """Return the sha256 of a value's content: of tensors, dataclasses, mappings, sequences and plain values; the order of mappings does not count."""
+    if isinstance(value, torch.Tensor):
+        told = f"{value.dtype}{list(value.shape)}".encode() + value.contiguous().numpy().tobytes()
+    elif is_dataclass(value):
+        told = content_sha256({one.name: getattr(value, one.name) for one in fields(value)}).encode()
+    elif isinstance(value, Mapping):
+        told = "".join(sorted(f"{content_sha256(key)}{content_sha256(value[key])}" for key in value)).encode()
+    elif isinstance(value, list | tuple):
+        told = "".join(map(content_sha256, value)).encode()
+    else:
+        told = repr(value).encode()
+    return hashlib.sha256(f"{type(value).__name__}\0".encode() + told).hexdigest()
 
 
 @contextmanager

@@ -253,13 +253,13 @@ class AuditSection(Settings):
     """Whether this device attacks its own update before sending it, and the gate that can withhold an update.
 
     Attributes:
-        before_publish: quick: attack each update before it is sent, about a minute per round; off: do not.
+        before_publish: quick: attack each update before it is sent, at most 3 minutes per round; off: do not.
         gate: conditions on the figures, as in `fedcg audit run --gate`, such as mia_auc<0.75. If one is not met, nothing is sent.
         auxiliary: labelled images that an attacker could have, as under [data]. Without them, attacks that need them are skipped.
         attacks: names from `fedcg audit attacks`; empty: all.
     """
 
-    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: about a minute per round")] = (
+    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: at most 3 minutes per round")] = (
         "off"
     )
     gate: Annotated[str, Field(description="e.g. mia_auc<0.75; take bounds from your own reports")] = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial, reduce
@@ -16,10 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from audit.attacks.attack import Attack, Effort, chosen_attacks
+from audit.attacks.attack import Effort, carried_out, chosen_attacks
 from audit.evidence import Case, Truth, joined, read_private, read_updates, with_images
 from audit.measures import Outcome
-from audit.report import Finding, finding_of, render, report_of, subject_of
+from audit.report import Finding, findings_of, render, report_of, subject_of
 from audit.run import progress_bars
 from experiments.face import Run
 from experiments.simulation.recorded_updates import truth_file
@@ -94,7 +95,7 @@ def audit(
         client: the client's name.
         attacks: names from `fedcg audit attacks`; empty: all. Attacks that need images are reported as not tried on
             other inputs.
-        effort: quick, default or thorough: about a minute, ten minutes, or hours.
+        effort: quick, default or thorough: at most 3 minutes, at most 20, or hours.
         round_number: None selects the last round in which the client trained.
         auxiliary: labelled samples of the same kind, as an attacker could have, in a form of `fedcg.Client.train`;
             None: the other clients' test samples.
@@ -127,26 +128,16 @@ def audit(
         raise DataError("auxiliary: its samples differ in shape or type from those of the clients")
     view = recorded.view(client, round_number, known)
     private = read_private(view, truth_file(recording, client, view.round))
-    truth = Truth(data.train, joined(data.val, data.test), *private)
+    truth = Truth(data.train, joined(data.val, data.test), *private, party.privacy)
     case = Case(view, truth, Streams(hashlib.sha256(f"fedcg audit seed {seed}".encode()).digest()))
     with progress_bars(Console(stderr=True), [attack.name for attack in chosen]) as (advance, finish):
-        outcomes = [_outcome(attack, case, Effort(effort), advance, finish) for attack in chosen]
-    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(chosen, outcomes, strict=True))
-    subject = subject_of(case, recorded.gaps, {"effort": effort, "seed": seed}, f"fedcg.audit(run, {client!r})", None)
+        started, outcomes = time.monotonic(), list[Outcome]()
+        for attack in chosen:
+            deadline = started + Effort(effort).limit_s
+            outcomes.append(carried_out(attack, case, Effort(effort), partial(advance, attack.name), deadline))
+            finish(outcomes[-1])
+    findings, seconds = findings_of(chosen, outcomes), time.monotonic() - started
+    command = f"fedcg.audit(run, {client!r})"
+    subject = subject_of(case, recorded.gaps, {"effort": effort, "seed": seed}, command, None, seconds)
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return Audit(client, report_of(subject, findings, ()), findings, render(subject, findings, (), made))
-
-
-def _outcome(
-    attack: Attack,
-    case: Case,
-    effort: Effort,
-    advance: Callable[[str, int, int], None],
-    finish: Callable[[Outcome], None],
-) -> Outcome:
-    try:
-        outcome = attack.run(case, effort, partial(advance, attack.name))
-    except Exception as error:  # noqa: BLE001 - one failed attack does not stop the others; the report lists it
-        outcome = Outcome.failure(attack.name, error)
-    finish(outcome)
-    return outcome

@@ -6,6 +6,7 @@ findings.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from enum import Enum
 from importlib import import_module
 
 from audit.choices import ATTACKS
-from audit.errors import UnknownAttackError
+from audit.errors import TimeLimitError, UnknownAttackError
 from audit.evidence import Case, Truth, View
 from audit.measures import Control, Curve, Figure, Outcome, Pictures
 from fedcg.learning.seeds import Streams
@@ -22,10 +23,9 @@ from fedcg.wire.parts import Part
 
 
 class Effort(str, Enum):
-    """How much time an attack may take.
+    """How much time an audit may take, on two CPU cores.
 
-    A device runs `QUICK` before it publishes: all attacks together take 60 s for LeNet5 on 2 CPUs. `DEFAULT` takes 10
-    minutes. `THOROUGH` is for publications.
+    A device runs `QUICK` before it publishes. `THOROUGH` is for publications.
     """
 
     QUICK = "quick"
@@ -35,6 +35,17 @@ class Effort(str, Enum):
     def of(self, quick: int, default: int, thorough: int) -> int:
         """Return the number for this effort; 0 skips something."""
         return {Effort.QUICK: quick, Effort.DEFAULT: default, Effort.THOROUGH: thorough}[self]
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which an audit stops the attacks that are not done."""
+        return {Effort.QUICK: 180.0, Effort.DEFAULT: 1200.0, Effort.THOROUGH: math.inf}[self]
+
+    def out_of_time(self) -> TimeLimitError:
+        """Return the error of an attack that is stopped at `limit_s`."""
+        return TimeLimitError(
+            f"not done within {self.limit_s / 60:g} minutes, the limit of effort {self.value}; choose fewer --attacks"
+        )
 
 
 Progress = Callable[[int, int], None]
@@ -130,6 +141,21 @@ class Attack:
             tuple(one for one in found if isinstance(one, str)),
             seconds=round(time.perf_counter() - started, 1),
         )
+
+
+def carried_out(attack: Attack, case: Case, effort: Effort, progress: Progress, deadline: float) -> Outcome:
+    """Run an attack in this process until a deadline on the monotonic clock; an error, and the deadline, become an outcome that passes no gate."""
+
+    def step(done: int, total: int) -> None:
+        if time.monotonic() > deadline:
+            raise effort.out_of_time()
+        progress(done, total)
+
+    try:
+        step(0, 1)
+        return attack.run(case, effort, step)
+    except Exception as error:  # noqa: BLE001 - one failed attack does not stop the others; report and gate name it
+        return Outcome.failure(attack.name, error)
 
 
 def get_attack(name: str) -> Attack:

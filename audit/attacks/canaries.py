@@ -1,7 +1,7 @@
 """A lower bound on ε from one training run (Steinke, Nasr and Jagielski 2023), with canaries that the audit itself trains on.
 
-The real update is not changed. The audit repeats the method's local round on the client's images and on randomly chosen
-canaries. An attacker then guesses from that run's update which canaries were chosen.
+The real update is not changed. The audit repeats the device's local round, with its mechanisms, on the client's images and
+on randomly chosen canaries. An attacker then guesses from that run's update which canaries were chosen.
 """
 
 import math
@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import binom
 
 from audit.attacks.attack import Attack, Found, Progress, Trial
 from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
-from audit.measures import CONFIDENCE, Control, Figure, Interval, Measure, Values
+from audit.measures import CONFIDENCE, Control, Figure, Flags, Interval, Measure, Values
 from audit.techniques.shadow_models import confidence, learnt_by_heart
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.dp_sgd import Spent, after_round
+from fedcg.learning.mechanisms.protected_round import protected_round
 from fedcg.learning.method import Callbacks, ClientState, Cohort, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -30,7 +31,6 @@ _BISECTIONS = 40
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_BOUND = 64, 100, 0.5
 _QUARTERS = {"classify": 0, "generate": 1}  # of the progress, by phase of a local round; the last is the control's
 _TINY = 1e-9
-Flags = NDArray[np.bool_]
 Extractors = tuple[Weights, Weights]
 _EPSILON = Measure("epsilon", "Lower bound on ε of one round (95 %)")
 
@@ -71,17 +71,27 @@ def epsilon_bound(
     return low
 
 
-def best_bound(scores: Values, included: Flags) -> float:
-    """Return the best bound over several numbers of guesses: half "trained on" from the top scores, half "not" from the bottom.
+def best_bound(scores: Values, included: Flags, delta: float = DELTA) -> float:
+    """Return the best bound over several numbers of guesses.
 
     The error is divided among them (Bonferroni), so the best one holds at 95 %.
     """
-    order, error, found = np.argsort(scores, kind="stable"), (1 - CONFIDENCE) / len(_SHARES), 0.0
+    error = (1 - CONFIDENCE) / len(_SHARES)
+    return max(epsilon_bound(len(scores), *some, delta, error) for some in _guesses(scores, included))
+
+
+def least_chance(scores: Values, included: Flags, epsilon: float, delta: float) -> float:
+    """Return the probability of as many right guesses under (ε, δ)-DP training, at the best of several numbers of guesses."""
+    found = min(p_value(len(scores), *some, epsilon, delta) for some in _guesses(scores, included))
+    return min(1.0, len(_SHARES) * found)
+
+
+def _guesses(scores: Values, included: Flags) -> Iterator[tuple[int, int]]:
+    """Yield numbers of guesses and of right ones: half "trained on" from the top scores, half "not" from the bottom."""
+    order = np.argsort(scores, kind="stable")
     for share in _SHARES:
         half = int(share * len(scores)) // 2
-        right = int((~included[order[:half]]).sum() + included[order[len(order) - half :]].sum())
-        found = max(found, epsilon_bound(len(scores), 2 * half, right, error=error))
-    return found
+        yield 2 * half, int((~included[order[:half]]).sum() + included[order[len(order) - half :]].sum())
 
 
 def make_canaries(spec: FederationSpec, count: int, streams: Streams) -> ImageSet:
@@ -115,32 +125,60 @@ def _estimates(view: View, streams: Streams) -> Iterator[tuple[Extractor, Extrac
 
 
 def _round_with(case: Case, canaries: ImageSet, streams: Streams, progress: Progress) -> tuple[View, Extractors]:
-    """Run the method's local round from the real one's start, with the canaries; return the view of its update and the true extractors."""
-    view, before = case.view, case.model()
+    """Run the device's local round from the real one's start, with its mechanisms and the canaries; return the view of its update and the true extractors."""
+    view, before, privacy = case.view, case.model(), case.truth.privacy
     assert before is not None
+    assert privacy is not None
 
     def report(phase: str, done: int, of: int) -> None:
         progress(_QUARTERS.get(phase, 2) * of + done, 4 * of)
 
-    ctx = RoundContext(view.spec, view.round, 1, streams.at("run"), callbacks=Callbacks(report), cohort=Cohort(streams))
-    result = view.method.local_round(ClientState(before), joined(case.truth.train, canaries), view.before, ctx)
+    ctx = RoundContext(
+        view.spec,
+        view.round,
+        1,
+        streams.at("run"),
+        callbacks=Callbacks(report),
+        cohort=Cohort(streams),
+        privacy=privacy,
+    )
+    data = joined(case.truth.train, canaries)
+    result = protected_round(view.method, ClientState(before), data, view.before, ctx)
     extractors = before[Part.EXTRACTOR], result.private.parts[Part.EXTRACTOR]
     return replace(view, update=result.shared.parts), extractors
 
 
-def _figures(view: View, canaries: ImageSet, included: Flags, true: Extractors, streams: Streams) -> Iterator[Figure]:
+def accounted(case: Case, rows: int) -> tuple[float, float]:
+    """Return the (ε, δ) that the accountant states for this round with this number of images; (infinite, `DELTA`) without DP-SGD."""
+    view, settings = case.view, None if case.truth.privacy is None else case.truth.privacy.dp_sgd
+    if settings is None:
+        return math.inf, DELTA
+    params = view.method.params_type.model_validate(view.spec.params)
+    return after_round(Spent(), settings, view.method, params, rows).epsilon(settings.delta), settings.delta
+
+
+def _figures(
+    view: View, canaries: ImageSet, included: Flags, true: Extractors, stated: tuple[float, float], streams: Streams
+) -> Iterator[Figure]:
+    epsilon, delta = stated
     ceiling = None
     if not view.shares_extractor:
-        ceiling = best_bound(label_likelihoods(view, true, canaries)[1], included)
+        ceiling = best_bound(label_likelihoods(view, true, canaries)[1], included, delta)
     for source, extractors in _estimates(view, streams):
-        floor, bound = (best_bound(scores, included) for scores in label_likelihoods(view, extractors, canaries))
+        blind, scores = label_likelihoods(view, extractors, canaries)
+        bound, is_private = best_bound(scores, included, delta), math.isfinite(epsilon)
+        floor = "the accountant's ε of this round: a bound above it is a defect", epsilon
+        if not is_private:
+            earlier = best_bound(blind, included, delta)
+            floor = "the same number of guesses, from the aggregate before the round", earlier
         yield _EPSILON.figure(
             f"extractor: {source.value}",
             {Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.CANDIDATES} | source.knowledge,
             Interval(bound, bound, bound),
-            ("the same number of guesses, from the aggregate before the round", floor),
+            floor,
             len(included),
             ceiling=ceiling,
+            p=least_chance(scores, included, *(stated if is_private else (0.0, 0.0))),
         )
 
 
@@ -161,17 +199,29 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     included = (torch.rand(count, generator=streams.generator("coin")) < 0.5).numpy()
     chosen = canaries.rows(np.flatnonzero(included).tolist())
     view, true = _round_with(case, chosen, streams, trial.progress)
-    yield from _figures(view, canaries, included, true, streams)
+    stated = accounted(case, len(case.truth.train) + len(chosen))
+    yield from _figures(view, canaries, included, true, stated, streams)
     trial.progress(3, 4)
     yield _control(case, canaries, included, streams)
     trial.progress(4, 4)
     yield (
         f"{count} canaries, {int(included.sum())} of them used in an extra local round with {len(case.truth.train)} images of the client."
     )
-    yield "The extra round starts from the same weights as the real one. Its update is not encoded for the wire."
+    mechanisms = case.truth.privacy.label if case.truth.privacy is not None else ""
+    yield f"The extra round starts from the same weights as the real one, with the mechanisms: {mechanisms or 'none'}. Its update is not encoded for the wire."
     yield (
-        f"At δ = {DELTA:g}, training with a smaller ε would give this many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
+        f"At δ = {stated[1]:g}, training with a smaller ε would give this many correct guesses in less than 5 % of runs. A bound of 0 does not prove privacy."
     )
+
+
+def _lacks(case: Case) -> str | None:
+    privacy = case.truth.privacy
+    if privacy is None or (privacy.dp_sgd is None and case.view.report.epsilon is not None):
+        return (
+            "the device trains with DP-SGD, so a round without it says nothing: give its settings with --mechanism, e.g. "
+            "--mechanism dp_sgd.noise_multiplier=1"
+        )
+    return None
 
 
 ATTACK = Attack(
@@ -182,6 +232,7 @@ ATTACK = Attack(
     carry_out=_carry_out,
     parts=frozenset({Part.CLASSIFIER}),
     private=True,
+    lacking=_lacks,
     not_quick="it needs a whole local round: run it with default or thorough effort",
     least_side=1,
 )

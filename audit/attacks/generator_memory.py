@@ -7,29 +7,38 @@ published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 
 from audit import measures
 from audit.attacks.attack import Attack, Effort, Found, Tick, Trial
-from audit.evidence import Case, Extractor, Knowledge, View, networks
+from audit.attacks.membership import auc, auc_gain, aucs, chance_of_gain, sides
+from audit.evidence import Case, Extractor, Knowledge, View, joined, networks
+from audit.techniques import gradients
 from audit.techniques.image_decoder import Decoder, trained_decoder
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.batches import extract_features, generate
 from fedcg.wire.parts import Part
 
 _MOST_NUMBERS = 1 << 24  # numbers in the samples of one class: 64 MB
-_PERMUTATIONS = 1000
 _PLANTED_NOISE = 0.01
+_MEMORISED, _REPEATED = 10, 0.05  # the control of memory_worst: images, and their share of the samples of their classes
+_SURE, _COIN = 0.01, 0.5
+_NEAR = 1e-6
 _DECODED = "similarity of decoded samples to the nearest training image"
 _MEMORY = measures.Measure(
     "memory_auc", "training images distinguished from others by their distance to the generator's samples"
+)
+_WORST = measures.Measure(
+    "memory_worst", "the training image nearest to a sample, in deviations of images that were not trained on"
 )
 _INVERTED: Sequence[tuple[measures.Likeness, measures.Measure]] = (
     (measures.psnr, measures.Measure("inverter_psnr", _DECODED, "dB")),
@@ -62,74 +71,92 @@ def planted(features: torch.Tensor, labels: torch.Tensor, streams: Streams) -> S
     return draw
 
 
-@dataclass(frozen=True)
-class Nearness:
-    """The distances of images to the samples.
-
-    Attributes:
-        train: [N] negative distance of each training image to the nearest sample of its class; `held_out` likewise.
-        nearer: share of the samples that are nearer to a training image than to any held-out one (SDMetrics'
-            overfitting protection).
-    """
-
-    train: measures.Values
-    held_out: measures.Values
-    nearer: float
-
-
-def nearness(
-    train: torch.Tensor, held_out: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int
-) -> Nearness:
-    """Compute distances of features [N, F], both with the same labels [N], to the nearest of `count` samples of their class (fewer for long features)."""
-    count = max(2, min(count, _MOST_NUMBERS // train.shape[1]))
-    found, shares = torch.empty(2, len(labels)), []
-    for label in labels.unique().tolist():
-        mine = labels == label
-        drawn = samples(label, count)
-        distances = [torch.cdist(some[mine], drawn) for some in (train, held_out)]
-        for row, some in zip(found, distances, strict=True):
-            row[mine] = -some.min(1).values
-        shares.append((distances[0].min(0).values < distances[1].min(0).values).double().mean())
-    scores = found.double().numpy()
-    return Nearness(scores[0], scores[1], float(torch.stack(shares).mean()))
-
-
 def likeness(measure: measures.Likeness, pictures: torch.Tensor, images: torch.Tensor) -> measures.Values:
     """Return a measure of every pair, [pictures, images]."""
     pairs = measure(pictures.repeat_interleave(len(images), 0), images.repeat(len(pictures), 1, 1, 1))
     return pairs.reshape(len(pictures), len(images))
 
 
-def nearest_gain(tables: Sequence[measures.Values], seed: int) -> tuple[measures.Interval, float, measures.Interval]:
+def nearest_gain(
+    tables: Sequence[measures.Values], seed: int
+) -> tuple[measures.Interval, float, measures.Interval, float]:
     """Compare each picture's nearest training image with its nearest held-out image.
 
-    Pictures of a class share their nearest image, so they are not independent samples. The gain's interval therefore
-    comes from 1,000 random assignments of images to "trained on": the distribution of the figure if nothing was
-    memorised.
+    Pictures of a class share their nearest image, so they are not independent samples. The gain's interval and its
+    probability therefore come from random assignments of images to "trained on": the distribution of the figure if
+    nothing was memorised.
 
     Args:
         tables: by class, similarity [pictures, 2 n]: n training images, then n held out.
         seed: for the random assignments.
 
     Returns:
-        Similarity to the nearest training image, to the nearest held-out one, and the gain.
+        Similarity to the nearest training image, to the nearest held-out one, the gain, and the probability of at least
+        this gain by chance.
     """
-    drawn = np.random.default_rng(seed)
-
-    def nearest_of(some: Sequence[measures.Values]) -> measures.Values:
-        return np.concatenate([table.reshape(len(table), 2, -1).max(axis=2) for table in some])
-
-    nearest = nearest_of(tables)
-    chance = [
-        nearest_of([drawn.permutation(table, axis=1) for table in tables]).mean(axis=0) for _ in range(_PERMUTATIONS)
-    ]
-    by_chance = measures.percentile_interval(0.0, [float(train - held_out) for train, held_out in chance])
+    by_class = [table.reshape(len(table), 2, -1) for table in tables]
+    nearest = np.concatenate([table.max(axis=2) for table in by_class])
+    by_chance = np.sum([_swapped(table, seed + at) for at, table in enumerate(by_class)], axis=0) / len(nearest)
     train, held_out = nearest.mean(axis=0)
-    gain = float(train - held_out)
+    gain, spread = float(train - held_out), measures.percentile_interval(0.0, by_chance.tolist())
     return (
         measures.bootstrap(nearest[:, 0], seed),
         float(held_out),
-        measures.Interval(gain, gain - by_chance.high, gain - by_chance.low),
+        measures.Interval(gain, gain - spread.high, gain - spread.low),
+        measures.chance_in(gain, by_chance),
+    )
+
+
+def _swapped(table: measures.Values, seed: int) -> measures.Values:
+    """Return the summed gain of the pictures of a class [pictures, 2, n] for each random assignment of "trained on"."""
+    count, flags = table.shape[2], np.repeat([True, False], table.shape[2])
+    found = []
+    for some in measures.reassigned(np.tile(np.arange(count), 2), flags, seed, table.size):
+        stays = some[:, None, :count]
+        train, held_out = (np.where(one, table[:, 0], table[:, 1]).max(2) for one in (stays, ~stays))
+        found.append((train - held_out).sum(1))
+    return np.concatenate(found)
+
+
+def exposure(features: torch.Tensor, labels: torch.Tensor, samples: Samples, count: int) -> measures.Values:
+    """Return how much nearer a sample of its class is to each image [N, D] than to the class's images on average: the largest log ratio over samples, [N].
+
+    A sample that repeats the features of one image is near to it alone; a sample near the centre of its class is near to all.
+    """
+    found, count = torch.zeros(len(labels)), max(2, min(count, _MOST_NUMBERS // features.shape[1]))
+    for label in labels.unique().tolist():
+        mine = labels == label
+        distances = torch.cdist(features[mine], samples(label, count)).clamp(min=_NEAR)
+        found[mine] = (distances.mean(0) / distances).log().amax(1)
+    return found.double().numpy()
+
+
+def worst_figure(setting: str, used: Collection[Knowledge], scores: measures.Values, count: int) -> measures.Figure:
+    """Return the figure of the most exposed training image, in deviations of images that were not trained on.
+
+    The probability is that of the largest of as many draws from the held-out images' distribution (Student's prediction
+    interval, exact for normal scores). Assigning "trained on" at random can't show few memorised images: if ten of 300
+    among 400 images were, all ten are called "trained on" in 6 % of the assignments.
+
+    Args:
+        setting: in words.
+        used: the attacker's knowledge.
+        scores: of `exposure`, [N]; the first `count` are training images.
+        count: number of training images.
+    """
+    train, others = scores[:count], scores[count:]
+    wider = (1 + 1 / len(others)) ** 0.5
+    deviations = (train - others.mean()) / max(float(others.std(ddof=1)), _NEAR) / wider
+    value, by_chance = float(deviations.max()), student(len(others) - 1)
+    middle, low, high = (float(by_chance.isf(-np.expm1(np.log(share) / count))) for share in (0.5, 0.975, 0.025))
+    return _WORST.figure(
+        setting,
+        used,
+        measures.Interval(value, value, value),
+        ("the nearest of as many images that were not trained on, predicted from those held out", middle),
+        count,
+        gain=measures.Interval(value - middle, value - low, value - high),
+        p=float(-np.expm1(count * np.log1p(-by_chance.sf(value)))),
     )
 
 
@@ -156,25 +183,28 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One extractor's view of `images`, training and held-out: all features are [N, F]."""
+    """One extractor's view of the device's images.
+
+    Attributes:
+        images: equally many training and held-out images of each class; `features` of both, in this order, [2 n, F].
+        everyone: all images, training images first; `every_feature` of them, [N, F]; `trained`: number of the former.
+    """
 
     source: Extractor
-    images: tuple[ImageSet, ImageSet]
-    train: torch.Tensor
-    held_out: torch.Tensor
+    spec: FederationSpec
+    images: ImageSet
+    features: torch.Tensor
+    everyone: ImageSet
+    every_feature: torch.Tensor
+    trained: int
     decoder: Decoder | None
     plan: _Plan
     seed: int
 
     @property
-    def labels(self) -> torch.Tensor:
-        """The features of the training images and of the held-out images."""
-        return self.images[0].labels
-
-    @property
     def classes(self) -> list[int]:
         """The classes with images."""
-        found: list[int] = self.labels.unique().tolist()
+        found: list[int] = self.images.labels.unique().tolist()
         return found
 
     @property
@@ -182,13 +212,55 @@ class _Setting:
         """The setting, as words for a report."""
         return f"extractor: {self.source.value}"
 
-    def nearness(self, samples: Samples) -> Nearness:
-        """The distances of all images."""
-        return nearness(self.train, self.held_out, self.labels, samples, self.plan.samples)
+    def exposure(self, features: torch.Tensor, labels: torch.Tensor, samples: Samples) -> measures.Values:
+        """Return `exposure` of features; standardised by map, as surrogates share the positions of a map and not its levels."""
 
-    def tables(self, samples: Samples, measure: measures.Likeness) -> list[measures.Values]:
-        """By class, the similarity of decoded samples to training images and to held-out images."""
-        return [likeness(measure, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
+        def draw(label: int, count: int) -> torch.Tensor:
+            return gradients.standardised(samples(label, count), self.spec)
+
+        return exposure(gradients.standardised(features, self.spec), labels, draw, self.plan.samples)
+
+    def memory(self, samples: Samples, before: Samples | None) -> measures.Figure:
+        """Return the figure of all images: how well exposure separates training images from others."""
+        labels, members = self.images.labels, np.arange(len(self.images)) < len(self.images) // 2
+        score = self.exposure(self.features, labels, samples)
+        blind = np.zeros(len(score)) if before is None else self.exposure(self.features, labels, before)
+        earlier = auc(*sides(blind, members))
+        floor = (
+            ("the same distances to the generator before the round", earlier)
+            if earlier > _COIN
+            else ("a coin toss", _COIN)
+        )
+        return _MEMORY.figure(
+            self.words,
+            {Knowledge.UPDATE, Knowledge.CANDIDATES} | self.source.knowledge,
+            auc_gain(score, np.zeros(len(score)), members, self.seed).over(-_COIN),
+            floor,
+            len(score) // 2,
+            gain=auc_gain(score, blind, members, self.seed),
+            p=chance_of_gain(aucs, _COIN, (score, blind), members, labels, self.seed),
+        )
+
+    def worst(self, samples: Samples) -> measures.Figure:
+        """Return the figure of the most exposed training image."""
+        scores = self.exposure(self.every_feature, self.everyone.labels, samples)
+        known = {Knowledge.LATER if one is Knowledge.PRIVATE else one for one in self.source.knowledge}
+        return worst_figure(self.words, known | {Knowledge.UPDATE, Knowledge.CANDIDATES}, scores, self.trained)
+
+    def inverted(self, samples: Samples) -> Iterator[measures.Figure]:
+        """Yield the figures of decoded samples; none without a decoder."""
+        for alike, measure in _INVERTED if self.decoder is not None else ():
+            tables = [likeness(alike, self.decoded(samples, label), self.pixels(label)) for label in self.classes]
+            nearest, other, gain, likely = nearest_gain(tables, self.seed)
+            yield measure.figure(
+                self.words,
+                {Knowledge.UPDATE, Knowledge.AUXILIARY} | self.source.knowledge,
+                nearest,
+                ("the nearest of equally many images of the class that were not trained on", other),
+                self.plan.pictures * len(self.classes),
+                gain=gain,
+                p=likely,
+            )
 
     def decoded(self, samples: Samples, label: int) -> torch.Tensor:
         """Return pictures of a class's samples."""
@@ -197,63 +269,30 @@ class _Setting:
 
     def pixels(self, label: int) -> torch.Tensor:
         """Return a class's training images, then its held-out images."""
-        return measures.unit_pixels(torch.cat([some.images[some.labels == label] for some in self.images]))
+        return measures.unit_pixels(self.images.images[self.images.labels == label])
 
 
-def wins(scores: Nearness) -> measures.Values:
-    """Return [N, N]: 1 where a training image is nearer than a held-out one, 1/2 for ties; its mean is the AUC (Mann-Whitney)."""
-    train, held_out = scores.train[:, None], scores.held_out[None, :]
-    table: measures.Values = (train > held_out) + 0.5 * (train == held_out)
-    return table
+def _controls(attacked: _Setting, own: _Setting, mine: Samples, streams: Streams) -> Iterator[measures.Control]:
+    """Run the attacks with the attacker's extractor on generators that memorised features of the device's own, if it is known."""
+    count = len(own.images) // 2
+    memory = planted(own.features[:count], own.images.labels[:count], streams)
+    chosen = torch.randperm(own.trained, generator=streams.generator("memorised"))[:_MEMORISED]
+    labels = own.everyone.labels[chosen]
+    few = planted(own.every_feature[chosen], labels, streams)
 
+    def draw(label: int, count: int) -> torch.Tensor:
+        repeated = max(1, int(_REPEATED * count)) if bool((labels == label).any()) else 0
+        return torch.cat([few(label, repeated), mine(label, count)[repeated:]]) if repeated else mine(label, count)
 
-def _mean_of_pairs(table: measures.Values, seed: int) -> measures.Interval:
-    """Return the mean of a table [N, N] with its interval: row i and column i, of the same class, are resampled together."""
-
-    def mean(drawn: measures.Values) -> float:
-        rows = drawn.astype(int)
-        return float(table[np.ix_(rows, rows)].mean())
-
-    return measures.bootstrap(np.arange(len(table), dtype=float), seed, mean)
-
-
-def _figures(setting: _Setting, mine: Samples, found: Nearness, before: Nearness | None) -> Iterator[measures.Figure]:
-    """Yield the figures of the distances and, with a decoder, of decoded samples."""
-    used = {Knowledge.UPDATE} | setting.source.knowledge
-    value, floor, floor_is = wins(found), np.array(0.5), "a coin toss"
-    if before is not None and wins(before).mean() > 0.5:
-        floor, floor_is = wins(before), "the same distances to the generator before the round"
-    yield _MEMORY.figure(
-        setting.words,
-        used | {Knowledge.CANDIDATES},
-        _mean_of_pairs(value, setting.seed),
-        (floor_is, float(floor.mean())),
-        len(value),
-        gain=_mean_of_pairs(value - floor, setting.seed),
+    of_all, of_few = (
+        "all training images",
+        f"{len(chosen)} training images, in {_REPEATED:.0%} of the samples of their class",
     )
-    for alike, measure in _INVERTED if setting.decoder is not None else ():
-        nearest, other, gain = nearest_gain(setting.tables(mine, alike), setting.seed)
-        yield measure.figure(
-            setting.words,
-            used | {Knowledge.AUXILIARY},
-            nearest,
-            ("the nearest of equally many images of the class that were not trained on", other),
-            setting.plan.pictures * len(setting.classes),
-            gain=gain,
-        )
-
-
-def _controls(setting: _Setting, streams: Streams) -> Iterator[measures.Control]:
-    """Run the attacks on a planted generator that has memorised."""
-    memory = planted(setting.train, setting.labels, streams)
-    value = float(wins(setting.nearness(memory)).mean())
-    yield measures.Control(
-        "planted generator that returns training features: memory_auc", value, "above 0.9", value > 0.9
-    )
-    if setting.decoder is not None:
-        gain = nearest_gain(setting.tables(memory, measures.psnr), setting.seed)[2]
-        title = "planted generator that returns training features: gain of inverter_psnr in dB"
-        yield measures.Control(title, gain.value, "above 0, including the confidence bound", gain.low > 0)
+    found = [(of_all, attacked.memory(memory, None)), (of_few, attacked.worst(draw))]
+    for what, one in [*found, *((of_all, figure) for figure in attacked.inverted(memory))]:
+        title = f"{one.name}, {attacked.words}, on a planted generator that returns the features of {what}"
+        passed = one.p is not None and one.p < _SURE
+        yield measures.Control(title, one.value.value, f"above {one.floor:.3g}, p below 1 %", passed, one.name)
 
 
 def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
@@ -269,19 +308,27 @@ def _pictures(setting: _Setting, mine: Samples) -> measures.Pictures:
 
 def _settings(case: Case, plan: _Plan, streams: Streams, tick: Tick) -> Iterator[_Setting]:
     """Yield the attacker's setting first, then the one with the true extractor."""
-    view, images = case.view, case.truth.matched(streams.generator("matched"), plan.images)
-    given = view.with_private(case.truth.after or {})
+    view, truth = case.view, case.truth
+    images, everyone = (
+        joined(*truth.matched(streams.generator("matched"), plan.images)),
+        joined(truth.train, truth.held_out),
+    )
+    given = view.with_private(truth.after or {})
     for source in _sources(case):
         weights = networks.estimated_extractor(
             given, source, view.update[Part.CLASSIFIER], streams, plan.surrogate_epochs
         )
         extractor = load_part(view.spec, Part.EXTRACTOR, weights)
-        train, held_out = (extract_features(extractor, some.images, view.spec).flatten(1) for some in images)
+        features, every_feature = (
+            extract_features(extractor, some.images, view.spec).flatten(1) for some in (images, everyone)
+        )
         decoder = None
         if view.auxiliary is not None:
             known = extract_features(extractor, view.auxiliary.images, view.spec).flatten(1)
             decoder = trained_decoder(view.auxiliary, known, plan.decoder, streams, tick)
-        yield _Setting(source, images, train, held_out, decoder, plan, streams.seed("draws"))
+        yield _Setting(
+            source, view.spec, images, features, everyone, every_feature, len(truth.train), decoder, plan, streams.seed("draws")
+        )  # fmt: skip
 
 
 def _sources(case: Case) -> tuple[Extractor, ...]:
@@ -300,15 +347,15 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     figures: list[measures.Figure] = []
     settings = list(_settings(case, plan, streams, tick))
     for setting in settings:
-        found = setting.nearness(mine)
-        figures += _figures(setting, mine, found, before and setting.nearness(before))
-        yield f"{found.nearer:.0%} of the samples are nearer to a training image than to any held-out one ({setting.words})"
+        figures += [setting.memory(mine, before), setting.worst(mine), *setting.inverted(mine)]
         if setting.decoder is not None:
             yield _pictures(setting, mine)
-    own = {one.name: one.value.value for one in figures} if settings[-1].source.is_own else {}
+    own = (
+        {one.name: one.value.value for one in figures if one.setting == settings[-1].words} if len(settings) > 1 else {}
+    )
     for one in figures:
-        yield replace(one, ceiling=own.get(one.name)) if one.is_possible else one
-    yield from _controls(settings[-1], streams)
+        yield replace(one, ceiling=own.get(one.name)) if one.setting != settings[-1].words else one
+    yield from _controls(settings[0], settings[-1], mine, streams)
 
 
 def _lacks(case: Case) -> str | None:

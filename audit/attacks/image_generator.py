@@ -12,6 +12,7 @@ images.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -256,8 +257,10 @@ def right_blocks(make: Make, true: Scrambling, known: ImageSet, block: int) -> t
 
 
 def _key_figure(blocks: int, right: int) -> Figure:
-    used = (Knowledge.UPDATE, Knowledge.AUXILIARY)
-    return _KEY.figure("whole update", used, proportion(right, blocks), ("a block at random", 1 / blocks), blocks)
+    """Return the figure; 1 / k! bounds the probability that a random order of blocks has k in place (Markov's inequality)."""
+    used, likely = (Knowledge.UPDATE, Knowledge.AUXILIARY), 1 / math.factorial(right)
+    floor = "a block at random", 1 / blocks
+    return _KEY.figure("whole update", used, proportion(right, blocks), floor, blocks, p=likely)
 
 
 def _key_control(case: Case, known: ImageSet, streams: Streams) -> Control:
@@ -300,7 +303,7 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     candidates, members = balanced_pairs(case.truth, effort.of(400, 1000, 10_000), streams.generator("candidates"))
     scores = list(_member_scores(movement, candidates))
     for one in scores:
-        yield from membership_figures(one, members, streams.seed("bootstrap"))
+        yield from membership_figures(one, members, candidates.labels, streams.seed("bootstrap"))
     model = ShareModel.fitted(view, known, fit, count, streams, tick)
     yield from update_figures(case, {_BY_CLASS: model.shares(view)[None]}, trivial_guesses(view, streams))
     yield from _decoded(trial, known, movement, steps, tick)

@@ -4,8 +4,9 @@ The attacker receives images without the flag, with equally many members and oth
 reveal nothing. Scores become AUC, true positive rates and ROC curves, which `image_generator` also uses.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,17 +18,19 @@ from sklearn.metrics import roc_curve
 from audit import measures
 from audit.attacks.attack import Attack, Found, Tick, Trial
 from audit.evidence import Case, Extractor, Knowledge, Truth, View, WholeModel, joined
+from audit.measures import Flags
 from audit.techniques import shadow_models
 from audit.techniques.shadow_models import Score, Shadow, Target, ml_leaks, rmia
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import ImageForm
 from fedcg.learning.training.batches import generate
 from fedcg.wire.parts import Part
 
-RATES = ((0.01, 100), (0.001, 10_000))  # false positive rates, and the non-members that each requires
+RATES = (0.05, 0.01, 0.001)
+FEWEST_PASSED = 5  # non-members above a threshold: with fewer, its rate is not known
 _AUC_OF_CHANCE = 0.5
-Flags = NDArray[np.bool_]
 _AUC = measures.Measure("mia_auc", "Membership: area under the ROC curve")
 _RATE = measures.Measure("mia_tpr", "Membership: true positive rate at few false positives", "share")
 _RESAMPLES = 200
@@ -58,21 +61,25 @@ def balanced_pairs(truth: Truth, most: int, stream: torch.Generator) -> tuple[Im
     return joined(inside.rows(kept), outside.rows(kept)).rows(order), (order < len(kept)).numpy()
 
 
-def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Iterator[measures.Figure]:
+def membership_figures(
+    scores: MemberScores, members: Flags, labels: torch.Tensor, seed: int
+) -> Iterator[measures.Figure]:
     """Yield AUC, and the true positive rates for which there are enough images."""
     (inside, outside), blind = sides(scores.score, members), sides(scores.blind, members)
+
     given = None if scores.given is None else sides(scores.given, members)
     yield _AUC.figure(
         scores.setting,
         scores.knowledge,
-        auc_interval(inside, outside, seed),
+        auc_gain(scores.score, np.zeros(len(members)), members, seed).over(-_AUC_OF_CHANCE),
         (scores.floor_is, max(_AUC_OF_CHANCE, auc(*blind))),
         len(members),
         gain=auc_gain(scores.score, scores.blind, members, seed),
         ceiling=None if given is None else auc(*given),
+        p=chance_of_gain(aucs, _AUC_OF_CHANCE, (scores.score, scores.blind), members, labels, seed),
     )
-    for rate, fewest in RATES:
-        if len(outside) >= fewest:
+    for rate in RATES:
+        if rate * len(outside) >= FEWEST_PASSED:
             yield _RATE.figure(
                 f"{scores.setting}, at {rate:.1%}",
                 scores.knowledge,
@@ -80,7 +87,39 @@ def membership_figures(scores: MemberScores, members: Flags, seed: int) -> Itera
                 (scores.floor_is, max(rate, true_positive_rate(*blind, rate).value)),
                 len(members),
                 ceiling=None if given is None else true_positive_rate(*given, rate).value,
+                p=chance_of_gain(
+                    functools.partial(true_positive_rates, rate=rate),
+                    rate,
+                    (scores.score, scores.blind),
+                    members,
+                    labels,
+                    seed,
+                ),
             )
+
+
+def chance_of_gain(
+    of: Callable[[measures.Values, Flags], measures.Values],
+    least: float,
+    scores: tuple[measures.Values, measures.Values],
+    members: Flags,
+    labels: torch.Tensor,
+    seed: int,
+) -> float:
+    """Return the probability of at least this gain if "trained on" were random within each class.
+
+    Args:
+        of: scores [N], assignments of "member" [M, N] -> the figure, [M].
+        least: the figure of chance.
+        scores: with and without the update, [N] each; the gain is over the better of the latter and chance.
+        members: [N].
+        labels: [N]; as many members as others of each class.
+        seed: for the assignments.
+    """
+    score, blind = scores
+    return measures.chance(
+        lambda some: of(score, some) - np.maximum(least, of(blind, some)), labels.numpy(), members, seed
+    )
 
 
 def sides(scores: measures.Values, members: Flags) -> tuple[measures.Values, measures.Values]:
@@ -112,11 +151,12 @@ def auc(members: measures.Values, others: measures.Values) -> float:
     return float((ranks - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
 
 
-def auc_interval(members: measures.Values, others: measures.Values, seed: int) -> measures.Interval:
-    """Return `auc` with a bootstrap over members and non-members, resampled separately."""
-    drawn = np.random.default_rng(seed)
-    found = [auc(drawn.choice(members, len(members)), drawn.choice(others, len(others))) for _ in range(_RESAMPLES)]
-    return measures.percentile_interval(auc(members, others), found)
+def aucs(scores: measures.Values, members: Flags) -> measures.Values:
+    """Return `auc` of scores [N] for each assignment of "member" [M, N], [M]."""
+    inside = members.sum(1)
+    ranks = members @ rankdata(scores)
+    found: measures.Values = (ranks - inside * (inside + 1) / 2) / (inside * (len(scores) - inside))
+    return found
 
 
 def true_positive_rate(
@@ -126,6 +166,14 @@ def true_positive_rate(
     allowed = int(false_positive_rate * len(others))
     threshold = np.sort(others)[::-1][allowed]
     return measures.proportion(int((members > threshold).sum()), len(members))
+
+
+def true_positive_rates(scores: measures.Values, members: Flags, rate: float) -> measures.Values:
+    """Return `true_positive_rate` of scores [N] for each assignment of "member" [M, N], [M]; ties count as above."""
+    ranked = members[:, np.argsort(-scores, kind="stable")]
+    passed = np.cumsum(~ranked, axis=1, dtype=np.int32)
+    found: measures.Values = (ranked & (passed <= int(rate * passed[0, -1]))).sum(1) / ranked.sum(1)
+    return found
 
 
 def roc(members: measures.Values, others: measures.Values, points: int = 60) -> tuple[tuple[float, float], ...]:
@@ -139,7 +187,7 @@ def roc(members: measures.Values, others: measures.Values, points: int = 60) -> 
 _FLOOR_IS = "the same without the update: a model of auxiliary images only, and their features instead of generated ones; or chance"
 _TINY = 1e-9
 _LIRA_MODELS = 8  # with fewer, a deviation per image is not a usable estimate
-_FEWEST = 10
+_FEWEST, _SHOWN = 10, 8
 _CONTROL_ROWS, _CONTROL_EPOCHS, _CONTROL_AUC = 48, 200, 0.7
 _PLANTED_NOISE = 0.01  # deviation of a memorising generator's samples, as a share of the features' deviation
 _USED = (Knowledge.UPDATE, Knowledge.BEFORE, Knowledge.AUXILIARY, Knowledge.CANDIDATES)
@@ -316,15 +364,17 @@ def _control(title: str, value: float) -> measures.Control:
     return measures.Control(title, value, f"AUC above {_CONTROL_AUC}", value > _CONTROL_AUC)
 
 
-def _by_class(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> str:
+def most_exposed(found: Sequence[MemberScores], images: ImageSet, members: Flags) -> measures.Pictures:
+    """Return the members that the strongest attack recognises most surely, with the share of the others that score higher."""
     best = max(found, key=lambda one: auc(*sides(one.score, members)))
-    labels = images.labels.numpy()
-    classes = ", ".join(
-        f"{name} {auc(best.score[members & (labels == at)], best.score[~members & (labels == at)]):.2f}"
-        for at, name in enumerate(images.classes)
-        if int((labels == at).sum()) >= _FEWEST
+    inside = np.flatnonzero(members)
+    rows = inside[np.argsort(-best.score[inside], kind="stable")[:_SHOWN]]
+    passed = (best.score[~members][None] >= best.score[rows][:, None]).mean(1)
+    shown = tuple(map(measures.png, measures.unit_pixels(images.images[rows])))
+    title = f"the device's training images that are recognised most surely ({best.setting})"
+    return measures.Pictures(
+        title, (("share of other images that score as high", shown),), (tuple(f"{one:.1%}" for one in passed),)
     )
-    return f"AUC per class of the strongest attack ({best.setting}): {classes or 'too few images'}."
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
@@ -348,12 +398,15 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     yield from _planted(prepared, members)
     trial.progress(steps, steps)
     for one in found:
-        yield from membership_figures(one, members, streams.seed("bootstrap"))
+        yield from membership_figures(one, members, candidates.labels, streams.seed("bootstrap"))
     yield roc_curves(found, members)
+    if isinstance(view.spec.input, ImageForm):
+        yield most_exposed(found, candidates, members)
     yield f"Shadow and reference models: {count}, trained for {epochs} epochs on auxiliary images."
-    yield _by_class(found, candidates, members)
-    if int((~members).sum()) < RATES[1][1]:
-        yield "A true positive rate at 0.1 % false positives requires 10,000 images that were not trained on."
+    count = int((~members).sum())
+    for rate in RATES:
+        if rate * count < FEWEST_PASSED:
+            yield f"A true positive rate at {rate:.1%} false positives requires {math.ceil(FEWEST_PASSED / rate):,} images that were not trained on, and there are {count}."
 
 
 def _lacks(case: Case) -> str | None:

@@ -25,7 +25,7 @@ from fedcg.wire.parts import Part
 
 _CANDIDATES = 200
 _FEWEST = 20
-_CONTROL_SHARE = 0.9
+_CONTROL_SHARE, _CONTROL_CHANCE = 0.9, 0.01
 _CONTROL_ROWS, _CONTROL_EPOCHS = 64, 100
 _ROWS_AT_ONCE = 256
 _SURE = 1e-12
@@ -84,14 +84,58 @@ def ranks(found: Sequence[torch.Tensor], line_ups: Sequence[LineUp]) -> Values:
     return np.array(places, dtype=np.float64)
 
 
+def _uniform_chance(places: Values, line_ups: Sequence[LineUp]) -> float:
+    """Return the probability of as many right images at rank 1 if every candidate is as likely, for independent line-ups."""
+    counts = np.ones(1)
+    for one in line_ups:
+        counts = np.convolve(counts, [1 - 1 / len(one.rows), 1 / len(one.rows)])
+    return min(1.0, float(counts[int((places == 1).sum()) :].sum()))
+
+
+def chance_of_update(
+    found: Sequence[torch.Tensor], line_ups: Sequence[LineUp], labels: torch.Tensor, device: int
+) -> float:
+    """Return the probability of as many right images at rank 1 if "trained on" were assigned at random among the device's images of each class.
+
+    The images of a class share their other candidates, so one of these with a high score keeps all from rank 1: ranks are
+    not independent. A training image is at rank 1 exactly if it is above all others of the device that were not trained
+    on (of n and m images in random order, Pr(at least k before the first of the m) = n! (n + m - k)! / ((n - k)! (n + m)!)),
+    and above the auxiliary images, whose scores are taken as they are.
+
+    Args:
+        found: of `rises`.
+        line_ups: in the same order.
+        labels: of the pool.
+        device: number of the device's images, which are first in the pool.
+    """
+    hits, counts = int((ranks(found, line_ups) == 1).sum()), np.ones(1)
+    by_class: dict[int, list[tuple[torch.Tensor, LineUp]]] = {}
+    for some, one in zip(found, line_ups, strict=True):
+        by_class.setdefault(int(labels[one.right]), []).append((some, one))
+    for group in by_class.values():
+        (some, one), *_ = group
+        is_other = one.rows != one.right
+        others, is_own = some[is_other], one.rows[is_other] < device
+        mine = torch.cat([each[line_up.rows == line_up.right] for each, line_up in group])
+        nearest = others[~is_own].min() if not is_own.all() else torch.tensor(torch.inf)
+        above = int((mine < nearest).sum() + (others[is_own] < nearest).sum())
+        number, all_own = np.arange(min(above, len(mine))), len(mine) + int(is_own.sum())
+        at_least = np.concatenate([[1.0], np.cumprod((len(mine) - number) / (all_own - number))])
+        counts = np.convolve(counts, at_least - np.append(at_least[1:], 0.0))
+    return min(1.0, float(counts[hits:].sum()))
+
+
 def _line_ups(pool: ImageSet, wanted: Sequence[int], first: int, streams: Streams) -> list[LineUp]:
-    """Return, for each wanted row of the pool, up to 200 rows of its class, the others from row `first` on; none if fewer than 20."""
+    """Return, for each wanted row of the pool, up to 200 rows of its class, the others from row `first` on; none if fewer than 20.
+
+    The other candidates are the same for every wanted row of a class.
+    """
     found = []
+    shuffled = torch.randperm(len(pool), generator=streams.generator("candidates"))
+    shuffled = shuffled[shuffled >= first]
     for row in wanted:
-        same = torch.nonzero(pool.labels == pool.labels[row]).flatten()
-        others = same[(same != row) & (same >= first)]
-        order = torch.randperm(len(others), generator=streams.generator("candidates", row))
-        rows = torch.cat([others[order[: _CANDIDATES - 1]], torch.tensor([row])]).sort().values
+        others = shuffled[(pool.labels[shuffled] == pool.labels[row]) & (shuffled != row)]
+        rows = torch.cat([others[: _CANDIDATES - 1], torch.tensor([row])]).sort().values
         if len(rows) >= _FEWEST:
             found.append(LineUp(row, rows))
     return found
@@ -103,8 +147,17 @@ def _pool(case: Case) -> ImageSet:
     return known if case.view.auxiliary is None else joined(known, case.view.auxiliary)
 
 
+def _of_device(case: Case) -> int:
+    """Return how many images of the pool are the device's own."""
+    return len(case.truth.train) + len(case.truth.held_out)
+
+
 def _figures(
-    what: str, observed: Knowledge, places: Mapping[Extractor, Values], line_ups: Sequence[LineUp]
+    what: str,
+    observed: Knowledge,
+    places: Mapping[Extractor, Values],
+    line_ups: Sequence[LineUp],
+    chances: Mapping[Extractor, float],
 ) -> Iterator[Figure]:
     """Yield a figure for every extractor; that of the device's own extractor is the ceiling."""
     floor = float(np.mean([1 / len(one.rows) for one in line_ups]))
@@ -119,6 +172,7 @@ def _figures(
             ("a random candidate of the class", floor),
             len(line_ups),
             ceiling=None if source is Extractor.TRUE else ceiling,
+            p=chances[source],
         )
 
 
@@ -161,15 +215,18 @@ def _gradients(case: Case, pool: ImageSet, line_ups: Sequence[LineUp], tick: Tic
 
 
 def _control_of_update(case: Case, pool: ImageSet, rows: Sequence[int], streams: Streams) -> Control:
-    """Run the same attack on a whole model that memorised a few images."""
+    """Run the same attack on a whole model that memorised a few images with random labels: only memorising explains a rise."""
+    labels = torch.randint(len(pool.classes), (len(pool),), generator=streams.generator("labels"))
+    pool = replace(pool, labels=labels)
     whole = replace(case, view=learnt_by_heart(case.view, pool.rows(rows), _CONTROL_EPOCHS, streams))
     target = _round_of(whole, Extractor.SENT, _before(whole, Extractor.SENT, streams, 0))
     assert target is not None
     line_ups = _line_ups(pool, rows, len(case.truth.train), streams)
-    places = {Extractor.SENT: ranks(rises(target, pool, line_ups, streams), line_ups)}
-    (found,) = _figures("", Knowledge.UPDATE, places, line_ups)
-    title = f"share ranked first, from the update of a whole model that memorised {len(rows)} images"
-    return Control(title, found.value.value, f"above {found.floor:.1%}, including the interval", found.gain.low > 0)
+    found = rises(target, pool, line_ups, streams)
+    share = float((ranks(found, line_ups) == 1).mean())
+    likely = chance_of_update(found, line_ups, pool.labels, _of_device(case))
+    title = f"share ranked first, from the update of a whole model that memorised {len(rows)} images with random labels"
+    return Control(title, share, "above chance (p below 1 %)", likely < _CONTROL_CHANCE)
 
 
 def _carry_out(trial: Trial) -> Iterator[Found]:
@@ -182,22 +239,25 @@ def _carry_out(trial: Trial) -> Iterator[Found]:
     sources = _sources(case)
     tick = trial.steps(len(of_gradient) + len(sources) + 1)
     seen, pixels = list(_gradients(case, pool, of_gradient, tick)), unit_pixels(pool.images)
-    whole, single = {}, {}
+    whole, single, chances = {}, {}, {}
     for source in sources:
         before = _before(case, source, streams, effort.of(5, 20, 60))
         target = _round_of(case, source, before)
         if target is not None:
-            whole[source] = ranks(rises(target, pool, of_update, streams), of_update)
+            found = rises(target, pool, of_update, streams)
+            whole[source] = ranks(found, of_update)
+            chances[source] = chance_of_update(found, of_update, pool.labels, _of_device(case))
         if seen:
             found = distances(case.view.spec, before, seen, pixels, [one.rows for one in of_gradient])
             single[source] = ranks(found, of_gradient)
         tick()
     yield _control_of_update(case, pool, order[:_CONTROL_ROWS], streams.at("control"))
     tick()
-    yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update)
+    yield from _figures("whole update: one image", Knowledge.UPDATE, whole, of_update, chances)
     yield "Candidates are the device's held-out images and the auxiliary images; for gradients also its training images."
     if single:
-        yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient)
+        likely = {source: _uniform_chance(some, of_gradient) for source, some in single.items()}
+        yield from _figures("one image's gradient", Knowledge.BATCH, single, of_gradient, likely)
         best = float((single[sources[0]] == 1).mean())
         title = f"share ranked first, from a gradient with the right extractor ({len(of_gradient)} images)"
         yield Control(title, best, f"at least {_CONTROL_SHARE:.0%}", best >= _CONTROL_SHARE)

@@ -19,6 +19,7 @@ from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Method, Weights
 from fedcg.learning.networks import NETWORKS
 from fedcg.learning.networks.plans import initial_parts
+from fedcg.learning.privacy import OFF, PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec, ImageForm, TensorForm
@@ -77,6 +78,7 @@ class Knowledge(str, Enum):
     AUXILIARY = "labelled images of the same kind"
     CANDIDATES = "a list of images that includes the right one"
     COLLUDER = "the cohort's secret, from one of its devices"
+    LATER = "the private extractor, if it is stolen or shared later: the update is kept"
     PRIVATE = "the private extractor itself (never sent: a ceiling)"
 
 
@@ -176,6 +178,7 @@ class Truth:
             gradients of single batches can't be computed.
         extras: other state that the device's method keeps after the round, by group (`ClientState.extras`); empty if
             not given.
+        privacy: the mechanisms of the device; None if it trains with DP-SGD of unknown settings.
     """
 
     train: ImageSet
@@ -183,6 +186,7 @@ class Truth:
     before: Mapping[Part, Weights] | None = None
     after: Mapping[Part, Weights] | None = None
     extras: Mapping[str, Weights] = field(default_factory=dict)
+    privacy: PrivacySettings | None = OFF
 
     def matched(self, stream: torch.Generator, most: int | None = None) -> tuple[ImageSet, ImageSet]:
         """Return training and held-out images: equally many of each class (at most `most`), in the order of the classes."""

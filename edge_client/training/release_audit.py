@@ -4,14 +4,15 @@ The report of the last audit is in the folder `audit` of the private store. It s
 """
 
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from audit.attacks.attack import Attack, Effort, chosen_attacks
+from audit.attacks.attack import Attack, Effort, carried_out, chosen_attacks
 from audit.choices import parse_gate
 from audit.evidence import Case, Truth, View, joined, with_images
 from audit.measures import Outcome
-from audit.report import PAGE_FILE, GateResult, finding_of, judge, largest_gains, subject_of, write_report
+from audit.report import PAGE_FILE, GateResult, findings_of, judge, largest_gains, subject_of, write_report
 from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
 from edge_client.store.private_store import AUDIT_FOLDER
@@ -20,6 +21,7 @@ from fedcg.learning.data.image_folder import read_images
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, Weights
+from fedcg.learning.privacy import PrivacySettings
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -95,29 +97,22 @@ def audit_release(config: AgentConfig, release: Release, progress: Callable[[str
         OSError: the report can't be written.
     """
     attacks = chosen_attacks(config.audit.attacks)
-    case = _case(release, _auxiliary(config.audit.auxiliary, release.spec))
-    outcomes = []
-    for number, attack in enumerate(attacks):
-        outcomes.append(_carried_out(attack, case, _hundredths(progress, number, len(attacks))))
+    case = _case(release, _auxiliary(config.audit.auxiliary, release.spec), config.privacy)
+    started = time.monotonic()
+    outcomes = [
+        carried_out(
+            attack, case, Effort.QUICK, _hundredths(progress, number, len(attacks)), started + Effort.QUICK.limit_s
+        )
+        for number, attack in enumerate(attacks)
+    ]
     verdicts = judge(parse_gate(config.audit.gate), outcomes)
-    page = _write_report(config, case, attacks, outcomes, verdicts)
+    page = _write_report(config, case, attacks, outcomes, verdicts, time.monotonic() - started)
     not_run = tuple(f"{one.attack} {one.skipped}" for one in outcomes if one.has_failed)
     return Judged(largest_gains(outcomes), tuple(one for one in verdicts if not one.passed), not_run, page)
 
 
 def _hundredths(progress: Callable[[str, int, int], None], number: int, count: int) -> Callable[[int, int], None]:
-    def step(done: int, total: int) -> None:
-        progress("audit", 100 * number + min(100, 100 * done // max(total, 1)), 100 * count)
-
-    step(0, 1)
-    return step
-
-
-def _carried_out(attack: Attack, case: Case, progress: Callable[[int, int], None]) -> Outcome:
-    try:
-        return attack.run(case, Effort.QUICK, progress)
-    except Exception as error:  # noqa: BLE001 - an attack's error is judged by the gate
-        return Outcome.failure(attack.name, error)
+    return lambda done, total: progress("audit", 100 * number + min(100, 100 * done // max(total, 1)), 100 * count)
 
 
 def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
@@ -129,7 +124,7 @@ def _auxiliary(root: Path | None, spec: FederationSpec) -> ImageSet | None:
         raise RoundError(DeclineReason.WITHHELD, f"[audit] auxiliary: {error}; nothing was sent") from error
 
 
-def _case(release: Release, auxiliary: ImageSet | None) -> Case:
+def _case(release: Release, auxiliary: ImageSet | None, privacy: PrivacySettings) -> Case:
     """The update as a coordinator decodes it, and the ground truth."""
     sent, private = _decoded(release), get_method(release.spec.method).payload.private
     view = View(
@@ -142,7 +137,8 @@ def _case(release: Release, auxiliary: ImageSet | None) -> Case:
         auxiliary=auxiliary,
     )
     before, after = ({part: parts[part] for part in private} for parts in (release.before, release.after))
-    truth = Truth(release.data.train, joined(release.data.val, release.data.test), before, after)
+    unseen = joined(release.data.val, release.data.test)
+    truth = Truth(release.data.train, unseen, before, after, privacy=privacy)
     return Case(view, truth, release.streams.at("audit"))
 
 
@@ -159,13 +155,13 @@ def _write_report(
     attacks: tuple[Attack, ...],
     outcomes: list[Outcome],
     verdicts: tuple[GateResult, ...],
+    seconds: float,
 ) -> Path:
     folder = config.store / AUDIT_FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    findings = tuple(finding_of(attack, outcome) for attack, outcome in zip(attacks, outcomes, strict=True))
     settings = {"effort": Effort.QUICK.value, "attacks": list(config.audit.attacks), "gate": config.audit.gate}
-    subject = subject_of(case, (), settings, _command(config, case.view.round), config.store)
-    write_report(folder, subject, findings, verdicts)
+    subject = subject_of(case, (), settings, _command(config, case.view.round), config.store, seconds)
+    write_report(folder, subject, findings_of(attacks, outcomes), verdicts)
     return folder / PAGE_FILE
 
 

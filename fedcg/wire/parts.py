@@ -151,7 +151,7 @@ class ClassAccuracies(BaseModel, frozen=True, extra="forbid"):
 
 
 AuditFigure = Literal["label_l1", "label_accuracy", "psnr", "ssim", "rank", "reid", "mia_auc", "mia_tpr", "class_recognised",
-                      "class_ssim", "memory_auc", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
+                      "class_ssim", "memory_auc", "memory_worst", "inverter_psnr", "inverter_ssim", "epsilon"]  # fmt: skip
 """The figures of an audit, as gates and reports name them."""
 MAX_GAIN = 1e6
 Gain = Annotated[float, Field(ge=-MAX_GAIN, le=MAX_GAIN, allow_inf_nan=False)]

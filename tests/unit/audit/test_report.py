@@ -2,17 +2,19 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from audit.attacks.membership import auc, auc_interval, roc, true_positive_rate
+from audit import measures, report
+from audit.attacks.membership import auc, aucs, roc, true_positive_rate, true_positive_rates
 from audit.choices import parse_gate
 from audit.errors import GateFormError
 from audit.evidence.case import Knowledge
 from audit.measures import Control, Figure, Interval, Outcome, bootstrap, png, proportion, psnr, ssim, unit_pixels
-from audit.report import Result, finding_of, judge, largest_gains, render
+from audit.report import LEVEL, Finding, Result, corrected, evidence, findings_of, judge, largest_gains, render
 from tests.support.audit import SUBJECT, VERDICTS, attack, figure, findings
 from tests.support.present import present
 
@@ -62,15 +64,20 @@ def test_a_control_of_one_figure_does_not_speak_for_another() -> None:
     verdicts = judge(parse_gate("class_recognised_gain<0.02,class_ssim_gain<0.02"), [outcome])
     assert [verdict.passed for verdict in verdicts] == [True, False]
     assert largest_gains([outcome]) == {"class_recognised": 0.01}
-    finding = finding_of(attack("x"), outcome)
+    finding = _found(outcome)
     assert finding.result is Result.NOTHING
     assert present(finding.headline).name == "class_recognised"
     both = replace(outcome, controls=(failed, replace(passed, passed=False)))
-    assert finding_of(attack("x"), both).result is Result.UNPROVEN
+    assert _found(both).result is Result.UNPROVEN
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("ried_gain<0.1", "no figure 'ried'; choose label_l1"), ("reid<much", "NUMBER")]
+    ("text", "said"),
+    [
+        ("ried_gain<0.1", "no figure 'ried'; choose label_l1"),
+        ("reid<much", "NUMBER"),
+        ("reid<0.1,label_l1<0.3", "gate 'label_l1<0.3': a small label_l1 is a leak, .* write label_l1_gain<NUMBER"),
+    ],
 )
 def test_a_gate_of_another_form_is_refused(text: str, said: str) -> None:
     with pytest.raises(GateFormError, match=said):
@@ -80,6 +87,11 @@ def test_a_gate_of_another_form_is_refused(text: str, said: str) -> None:
 def test_no_gate_is_no_condition() -> None:
     assert parse_gate("") == ()
     assert [str(one) for one in parse_gate("reid_gain<0.02, mia_auc<0.60,")] == ["reid_gain<0.02", "mia_auc<0.6"]
+
+
+def _found(*outcomes: Outcome) -> Finding:
+    """The first of several findings of one report."""
+    return findings_of([attack(one.attack) for one in outcomes], outcomes)[0]
 
 
 def _page() -> str:
@@ -93,17 +105,75 @@ def test_each_outcome_has_its_result_and_a_ceiling_never_stands_for_an_attack() 
 
 def test_the_gradient_of_a_batch_is_not_what_left() -> None:
     batch = replace(figure("reid", Interval(0.9, 0.8, 1.0)), knowledge=(Knowledge.BATCH,))
-    assert finding_of(attack("x"), Outcome("x", (batch,))).result is Result.HYPOTHETICAL
-    found = finding_of(attack("x"), Outcome("x", (batch, figure("reid", Interval(0.0, -0.1, 0.1)))))
+    assert _found(Outcome("x", (batch,))).result is Result.HYPOTHETICAL
+    found = _found(Outcome("x", (batch, figure("reid", Interval(0.0, -0.1, 0.1)))))
     assert (found.result, found.headline) == (Result.HYPOTHETICAL, batch)
 
 
-def test_one_of_many_settings_above_chance_by_a_little_is_chance() -> None:
-    lucky, quiet = figure("reid", Interval(0.03, 0.001, 0.059)), figure("reid", Interval(0.0, -0.03, 0.03))
-    alone, many = (finding_of(attack("x"), Outcome("x", (lucky, *more))) for more in ((), (quiet,) * 9))
-    assert (alone.result, many.result) == (Result.LEAKED, Result.NOTHING)
-    sure = figure("reid", Interval(0.03, 0.012, 0.048))
-    assert finding_of(attack("x"), Outcome("x", (sure, *(quiet,) * 9))).result is Result.LEAKED
+def _with(p: float | None, *, gain: float = 0.03, setting: str = "a") -> Figure:
+    return replace(figure("reid", Interval(gain, gain - 0.01, gain + 0.01), setting=setting), p=p)
+
+
+def test_the_correction_is_holms_over_every_test_of_every_attack() -> None:
+    # Ordered 0.001, 0.01, 0.02, 0.5: times 4, 3, 2, 1 = 0.004, 0.03, 0.04, 0.5; a ceiling and a figure without a test don't count.
+    first = Outcome("x", (_with(0.01), _with(0.5, setting="b"), _with(None, setting="c"), replace(CEILING, p=1e-9)))
+    second = Outcome("y", (_with(0.001), replace(_with(0.02), knowledge=(Knowledge.BATCH,))))
+    assert list(corrected([first, second]).values()) == pytest.approx([0.004, 0.03, 0.04, 0.5])
+    # Adjusted probabilities never fall: 0.02 times 1 is below 0.03 times 2.
+    pair = Outcome("z", (_with(0.02), _with(0.015, setting="b")))
+    assert list(corrected([pair]).values()) == pytest.approx([0.03, 0.03])
+
+
+def test_a_gain_above_chance_in_one_of_many_tests_is_chance() -> None:
+    lucky, many = Outcome("x", (_with(0.002),)), Outcome("y", tuple(_with(0.4, setting=str(at)) for at in range(9)))
+    assert (_found(lucky).result, _found(lucky, many).result) == (Result.LEAKED, Result.NOTHING)
+    sure = Outcome("x", (_with(0.0009),))
+    assert _found(sure, many).result is Result.LEAKED
+    assert _found(sure, many).chances == {sure.figures[0]: pytest.approx(0.009)}
+    assert _found(Outcome("x", (_with(1e-5, gain=-0.03),))).result is Result.NOTHING
+
+
+def test_a_figure_without_a_test_does_not_decide_and_says_so() -> None:
+    found = _found(Outcome("x", (_with(None, gain=0.9),)))
+    assert found.result is Result.UNTESTED
+    assert "chance: not tested" in found.summary()
+    both = _found(Outcome("x", (_with(None, gain=0.9), _with(0.4, setting="b"))))
+    assert (both.result, present(both.headline).setting) == (Result.NOTHING, "b")
+
+
+def test_reports_without_a_leak_are_red_at_most_as_often_as_the_level_says() -> None:
+    drawn = np.random.default_rng(11)
+    audits = [
+        [
+            Outcome(name, tuple(_with(float(p), setting=str(at)) for at, p in enumerate(drawn.random(20))))
+            for name in "xyz"
+        ]
+        for _ in range(2000)
+    ]
+    red = sum(any(one <= LEVEL for one in corrected(audit).values()) for audit in audits)
+    assert 5 <= red <= 35  # 20 expected; 5 and 35 are 3.4 standard deviations away
+
+
+def test_evidence_is_interpolated_between_measured_sizes_and_never_beyond(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [(100, 0.62), (400, 0.58)]
+    text = "".join(
+        f'[[smallest]]\nattack = "x"\neffort = "quick"\nimages = {images}\nfigure = "mia_auc"\nleak = {leak}\nplants = 24\n'
+        for images, leak in rows
+    )
+    (tmp_path / "detection.toml").write_text(
+        text + '[[false_alarm]]\nattack = "x"\neffort = "quick"\nred = 0\nof = 50\n'
+    )
+    monkeypatch.setattr(report, "DETECTION_FILE", tmp_path / "detection.toml")
+    quiet, loud = _found(Outcome("x", (_with(0.4),))), _found(Outcome("x", (_with(1e-6),)))
+    # 200 is halfway between 100 and 400 in logarithms.
+    assert evidence(quiet, "quick", 200) == "Smallest leak found in 80 % of plants: mia_auc 0.6 (24 plants)"
+    assert evidence(quiet, "quick", 50) == "Smallest leak found in 80 % of plants: not measured for 50 images"
+    assert "not measured" in evidence(quiet, "thorough", 200)
+    # Clopper-Pearson, 0 of 50: 1 - 0.025^(1 / 50) = 7.1 %.
+    assert evidence(loud, "quick", 200) == "False alarms: 0 of 50 audits without a leak (95 %: at most 7.1 %)"
+    assert evidence(loud, "default", 200) == "False alarms: not measured"
 
 
 def test_the_page_loads_nothing() -> None:
@@ -123,6 +193,10 @@ def test_the_page_loads_nothing() -> None:
         ("verdict", "attack epsilon (the attacker needs labelled images of the same kind: give --auxiliary)"),
         ("verdict", "3 frames dropped because the observer was too slow"),
         ("verdict", "inconclusive: the positive control failed"),
+        ("verdict", "False alarms: not measured"),
+        ("verdict", "Smallest leak found in 80 % of plants: not measured for 332 images"),
+        ("verdict", '<td class="n">below 0.1 %</td>'),
+        ("verdict", "the attacks took 42 s"),
         ("verdict", "Initial weights of the private networks:</b> public spec seed."),
         ("memorisation", "control FAILED"),
         ("memorisation", "a planted generator"),
@@ -140,6 +214,21 @@ def test_ceilings_are_marked() -> None:
     assert section.count('<tr class="given">') == 1
     assert "+20 points (+10 to +31)" in section
     assert "30.0 % (20.0 to 41.0)" in section
+
+
+def test_an_assignment_swaps_pairs_of_a_class_and_the_chance_counts_at_least_the_observed() -> None:
+    labels, members = np.array([0, 1, 0, 1, 1, 1]), np.array([True, True, False, False, True, False])
+    flags = np.concatenate(list(measures.reassigned(labels, members, 0)))
+    assert len(flags) == 20_000
+    assert (flags[:, labels == 0].sum(1) == 1).all()
+    assert (flags[:, labels == 1].sum(1) == 2).all()
+    # Both members of class 1 stay in a quarter of the assignments, the one of class 0 in half.
+    assert flags.mean(0) == pytest.approx(0.5, abs=0.02)
+    assert (flags == members).all(1).mean() == pytest.approx(1 / 8, abs=0.01)
+    assert measures.chance(lambda some: (some == members).all(1).astype(float), labels, members, 0) == pytest.approx(
+        1 / 8, abs=0.01
+    )
+    assert measures.chance_in(2.0, np.array([1.0, 2.0, 3.0])) == 3 / 4
 
 
 def test_a_share_of_none_has_the_exact_upper_bound() -> None:
@@ -163,8 +252,11 @@ def test_auc_counts_pairs() -> None:
     # Pairs (member, other): (3, 2) right, (3, 4) wrong, (1, 2) wrong, (1, 4) wrong: 1 of 4.
     assert auc(np.array([3.0, 1.0]), np.array([2.0, 4.0])) == 0.25
     assert auc(np.array([1.0, 1.0]), np.array([1.0, 1.0])) == 0.5
-    found = auc_interval(np.arange(50.0) + 25, np.arange(50.0), 0)
-    assert found.low < found.value < found.high
+    # As many assignments at once: members {3, 1}, and all four the other way round.
+    scores, members = np.array([3.0, 1.0, 2.0, 4.0]), np.array([[True, True, False, False], [False, False, True, True]])
+    assert aucs(scores, members).tolist() == [0.25, 0.75]
+    # The threshold that one of two others may pass is the second highest other.
+    assert true_positive_rates(scores, members, 0.5).tolist() == [0.5, 1.0]
 
 
 def test_the_rate_at_few_false_positives_stays_under_them() -> None:

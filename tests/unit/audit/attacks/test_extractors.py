@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from audit.attacks.reidentification import LineUp, ranks
+from audit.attacks.reidentification import LineUp, chance_of_update, ranks
 from audit.evidence.case import Extractor, Knowledge, read_secret
 from audit.evidence.networks import estimated_extractor, with_lenet5
 from audit.measures import Figure, Outcome
@@ -35,6 +35,21 @@ def test_ranks_by_hand_and_equal_distances_count_against_the_attack() -> None:
     line_ups = [LineUp(3, rows), LineUp(9, rows), LineUp(5, rows)]
     assert ranks(found, line_ups).tolist() == [1, 3, 3]
     assert ranks([-some for some in found], line_ups).tolist() == [3, 1, 3]
+
+
+def test_ranks_of_images_that_share_candidates_are_not_independent() -> None:
+    # One class: 2 training images, 2 others of the device, 1 auxiliary image, all with the same two other candidates above
+    # or below: of two and two in random order both training images are before the others with 1/2 · 1/3 = 1/6, at least one with 1/2.
+    rows, labels = torch.tensor([0, 2, 3, 4]), torch.zeros(5, dtype=torch.int64)
+    line_ups = [LineUp(0, rows), LineUp(1, torch.tensor([1, 2, 3, 4]))]
+    both = [torch.tensor([0.1, 0.5, 0.6, 0.9]), torch.tensor([0.2, 0.5, 0.6, 0.9])]
+    one = [both[0], torch.tensor([0.55, 0.5, 0.6, 0.9])]
+    assert chance_of_update(both, line_ups, labels, 4) == pytest.approx(1 / 6)
+    assert chance_of_update(one, line_ups, labels, 4) == pytest.approx(1 / 2)
+    assert chance_of_update([-some for some in both], line_ups, labels, 4) == 1.0
+    # An auxiliary image that is nearer than all but one leaves one place: the second can't be reached by chance either.
+    near = [torch.tensor([0.1, 0.5, 0.6, 0.15]), torch.tensor([0.2, 0.5, 0.6, 0.15])]
+    assert chance_of_update(near, line_ups, labels, 4) == pytest.approx(1 / 2)
 
 
 def test_the_true_extractor_finds_every_image_and_a_random_one_finds_none() -> None:

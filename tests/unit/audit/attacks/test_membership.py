@@ -10,8 +10,19 @@ import torch
 
 from audit.attacks import canaries as module
 from audit.attacks.attack import Effort
-from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, make_canaries, p_value
-from audit.attacks.membership import GeneratorDistance, auc, auc_gain, balanced_pairs, nearest_distance
+from audit.attacks.canaries import ATTACK, best_bound, epsilon_bound, least_chance, make_canaries, p_value
+from audit.attacks.membership import (
+    GeneratorDistance,
+    MemberScores,
+    auc,
+    auc_gain,
+    aucs,
+    balanced_pairs,
+    chance_of_gain,
+    membership_figures,
+    nearest_distance,
+    true_positive_rates,
+)
 from audit.evidence.case import Case, Extractor, Knowledge
 from audit.evidence.device_data import joined
 from audit.evidence.networks import WholeModel
@@ -29,9 +40,13 @@ from audit.techniques.shadow_models import (
     two_shadows,
 )
 from fedcg.learning.image_set import ImageSet
+from fedcg.learning.mechanisms.protected_round import protected_round
+from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext
+from fedcg.learning.privacy import DpSgdSettings, PrivacySettings
 from fedcg.learning.seeds import Streams
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, PrivacySpent, Report
 from tests.support.audit import carried_out, outcome_of, simulated_case
+from tests.support.present import present
 
 
 def _images(labels: list[int]) -> ImageSet:
@@ -111,6 +126,28 @@ def test_the_gain_is_over_the_larger_of_chance_and_the_blind_score() -> None:
     assert inverted.value == pytest.approx(auc(good[members], good[~members]) - 0.5)
     assert inverted.low > 0.2
     assert auc_gain(noise, noise + good, members, 0).value < 0
+
+
+def test_the_chance_of_scores_of_nothing_is_uniform_and_that_of_members_small() -> None:
+    labels, members = torch.arange(100) % 5, np.tile(np.repeat([True, False], 5), 10)
+    drawn, none = np.random.default_rng(2), np.zeros(100)
+    for of, least in ((aucs, 0.5), (functools.partial(true_positive_rates, rate=0.1), 0.1)):
+        found = [chance_of_gain(of, least, (drawn.normal(size=100), none), members, labels, at) for at in range(60)]
+        assert np.mean(np.array(found) < 0.2) < 0.4  # 12 of 60 expected
+        assert chance_of_gain(of, least, (members + 0.3 * drawn.normal(size=100), none), members, labels, 0) < 1e-3
+    # What is as good without the update is no gain.
+    shifted = members + 0.3 * drawn.normal(size=100)
+    assert chance_of_gain(aucs, 0.5, (shifted, shifted), members, labels, 0) > 0.4
+
+
+def test_rates_are_given_only_where_enough_images_pass_and_each_figure_has_a_test() -> None:
+    found = MemberScores("x", frozenset(), np.arange(300.0), np.zeros(300), None, "chance")
+    members = np.arange(300) >= 150
+    figures = list(membership_figures(found, members, torch.zeros(300, dtype=torch.int64), 0))
+    # At 5 % of 150 others seven may pass, at 1 % one: too few.
+    assert [(one.name, one.setting) for one in figures] == [("mia_auc", "x"), ("mia_tpr", "x, at 5.0%")]
+    assert [one.value.value for one in figures] == [1.0, 1.0]
+    assert [one.p for one in figures] == [pytest.approx(1 / 20_001)] * 2
 
 
 @functools.lru_cache(maxsize=1)
@@ -233,8 +270,9 @@ def test_with_a_generator_every_attack_is_tried_by_two_estimated_extractors_besi
     ]
     assert all(one.ceiling is not None for one in found.figures)
     assert [control.passed for control in found.controls] == [True] * 5
-    assert set(found.curves[0].lines) == {one.setting for one in found.figures}
+    assert set(found.curves[0].lines) == {one.setting for one in found.figures if one.name == "mia_auc"}
     assert found.curves[0].log_x
+    assert len(found.pictures[0].rows[0][1]) == len(found.pictures[0].captions[0]) == 8
 
 
 @pytest.mark.slow
@@ -304,6 +342,53 @@ def test_canaries_follow_from_the_stream_and_have_the_form_of_the_images() -> No
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.labels, again.labels)
     assert len({one.numpy().tobytes() for one in first.images}) == 20
+
+
+def test_the_least_chance_is_the_best_p_value_times_the_number_of_guesses_tried() -> None:
+    scores, included = np.arange(8.0), np.arange(8) >= 4
+    # All 8 guesses right at ε = 0: 1 / 2^8, and the other numbers of guesses (4, 2, 0) are less sure; four were tried.
+    assert least_chance(scores, included, 0.0, 0.0) == pytest.approx(4 / 2**8)
+    assert least_chance(-scores, included, 0.0, 0.0) == 1.0
+    # Under ε = ln 3 a guess is right with probability 3/4.
+    assert least_chance(scores, included, math.log(3), 0.0) == pytest.approx(4 * 0.75**8)
+
+
+DP_SGD = PrivacySettings(dp_sgd=DpSgdSettings(noise_multiplier=1.0, clip=1.0, delta=1e-5))
+
+
+@pytest.mark.slow
+def test_a_round_with_dp_sgd_is_repeated_with_it_and_compared_with_the_accountant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("opacus")
+    case = simulated_case(method="fedavg", privacy=DP_SGD, images_per_client=60, local_epochs=1)
+    assert case.truth.privacy == DP_SGD
+    seen = list[PrivacySettings]()
+
+    def recorded(
+        method: Method, state: ClientState, data: ImageSet, start: Aggregate, ctx: RoundContext
+    ) -> LocalResult:
+        seen.append(ctx.privacy)
+        return protected_round(method, state, data, start, ctx)
+
+    monkeypatch.setattr("audit.attacks.canaries.protected_round", recorded)
+    (figure,) = _epsilon(case).figures
+    assert seen == [DP_SGD]
+    assert "accountant's ε" in figure.floor_is
+    assert figure.value.value < figure.floor
+    assert figure.p is not None
+    assert figure.p > 0.05
+
+
+@pytest.mark.parametrize("told", ["report", "store"])
+def test_dp_sgd_of_unknown_settings_is_refused_with_a_remedy(told: str) -> None:
+    case = simulated_case(method="fedavg")
+    if told == "report":
+        report = Report(epsilon=PrivacySpent(epsilon=1.0, delta=1e-5, budget=None))
+        case = replace(case, view=replace(case.view, report=report))
+    else:
+        case = replace(case, truth=replace(case.truth, privacy=None))
+    assert "give its settings with --mechanism" in present(ATTACK.lacks(case))
 
 
 def _epsilon(case: Case) -> Outcome:

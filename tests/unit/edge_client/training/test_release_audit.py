@@ -132,8 +132,8 @@ def test_the_very_bytes_that_are_kept_for_sending_are_attacked_with_the_devices_
 
 def test_an_audit_changes_no_bit_of_what_is_sent_but_reported_figures(tmp_path: Path, stand_in: StandIn) -> None:
     with_figures = DEFAULT_ALLOW_REPORT | {ReportField.AUDIT}
-    plain, audited = Site(tmp_path / "a", real_spec()), audited_site(tmp_path / "b", "label_l1<0.6")
-    telling = audited_site(tmp_path / "c", "label_l1<0.6", with_figures)
+    plain, audited = Site(tmp_path / "a", real_spec()), audited_site(tmp_path / "b", "label_l1_gain<0.6")
+    telling = audited_site(tmp_path / "c", "label_l1_gain<0.6", with_figures)
     for site in (plain, audited, telling):
         site.train()
     assert plain.update() == audited.update()
