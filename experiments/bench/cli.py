@@ -15,75 +15,42 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from experiments.errors import OptionError
 from experiments.record import bench_record, write_record
 from fedcg.terminal import Result, prints
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
-privacy_app = typer.Typer(no_args_is_help=True, help="Measure what an audit finds, and its false alarms.")
-app.add_typer(privacy_app, name="privacy")
-Out = Annotated[Path, typer.Option(help="folder for recordings and the record; a run resumes there")]
-EffortName = Annotated[Literal["quick", "default", "thorough"], typer.Option("--effort", help="of the audits")]
-Federations = Annotated[int, typer.Option(min=1, help="simulated federations; their updates take turns")]
-Write = Annotated[bool, typer.Option("--write", help="also write the rates to the audit's detection.toml")]
-
-
-@privacy_app.command()
+@app.command()
 @prints
-def plants(
-    out: Out,
-    effort: EffortName = "quick",
+def privacy(
+    kind: Annotated[Literal["plants", "null"], typer.Argument(help="plants: updates with a leak; null: without one")],
+    out: Annotated[Path, typer.Option(help="Folder for recordings and the record; a run resumes there.")],
+    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="Of the audits.")] = "quick",
     images: Annotated[
         list[int] | None,
-        typer.Option(help="training images of a client, at most; repeat for more  [default: 100, 300]"),
+        typer.Option(help="Training images of a client, at most; again for more.  [default: 100, 300]"),
     ] = None,
-    plant: Annotated[list[str] | None, typer.Option(help="a kind of plant; repeat for more  [default: all]")] = None,
-    count: Annotated[int, typer.Option(min=1, help="plants of each strength")] = 20,
-    federations: Federations = 5,
-    write: Write = False,
+    plant: Annotated[list[str] | None, typer.Option(help="A kind of plant; again for more.  [default: all]")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Plants of each strength, or null audits.  [default: 20, 50]")
+    ] = None,
+    federations: Annotated[int, typer.Option(min=1, help="Simulated; their clients' updates take turns.")] = 5,
+    write: Annotated[bool, typer.Option("--write", help="Also write the rates to the audit's detection.toml.")] = False,
 ) -> Result:
-    """Plant leaks of several strengths into recorded updates, and count how many the audit or `compare` finds.
+    """Measure what an audit and `compare` find, and false alarms.
+
+    `plants`: leaks of several strengths in recorded updates. `null`: images that no client trained on are called
+    "trained on"; at a level of 1 %, 2 red reports of 50 are within chance. Updates are those of federations like the demo.
 
     Example: fedcg bench privacy plants --out plants --images 100 --plant "scaled rows" --count 3
     """
-    from audit.attacks.attack import Effort
-    from experiments.bench import privacy_audits as bench
-    from experiments.bench.planted_leaks import PLANTS
+    from experiments.bench import privacy_audits
 
-    if unknown := set(plant or ()) - set(PLANTS):
-        raise OptionError(f"no plant {', '.join(sorted(unknown))}; choose from {', '.join(PLANTS)}")
-    updates = {size: bench.recordings(out, federations, size) for size in images or (100, 300)}
-    jobs = bench.plant_jobs(updates, plant or list(PLANTS), count, Effort(effort))
-    record = bench.carried_out("plants", out, Effort(effort), jobs, partial(typer.echo, err=True))
-    record["smallest"] = list(bench.smallest(record["rates"], Effort(effort)))
-    if write:
-        bench.write_detection("smallest", record["smallest"], Effort(effort))
-    return record, "\n".join(bench.lines(record["rates"]))
-
-
-@privacy_app.command()
-@prints
-def null(
-    out: Out,
-    effort: EffortName = "quick",
-    audits: Annotated[int, typer.Option(min=1, help="audits")] = 50,
-    federations: Federations = 5,
-    write: Write = False,
-) -> Result:
-    """Audit updates against images that no client trained on, and count the false alarms; 2 red reports of 50 are within 1 %.
-
-    Example: fedcg bench privacy null --out null --audits 4
-    """
-    from audit.attacks.attack import Effort
-    from experiments.bench import privacy_audits as bench
-
-    jobs = bench.null_jobs(bench.recordings(out, federations), audits, Effort(effort))
-    record = bench.carried_out("null", out, Effort(effort), jobs, partial(typer.echo, err=True))
-    if write:
-        bench.write_detection("false_alarm", bench.false_alarms(record["rates"][0], Effort(effort)), Effort(effort))
-    return record, "\n".join(bench.lines(record["rates"]))
+    count = count or (50 if kind == "null" else 20)
+    setting = {"effort": effort, "images": images or [100, 300], "plants": plant or [], "count": count, "federations": federations}  # fmt: skip
+    record = privacy_audits.run(kind, out, partial(typer.echo, err=True), setting, write=write)
+    return record, "\n".join(privacy_audits.lines(record["rates"]))
 
 
 @app.command("coordinator")

@@ -1,4 +1,4 @@
-"""Leaks planted into recorded updates, for `fedcg bench privacy plants`: copies, low bits, memorised images, class counts, an overfit classifier."""
+"""Leaks planted into recorded updates, for `fedcg bench privacy plants`: copies, low bits, memorised images, class counts, overfit classifiers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from audit.evidence import Case, networks
+from audit.techniques.shadow_models import mean_parts
 from fedcg.learning.method import Weights
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.batches import extract_features
@@ -88,8 +89,9 @@ def low_bits(case: Case, share: float, stream: torch.Generator) -> Case:
 
 def class_counts(case: Case, strength: float, stream: torch.Generator) -> Case:
     """The class shares, times a strength, added to the last bias; small strengths change only its last digits."""
-    name, bias = list(case.view.update[Part.CLASSIFIER].items())[-1]
     shares = torch.tensor(case.truth.train.label_counts()) / len(case.truth.train)
+    biases = case.view.update[Part.CLASSIFIER].items()
+    name, bias = next((name, one) for name, one in biases if one.shape == shares.shape)
     return _with(case, Part.CLASSIFIER, name, bias + strength * (shares - shares.mean()))
 
 
@@ -106,7 +108,7 @@ def memorised_features(case: Case, error: float, stream: torch.Generator) -> Cas
         rows = torch.randint(len(chosen), (_BATCH,), generator=stream)
         noise = torch.randn(_BATCH, spec.network.noise_dim, generator=stream)
         loss = (network(noise, chosen.labels[rows]).flatten(1) - features[rows]).square().mean()
-        if float(loss) <= (error * float(features.std())) ** 2:
+        if float(loss.detach()) <= (error * float(features.std())) ** 2:
             break
         optimiser.zero_grad()
         loss.backward()
@@ -124,6 +126,13 @@ def overfit(case: Case, epochs: float, stream: torch.Generator) -> Case:
     private = {**case.truth.after, Part.EXTRACTOR: parts[Part.EXTRACTOR]}
     update = {**case.view.update, Part.CLASSIFIER: parts[Part.CLASSIFIER]}
     return replace(case, view=replace(case.view, update=update), truth=replace(case.truth, after=private))
+
+
+def faded(case: Case, share: float, stream: torch.Generator) -> Case:
+    """A classifier between the mean of the other clients' and the client's own, which reveals its class shares."""
+    mean, own = mean_parts(list(case.view.others.values()))[Part.CLASSIFIER], case.view.update[Part.CLASSIFIER]
+    mixed = {name: torch.lerp(mean[name], one, share) for name, one in own.items()}
+    return replace(case, view=replace(case.view, update={**case.view.update, Part.CLASSIFIER: mixed}))
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,10 @@ PLANTS: Mapping[str, Plant] = {
     "image in columns": Plant(image_in_columns, (0.5, 0.2, 0.0), {"memorisation": ""}),
     "scaled rows": Plant(scaled_rows, (0.5, 0.2, 0.0), {}),
     "coded rows": Plant(coded_rows, (2, 3, 8), {}),
-    "memorised features": Plant(memorised_features, (0.5, 0.2, 0.05), {"memorisation": "memory_auc", "membership": ""}),
-    "class counts": Plant(class_counts, (1e-4, 0.3, 3.0), {"labels": "label_l1"}),
+    "memorised features": Plant(
+        memorised_features, (0.5, 0.2, 0.05), {"memorisation": "memory_worst", "membership": ""}
+    ),
+    "class counts": Plant(class_counts, (1e-4, 0.1), {"labels": ""}),
+    "faded classifier": Plant(faded, (0.02, 0.1, 0.5), {"labels": "label_l1"}),
     "overfit classifier": Plant(overfit, (0, 20, 60, 200), {"membership": "mia_auc", "reidentification": "reid"}),
 }

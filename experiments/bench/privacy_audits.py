@@ -13,9 +13,10 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from audit.recording.leakage import PrivateTensor, WireTensor, compare, private_
 from audit.report import Result, finding_of, judge
 from audit.run import AuditOptions, case_of
 from experiments.bench.planted_leaks import PLANTS, coded
-from experiments.errors import RunError
-from experiments.record import bench_record
+from experiments.errors import OptionError, RunError
+from experiments.record import bench_record, write_record
 from experiments.simulation.recorded_updates import truth_file
 from fedcg.child_python import module_command
 from fedcg.config_file import read_values
@@ -88,7 +89,7 @@ def red(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 
 def plant_jobs(
-    updates: Mapping[int, Sequence[Update]], kinds: Sequence[str], count: int, effort: Effort
+    updates: Mapping[int | None, Sequence[Update]], kinds: Sequence[str], count: int, effort: Effort
 ) -> Iterator[Job]:
     """Yield `count` jobs for each number of images, kind of plant and strength; seeds 1000, 1001, ... take turns in the updates."""
     whole = functools.cache(lambda update: _outcomes(_case(update, 0), effort))
@@ -138,8 +139,11 @@ def swapped(case: Case, pool: ImageSet) -> Case:
     return replace(case, truth=replace(case.truth, train=pool.rows(inside), held_out=pool.rows(outside)))
 
 
-def null_jobs(updates: Sequence[Update], count: int, effort: Effort) -> Iterator[Job]:
+def null_jobs(
+    sizes: Mapping[int | None, Sequence[Update]], _: Sequence[str], count: int, effort: Effort
+) -> Iterator[Job]:
     """Yield `count` null audits; seeds 2000, 2001, ... take turns in the updates."""
+    (updates,) = sizes.values()
 
     def row(update: Update, seed: int) -> dict[str, Any]:
         cohort = [_case(one, seed).truth.held_out for one in updates if one.updates == update.updates]
@@ -153,20 +157,45 @@ def null_jobs(updates: Sequence[Update], count: int, effort: Effort) -> Iterator
         yield {}, seed, functools.partial(row, updates[seed % len(updates)], seed)
 
 
-def carried_out(
-    title: str, out: Path, effort: Effort, jobs: Iterable[Job], echo: Callable[[str], None]
-) -> dict[str, Any]:
-    """Do the jobs that the record in the folder lacks, and write it after each; return it with the `rates`."""
-    file = out / f"{title}-{effort.value}.json"
-    record = json.loads(file.read_text()) if file.exists() else {**bench_record(f"bench privacy {title}"), "rows": []}
+def run(kind: Literal["plants", "null"], out: Path, echo: Callable[[str], None], setting: Row, *, write: bool) -> Row:
+    """Do the jobs that the record in the folder lacks, and write it after each; return it with the `rates`.
+
+    Args:
+        kind: of updates.
+        out: folder of recordings and record.
+        echo: shows progress.
+        setting: effort, images, plants, count and federations, as options of the command.
+        write: also write the audit's `detection.toml`.
+
+    Raises:
+        OptionError: an unknown plant.
+        RunError: a simulation failed.
+    """
+    if unknown := set(setting["plants"]) - set(PLANTS):
+        raise OptionError(f"no plant {', '.join(sorted(unknown))}; choose from {', '.join(PLANTS)}")
+    effort, file = Effort(setting["effort"]), out / f"{kind}-{setting['effort']}.json"
+    sizes = (None,) if kind == "null" else setting["images"]
+    updates = {size: recordings(out, setting["federations"], size) for size in sizes}
+    jobs = null_jobs if kind == "null" else plant_jobs
+    todo = list(jobs(updates, setting["plants"] or tuple(PLANTS), setting["count"], effort))
+    command = f"fedcg bench privacy {kind} --effort {effort.value} --count {setting['count']} --federations {setting['federations']}"
+    head = {**bench_record(f"bench privacy {kind}"), "command": command, "setting": dict(setting), "rows": []}
+    record = json.loads(file.read_text()) if file.exists() else head
     done = [(row["group"], row["seed"]) for row in record["rows"]]
-    todo = [job for job in jobs if job[:2] not in done]
+    todo = [job for job in todo if job[:2] not in done]
     for number, (group, seed, job) in enumerate(todo, 1):
         record["rows"].append({"group": group, "seed": seed, **job()})
-        found = ", ".join(record["rows"][-1]["red"]) or "nothing"
-        echo(f"{number} of {len(todo)}: {', '.join(map(str, group.values()))} seed {seed}: {found}")
-        replace_durably(file, json.dumps(record, indent=1) + "\n", READABLE)
-    return {**record, "rates": rates(record["rows"])}
+        shown = ", ".join(record["rows"][-1]["red"]) or "nothing"
+        echo(f"{number} of {len(todo)}: {', '.join(map(str, group.values()))} seed {seed}: {shown}")
+        write_record(record, file)
+    found = rates(record["rows"])
+    alarms = [{"attack": name, "effort": effort.value, "red": red, "of": one["of"]}
+              for one in found for name, red in one["red"].items() if name in ATTACKS]  # fmt: skip
+    if write:
+        write_detection(
+            effort, **({"false_alarm": alarms} if kind == "null" else {"smallest": list(smallest(found, effort))})
+        )
+    return {**record, "rates": found}
 
 
 def rates(rows: Sequence[Row]) -> list[Row]:
@@ -180,7 +209,7 @@ def rates(rows: Sequence[Row]) -> list[Row]:
             "of": len(some),
             "images": round(fmean(row["images"] for row in some)),
             "red": {name: sum(name in row["red"] for row in some) for name in some[0]["tried"]},
-            "figures": {name: fmean(row["figures"][name] for row in some) for name in some[0]["figures"]},
+            "figures": {name: fmean(row["figures"].get(name, nan) for row in some) for name in some[0]["figures"]},
         }
         for group, some in groups.items()
     ]
@@ -193,32 +222,23 @@ def smallest(found: Sequence[Row], effort: Effort) -> Iterator[Row]:
         for attack, figure in PLANTS[kind].attacks.items() if levels else ():
             shares = [one["red"][attack] / one["of"] for one in levels]
             at = next((at for at, share in enumerate(shares) if share >= _FOUND), None)
-            if at is not None and figure:
+            if at is not None and figure in levels[at]["figures"]:
                 leaks = [one["figures"][figure] for one in levels]
                 leak = np.interp(_FOUND, shares[at - 1 : at + 1], leaks[at - 1 : at + 1]) if at else leaks[0]
                 of = {"images": levels[at]["images"], "figure": figure, "leak": round(float(leak), 3)}
                 yield {"attack": attack, "effort": effort.value, **of, "plants": min(one["of"] for one in levels)}
 
 
-def false_alarms(found: Row, effort: Effort) -> Iterator[Row]:
-    """Yield how many null audits were red, by attack."""
-    for name, count in found["red"].items():
-        if name in ATTACKS:
-            yield {"attack": name, "effort": effort.value, "red": count, "of": found["of"]}
-
-
-def write_detection(table: str, rows: Iterable[Row], effort: Effort) -> None:
-    """Replace the rows of an effort in the audit's `detection.toml`."""
+def write_detection(effort: Effort, **new: list[Row]) -> None:
+    """Replace the rows of an effort in tables of the audit's `detection.toml`."""
     file = Path(audit.__file__).with_name("detection.toml")
     text, tables = read_values(file, AuditError)
-    tables[table] = [*(row for row in tables[table] if row["effort"] != effort.value), *rows]
-    blocks = [line for line in text.splitlines() if line.startswith("#")]
-    for name, some in tables.items():
-        blocks += [] if some else [f"{name} = []"]
-    for name, some in tables.items():
-        for row in some:
-            blocks += ["", f"[[{name}]]", *(f"{key} = {json.dumps(value)}" for key, value in row.items())]
-    replace_durably(file, "\n".join(blocks) + "\n", READABLE)
+    written = [line for line in text.splitlines() if line.startswith("#")]
+    for name, rows in tables.items():
+        kept = [row for row in rows if name not in new or row["effort"] != effort.value] + new.get(name, [])
+        inline = ("{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in row.items()) + " }" for row in kept)
+        written += [f"{name} = [", *(f"  {row}," for row in inline), "]"]
+    replace_durably(file, "\n".join(written) + "\n", READABLE)
 
 
 def lines(found: Sequence[Row]) -> Iterator[str]:
