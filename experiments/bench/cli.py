@@ -21,10 +21,15 @@ from fedcg.terminal import Result, prints
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
-@app.command()
+privacy = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure attacks and the audit.")
+app.add_typer(privacy, name="privacy")
+
+
+@privacy.command("null")
+@privacy.command("plants")
 @prints
-def privacy(
-    kind: Annotated[Literal["plants", "null"], typer.Argument(help="plants: updates with a leak; null: without one")],
+def audits_command(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for recordings and the record; a run resumes there.")],
     effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="Of the audits.")] = "quick",
     images: Annotated[
@@ -47,6 +52,7 @@ def privacy(
     """
     from experiments.bench import privacy_audits
 
+    kind = str(context.info_name)
     count = count or (50 if kind == "null" else 20)
     setting = {"effort": effort, "images": images or [100, 300], "plants": plant or [], "count": count, "federations": federations}  # fmt: skip
     record = privacy_audits.run(kind, out, partial(typer.echo, err=True), setting, write=write)

@@ -2,7 +2,7 @@
 
 An update is that of a client in the last round of a simulated federation like the demo. The attacks that a plant can
 touch run on the planted update, coded as a device codes it; the other outcomes are those of the update without the
-plant. In a null audit the images "trained on" are images that no client trained on, with class shares drawn anew.
+plant. In a null audit the images "trained on" are images that no client trained on, with class shares drawn for each seed.
 """
 
 import functools
@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ def plant_jobs(
 def swapped(case: Case, pool: ImageSet) -> Case:
     """Return the case with images of a pool that no client trained on; the update reveals nothing about them.
 
-    The class shares are drawn anew. At most half of a class is "trained on", the rest is held out.
+    The class shares are drawn for each seed. At most half of a class is "trained on", the rest is held out.
     """
     drawn, classes = np.random.default_rng(case.streams.seed("swapped")), range(case.view.spec.class_count)
     wanted = drawn.dirichlet([_SKEW] * len(classes)) * len(case.truth.train)
@@ -157,11 +157,11 @@ def null_jobs(
         yield {}, seed, functools.partial(row, updates[seed % len(updates)], seed)
 
 
-def run(kind: Literal["plants", "null"], out: Path, echo: Callable[[str], None], setting: Row, *, write: bool) -> Row:
+def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, write: bool) -> Row:
     """Do the jobs that the record in the folder lacks, and write it after each; return it with the `rates`.
 
     Args:
-        kind: of updates.
+        kind: `plants` or `null`.
         out: folder of recordings and record.
         echo: shows progress.
         setting: effort, images, plants, count and federations, as options of the command.
