@@ -314,7 +314,8 @@ def planted(row: Array, *, at: int = 1000, columns: bool = False) -> Array:
 
 
 def noisy(share: float) -> Array:
-    return ROW + share * ROW.std() * np.random.default_rng(9).normal(size=ROW.size)
+    found: Array = ROW + share * ROW.std() * np.random.default_rng(9).normal(size=ROW.size)
+    return found
 
 
 @pytest.mark.parametrize(
