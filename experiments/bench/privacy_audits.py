@@ -178,7 +178,13 @@ def run(kind: str, out: Path, echo: Callable[[str], None], setting: Row, *, writ
     updates = {size: recordings(out, setting["federations"], size) for size in sizes}
     jobs = null_jobs if kind == "null" else plant_jobs
     todo = list(jobs(updates, setting["plants"] or tuple(PLANTS), setting["count"], effort))
-    command = f"fedcg bench privacy {kind} --effort {effort.value} --count {setting['count']} --federations {setting['federations']}"
+    named = {"plants": "plant"}
+    options = [
+        (named.get(name, name), one)
+        for name, some in setting.items()
+        for one in (some if isinstance(some, list) else [some])
+    ]
+    command = f"fedcg bench privacy {kind} " + " ".join(f"--{name} {shlex.quote(str(one))}" for name, one in options)
     head = {**bench_record(f"bench privacy {kind}"), "command": command, "setting": dict(setting), "rows": []}
     record = json.loads(file.read_text()) if file.exists() else head
     done = [(row["group"], row["seed"]) for row in record["rows"]]
