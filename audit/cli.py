@@ -4,13 +4,16 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from fedcg.errors import FAILED
 from fedcg.terminal import AsJson, Result, print_data, prints
 from fedcg.text_output import table
+
+if TYPE_CHECKING:
+    from audit.recording.leakage import PrivateTensor
 
 app = typer.Typer(no_args_is_help=True, help="Independently record what leaves the devices, and attack it.")
 GATE_EXIT = 3  # a gate failed
@@ -58,17 +61,26 @@ def observe(
 def compare(
     observed: Annotated[Path, typer.Option(help="an observer's folder")],
     private: Annotated[list[Path], typer.Option(help="safetensors file with private weights; repeat for more")],
+    data: Annotated[
+        Path | None, typer.Option(help="the device's images: also search for them and for their features")
+    ] = None,
 ) -> Result:
-    """Compare every recorded tensor with every private tensor: as values, as a delta and as raw bytes.
+    """Compare every recorded tensor with every private tensor: as values, as a delta, row by row and as raw bytes.
 
-    The parts extractor and discriminator of the files count as private. Sealed numbers, also as a coordinator sums
-    them, must look like random bits. Exit code 1 if something leaked.
+    The parts extractor and discriminator of the files count as private. Their rows and columns are found at any
+    position of a tensor, also scaled or coded. Sealed numbers, also as a coordinator sums them, must look like random
+    bits. Exit code 1 if something leaked. The output states what this check does not see.
 
     Example: fedcg audit compare --observed record --private state.safetensors
     """
     from audit.recording.leakage import check_recording
 
-    result = check_recording(observed, private)
+    more: list[PrivateTensor] = []
+    if data is not None:
+        from audit.evidence import inputs_and_features, read_updates
+
+        more = inputs_and_features(read_updates(observed).spec, data, private)
+    result = check_recording(observed, private, more)
     text = "\n".join([result.summary(), *(f"LEAK: {match}" for match in result.matches)])
     return result.record(), text, 0 if result.is_clean else FAILED
 

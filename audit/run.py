@@ -234,7 +234,7 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     """
     started, attacks, conditions = time.monotonic(), chosen_attacks(options.attacks), parse_gate(options.gate)
     recorded = read_updates(options.updates, options.federation)
-    case = _case(options, recorded)
+    case = case_of(options, recorded)
     folder = AuditFolder(options.out, identity_of(options, case), force=options.force)
     with progress_bars(console, [attack.name for attack in attacks]) as (advance, finish):
         outcomes = carry_out(
@@ -249,7 +249,8 @@ def run_audit(options: AuditOptions, console: Console) -> Audited:
     return Audited(report, findings, verdicts, tuple(one for one in outcomes if one.has_failed))
 
 
-def _case(options: AuditOptions, recorded: RecordedUpdates) -> Case:
+def case_of(options: AuditOptions, recorded: RecordedUpdates) -> Case:
+    """Return the case that the options name."""
     spec = recorded.spec
     auxiliary = None
     if options.auxiliary is not None:

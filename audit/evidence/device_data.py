@@ -1,7 +1,7 @@
 """Reads the device's own data: its images, split as the agent split them, and its private weights. Nothing of it is sent."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,14 +11,18 @@ from safetensors.torch import load_file
 
 from audit.errors import DecodeError, TruthError
 from audit.evidence.case import Truth, View
+from audit.recording.leakage import PrivateTensor
 from fedcg.learning.client import Client
 from fedcg.learning.data.image_folder import LocalImages, from_arrays, read_images, split_source
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.assembly import layout_of
 from fedcg.learning.networks.own_backbone import device_spec
 from fedcg.learning.program import Program
 from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.batches import extract_features
 from fedcg.wire.parts import Part
 
 PrivateParts = Mapping[Part, Weights]
@@ -148,6 +152,27 @@ def own_view(view: View, place: Path | None, data: Path) -> View:
     found = {one.round: one.backbone for one in map(_generation, sorted((place / "generations").glob("*")))}
     name = found.get(view.round, "")
     return replace(view, spec=device_spec(view.spec, name)) if name else view
+
+
+def inputs_and_features(spec: FederationSpec, data: Path, private: Sequence[Path]) -> list[PrivateTensor]:
+    """Return the device's images, by rows and by columns, and their features behind each extractor in its files, as numbers that must not be sent.
+
+    Raises:
+        DataError: images can't be read.
+    """
+    images = read_images(data, spec.classes, spec.input).images.images
+    kinds = [("input", images), *([("input by columns", images.transpose(-1, -2))] if images.ndim == 4 else [])]
+    extractors = [_tensors(file, slot).get(Part.EXTRACTOR.value) for file in private for slot in ("personal", "after")]
+    kinds += [
+        ("features of input", extract_features(load_part(spec, Part.EXTRACTOR, weights), images, spec))
+        for weights in extractors
+        if weights and layout_of(weights) == tuple(spec.layouts[Part.EXTRACTOR])
+    ]
+    return [
+        PrivateTensor(str(data), f"{kind} {number}", one.numpy().ravel())
+        for kind, some in kinds
+        for number, one in enumerate(some)
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,9 +21,42 @@ from fedcg.terminal import Result, prints
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
-@app.callback()
-def bench() -> None:
-    """Keep the name of the only command."""
+privacy = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure attacks and the audit.")
+app.add_typer(privacy, name="privacy")
+
+
+@privacy.command("null")
+@privacy.command("plants")
+@prints
+def audits_command(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder for recordings and the record; a run resumes there.")],
+    effort: Annotated[Literal["quick", "default", "thorough"], typer.Option(help="Of the audits.")] = "quick",
+    images: Annotated[
+        list[int] | None,
+        typer.Option(help="Training images of a client, at most; again for more.  [default: 100, 300]"),
+    ] = None,
+    plant: Annotated[list[str] | None, typer.Option(help="A kind of plant; again for more.  [default: all]")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Plants of each strength, or null audits.  [default: 20, 50]")
+    ] = None,
+    federations: Annotated[int, typer.Option(min=1, help="Simulated; their clients' updates take turns.")] = 5,
+    write: Annotated[bool, typer.Option("--write", help="Also write the rates to the audit's detection.toml.")] = False,
+) -> Result:
+    """Measure what an audit and `compare` find, and false alarms.
+
+    `plants`: leaks of several strengths in recorded updates. `null`: images that no client trained on are called
+    "trained on"; at a level of 1 %, 2 red reports of 50 are within chance. Updates are those of federations like the demo.
+
+    Example: fedcg bench privacy plants --out plants --images 100 --plant "scaled rows" --count 3
+    """
+    from experiments.bench import privacy_audits
+
+    kind = str(context.info_name)
+    count = count or (50 if kind == "null" else 20)
+    setting = {"effort": effort, "images": images or [100, 300], "plants": plant or [], "count": count, "federations": federations}  # fmt: skip
+    record = privacy_audits.run(kind, out, partial(typer.echo, err=True), setting, write=write)
+    return record, "\n".join(privacy_audits.lines(record["rates"]))
 
 
 @app.command("coordinator")
