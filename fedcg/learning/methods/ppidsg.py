@@ -89,6 +89,11 @@ class PpidsgParams(fl.TrainingParams):
     )
 
     @property
+    def needs_cohort(self) -> bool:
+        """Without the secret, the coordinator could derive the cohort's key from the public seed."""
+        return self.key == "cohort"
+
+    @property
     def etc(self) -> EtcParams:
         """The parameters of the encryption alone."""
         return EtcParams(scrambling=self.scrambling, block=self.block, key=self.key)
