@@ -5,7 +5,6 @@ Settings are in `published.toml`. A figure has a name in words and is the mean o
 
 import json
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -13,11 +12,8 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import tomllib
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.neural_network import MLPClassifier
 from torch import nn
 
 from audit.attacks.label_distribution import counts_of, labels_by_weight
@@ -102,10 +98,11 @@ def _probes(model: WholeModel, probe: str, auxiliary: ImageSet, stream: torch.Ge
     """Return features of random images, of auxiliary ones, or random features."""
     some = auxiliary.rows(torch.randperm(len(auxiliary), generator=stream)[:_ROWS])
     pixels = unit_pixels(some.images)
+    given = torch.rand(pixels.shape, generator=stream) if probe == "uniform" else pixels
+    given = normalise(given, model.form)
     if probe == "gaussian":  # after normalisation, as in the authors' code
-        gaussian: torch.Tensor = model.extractor(torch.randn(pixels.shape, generator=stream))
-        return gaussian
-    features = model.features(torch.rand(pixels.shape, generator=stream) if probe == "uniform" else pixels)
+        given = torch.randn(pixels.shape, generator=stream)
+    features: torch.Tensor = model.extractor(given)
     return torch.rand(features.shape, generator=stream) if probe == "features" else features
 
 
@@ -119,30 +116,29 @@ def labels(run: RunSetting) -> Figures:
     party, auxiliary, result = _trained(run)
     spec, client, streams = party.spec, min(party.datasets), Streams(b"labels").at(run.seed)
     train, order = party.datasets[client].train, streams.generator("batches")
-    batches = {size: [torch.randperm(len(train), generator=order)[:size] for _ in range(_TRIES)] for size in _SIZES}
-    batches[0] = [torch.nonzero(train.labels == train.labels.mode().values).flatten()[:32]]
+    sizes = [size for size in _SIZES for _ in range(_TRIES) if size <= len(train)]
+    batches = [(f"batches of {size}", torch.randperm(len(train), generator=order)[:size]) for size in sizes]
+    one_class = torch.nonzero(train.labels == train.labels.mode().values).flatten()[:32]
     ends = {**result.states[client].parts, **result.aggregate.parts}
     for state, parts in (("initial", initial_parts(spec, party.roots.cohort)), ("trained", ends)):
         own = Part.EXTRACTOR in result.aggregate.parts
         known = parts if own else {**parts, WHOLE[0]: initial_parts(spec, spec_root(spec.seed))[WHOLE[0]]}
         true, model = (networks.whole_model(spec, *(some[part] for part in WHOLE)) for some in (parts, known))
-        means = {
-            probe: [
-                _means(model, _probes(model, probe, auxiliary, streams.generator(probe, at))) for at in range(_DRAWS)
-            ]
-            for probe in _PROBES
-        }
-        for size, rows in ((size, rows) for size, some in batches.items() for rows in some if len(rows) >= size):
+        means = defaultdict(list)
+        for probe, at in product(_PROBES, range(_DRAWS)):
+            means[probe].append(_means(model, _probes(model, probe, auxiliary, streams.generator(probe, at))))
+        for number, (title, rows) in enumerate([*batches, ("control, one class", one_class)]):
             some, right = train.rows(rows), torch.bincount(train.labels[rows], minlength=spec.class_count)
-            pixels, title = unit_pixels(some.images), f"batches of {size}" if size else "control, one class"
-            values = gradients.gradient(true, pixels, some.labels, (Part.CLASSIFIER,) if not own else WHOLE)
+            pixels = unit_pixels(some.images)
+            values = gradients.gradient(true, pixels, some.labels, WHOLE if own else WHOLE[1:])
             with torch.no_grad():
                 means["itself"] = [_means(true, true.features(pixels))]
             found = {"best guess": counts_of(torch.ones(spec.class_count), len(rows))}
-            for (probe, draws), name in product(means.items(), _SETTINGS["defences"]):
-                weight = _defended(values, name, streams.at(size))[-2]
-                counts = [counts_of(labels_by_weight(weight, *one), len(rows)) for one in draws]
-                found[f"{probe}, {name}"] = torch.stack(counts).mode(0).values
+            for name in _SETTINGS["defences"]:
+                weight = _defended(values, name, streams.at(number))[-2]
+                for probe, draws in means.items():
+                    counts = [counts_of(labels_by_weight(weight, *one), len(rows)) for one in draws]
+                    found[f"{probe}, {name}"] = torch.stack(counts).mode(0).values
             for name, counted in found.items():
                 yield f"{title}, {state}, {name}", float(torch.minimum(counted, right).sum() / len(rows))
 
@@ -155,35 +151,27 @@ def membership(run: RunSetting) -> Figures:
     `victim`: every suspect passes the victim's model, the only choice of an attacker who does not know the owner.
     """
     party, auxiliary, result = _trained(run)
-    names = sorted(party.datasets)
+    names, order = sorted(party.datasets), Streams(b"membership").generator(run.seed)
     mine, theirs = (party.datasets[name].train for name in names[:2])
-    known, outside = (auxiliary.rows(range(at, len(auxiliary), 2)) for at in (0, 1))
+    *halves, outside = (
+        auxiliary.rows(some) for some in torch.randperm(len(auxiliary), generator=order).tensor_split(3)
+    )
     count = min(len(mine), len(theirs), len(outside) // 2)
     pairs = (mine.rows(range(count)), theirs.rows(range(count)))
     unseen = (outside.rows(range(count)), outside.rows(range(count, 2 * count)))
-    arms = {
-        "published": (pairs, (0, 1)),
-        "untouched": (unseen, (0, 1)),
-        "swapped": (pairs, (1, 0)),
-        "victim": (pairs, (0, 0)),
-    }
+    arms = {"published": (pairs, (0, 1)), "untouched": (unseen, (0, 1)), "swapped": (pairs, (1, 0))}
+    arms["victim"] = (pairs, (0, 0))
     for case, others in (("part", names[1:2]), ("all", names[1:])):
         sent = [[result.sent[name].shared.parts for name in some] for some in (names[:1], others)]
         means = [shadow_models.mean_parts(some) for some in sent]
         models = [networks.whole_model(party.spec, *(parts[part] for part in WHOLE)) for parts in means]
-        rows = [
-            shadow_models.posteriors(model, known.rows(range(at, len(known), 2))) for at, model in enumerate(models)
-        ]
-        judge = MLPClassifier(
-            (128,), learning_rate_init=5e-3, max_iter=100, n_iter_no_change=100, random_state=run.seed
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the paper gives the number of epochs
-            judge.fit(np.vstack(rows), np.repeat([0, 1], [len(one) for one in rows]))
+        rows = [shadow_models.posteriors(model, some) for model, some in zip(models, halves, strict=True)]
+        units, lr = shadow_models.PAIR_UNITS, shadow_models.PAIR_LR
+        judge = shadow_models.separator(rows[0], rows[1], units, lr, Streams(b"judge").at(run.seed))
         for arm, (suspects, passed) in arms.items():
             for owner, (some, at) in enumerate(zip(suspects, passed, strict=True)):
-                answers = judge.predict(shadow_models.posteriors(models[at], some))
-                yield f"{case}, {arm}", float((answers == (at if arm == "swapped" else owner)).mean())
+                is_others = judge(shadow_models.posteriors(models[at], some)) <= 0.5
+                yield f"{case}, {arm}", float((is_others == (at if arm == "swapped" else owner)).mean())
 
 
 def keys(run: RunSetting) -> Figures:
@@ -223,7 +211,8 @@ def reconstruction(run: RunSetting) -> Figures:
     streams, train = Streams(b"reconstruction").at(run.seed), party.datasets[min(party.datasets)].train
     some, draws = train.rows(range(_IMAGES)), streams.generator("weights")
     model, other = (_dlg_network(party, draws) for _ in range(2))
-    real = unit_pixels(some.images)
+    real, form, classes = unit_pixels(some.images), party.spec.image.tensor_shape, party.spec.class_count
+    how = gradients.Search(200, gradients.Start.NOISE)
     for name in (*_SETTINGS["defences"], "ats", "etc", "classifier alone"):
         given = some
         if name in {"ats", "etc"}:
@@ -233,12 +222,9 @@ def reconstruction(run: RunSetting) -> Figures:
         attacker = model if sent == WHOLE else WholeModel(other.extractor, model.classifier, model.form)
         for row, seen in enumerate(unit_pixels(given.images).unsqueeze(1)):
             values = gradients.gradient(model, seen, some.labels[row : row + 1], sent)
-            objective = gradients.gradient_distance(
-                attacker, gradients.BatchGradient(sent, _defended(values, name, streams.at(row)), 1)
-            )
-            how, stream = gradients.Search(200, gradients.Start.NOISE), streams.generator("search", row)
-            form, labels = party.spec.image.tensor_shape, some.labels[row : row + 1]
-            found = gradients.search(objective, labels, form, party.spec.class_count, how, stream).pixels
+            observed = gradients.BatchGradient(sent, _defended(values, name, streams.at(row)), 1)
+            objective, stream = gradients.gradient_distance(attacker, observed), streams.generator("search", row)
+            found = gradients.search(objective, some.labels[row : row + 1], form, classes, how, stream).pixels
             yield f"{name}, real image", float(psnr(found, real[row : row + 1])[0])
             yield f"{name}, image seen", float(psnr(found, seen)[0])
     mean = unit_pixels(train.images).mean(0, keepdim=True).expand_as(real)
