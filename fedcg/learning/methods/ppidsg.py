@@ -20,8 +20,16 @@ garbled or missing:
   * F and C are trained separately: the cross-entropy updates only C, the MSE only F (and G's step updates neither).
 Deviations: a pooled image keeps its own label for C (the authors' code uses the label of the batch's image at the same
 index); one draw from the pool serves all three networks, and the pool is empty at the start of a round; one step of G
-per batch, where their code takes two (`generator_steps`). Their code gives all clients one key for the encryption; here
-each device has its own, so an averaged generator has as many targets as there are devices.
+per batch, where their code takes two (`generator_steps`). Here each device has its own key, so an averaged generator
+has as many targets as there are devices.
+
+What the paper does not say, but the authors' code does:
+  * all clients scramble with one key (`key = cohort`), in EtC too;
+  * accuracy is that of the averaged G, one client's F, and C with its key: the C that a client trains is dropped;
+  * IA acts after normalisation, as 1 - x for x in [-1, 1], on exactly half of the blocks. IC exchanges channels in place,
+    so that two channels of a block become equal in most cases: information is lost;
+  * G and D start from N(0, 0.02);
+  * the learning rates fall once, after `constant_rounds`, by one step of the linear decay, and stay there.
 """
 
 import hashlib
