@@ -27,7 +27,7 @@ What the paper does not say, but the authors' code does:
   * all clients scramble with one key (`key = cohort`), in EtC too;
   * accuracy is that of the averaged G, one client's F, and C with its key: the C that a client trains is dropped;
   * IA acts after normalisation, as 1 - x for x in [-1, 1], on exactly half of the blocks. IC exchanges channels in place,
-    so that two channels of a block become equal in most cases: information is lost;
+    so that two or all channels of an exchanged block become equal: information is lost;
   * G and D start from N(0, 0.02);
   * the learning rates fall once, after `constant_rounds`, by one step of the linear decay, and stay there.
 """
