@@ -22,8 +22,8 @@ from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
 _TOP = 3  # posteriors as inputs of ML-Leaks' attack network (Salem et al. 2019, section III)
-_LEAKS_UNITS, _PAIR_UNITS = 64, 128
-_LEAKS_LR, _PAIR_LR = 1e-2, 5e-3  # PPIDSG: Adam, 0.005; ML-Leaks gives none
+_LEAKS_UNITS, PAIR_UNITS = 64, 128
+_LEAKS_LR, PAIR_LR = 1e-2, 5e-3  # PPIDSG: Adam, 0.005; ML-Leaks gives none
 _ATTACK_EPOCHS = 100
 _BY_HEART = {"optimiser": "adam", "lr": 3e-3, "weight_decay": 0.0, "batch_size": 16}
 _OFFLINE_SLOPE = 0.3  # a of RMIA's offline Pr(x), the paper's value for CIFAR-10
@@ -178,7 +178,7 @@ def ml_leaks(target: Target, images: ImageSet, streams: Streams) -> Values:
         return found
 
     model, shadow = target.references[0], target.shadows[0]
-    judge = _classifier(
+    judge = separator(
         top(model, shadow.seen), top(model, shadow.unseen), _LEAKS_UNITS, _LEAKS_LR, streams.at("ml_leaks")
     )
     return judge(top(target.victim, images))
@@ -200,7 +200,7 @@ def two_shadows(target: Target, images: ImageSet, streams: Streams) -> Values:
         return np.hstack([_by_label(model, some) for model in models])
 
     members, others = (seen_by(target.references[:2], first.images.rows(some)) for some in rows)
-    judge = _classifier(members, others, _PAIR_UNITS, _PAIR_LR, streams.at("two_shadows"))
+    judge = separator(members, others, PAIR_UNITS, PAIR_LR, streams.at("two_shadows"))
     return judge(seen_by((target.victim, target.others), images))
 
 
@@ -211,7 +211,7 @@ def _by_label(model: WholeModel, images: ImageSet) -> Values:
     return np.hstack([found[label][:, None], rest])
 
 
-def _classifier(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
+def separator(members: Values, others: Values, units: int, lr: float, streams: Streams) -> Callable[[Values], Values]:
     """Train a network of one hidden layer to separate rows [N, D] from rows [M, D]; it returns the probability of the first."""
     network = MLPClassifier(
         (units,),

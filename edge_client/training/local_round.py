@@ -167,7 +167,8 @@ def load_spec(work: Workplace, digest: str) -> tuple[FederationSpec, Method]:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} codes different parts as differences")
     if wire_layouts(spec, method, sealed) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
-    if (method.needs.cohort or sealed) and work.store.cohort_secret() is None:
+    by_params = method.params_type.model_validate(spec.params).needs_cohort
+    if (method.needs.cohort or sealed or by_params) and work.store.cohort_secret() is None:
         way = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others"
         raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} needs the cohort secret: {way}")
     own = device_spec(spec, own_backbone(work.config, work.store, spec))

@@ -252,6 +252,8 @@ def _check_method(setting: RunSetting) -> None:
 
     check_params(setting)
     method = get_method(setting.method)
+    if setting.start != "cohort" and method.params_type.model_validate(setting.all_params()).needs_cohort:
+        raise OptionError(f"{method.name}: needs the cohort secret: --start cohort, or --set key=device")
     for kind, name, known in (
         ("generator", setting.generator, generator_names()),
         ("discriminator", setting.discriminator, DISCRIMINATORS),

@@ -80,6 +80,11 @@ class TrainingParams(Settings):
         """Whether these values require label counts that are `OPTIONAL` for the method."""
         return False
 
+    @property
+    def needs_cohort(self) -> bool:
+        """Whether these values require the cohort's secret, which the method otherwise does without."""
+        return False
+
 
 # Parameters that several methods have, each with its default. A spec without one keeps the digest from before the
 # parameter existed.

@@ -20,8 +20,16 @@ garbled or missing:
   * F and C are trained separately: the cross-entropy updates only C, the MSE only F (and G's step updates neither).
 Deviations: a pooled image keeps its own label for C (the authors' code uses the label of the batch's image at the same
 index); one draw from the pool serves all three networks, and the pool is empty at the start of a round; one step of G
-per batch, where their code takes two (`generator_steps`). Their code gives all clients one key for the encryption; here
-each device has its own, so an averaged generator has as many targets as there are devices.
+per batch, where their code takes two (`generator_steps`). Here each device has its own key, so an averaged generator
+has as many targets as there are devices.
+
+What the paper does not say, but the authors' code does:
+  * all clients scramble with one key (`key = cohort`), in EtC too;
+  * accuracy is that of the averaged G, one client's F, and C with its key: the C that a client trains is dropped;
+  * IA acts after normalisation, as 1 - x for x in [-1, 1], on exactly half of the blocks. IC exchanges channels in place,
+    so that two or all channels of an exchanged block become equal: information is lost;
+  * G and D start from N(0, 0.02);
+  * the learning rates fall once, after `constant_rounds`, by one step of the linear decay, and stay there.
 """
 
 import hashlib
@@ -87,6 +95,11 @@ class PpidsgParams(fl.TrainingParams):
     pool_images: int = Field(
         default=10, ge=0, le=4096, description="size of the pool of earlier generated images; 0: no pool"
     )
+
+    @property
+    def needs_cohort(self) -> bool:
+        """Without the secret, the coordinator could derive the cohort's key from the public seed."""
+        return self.key == "cohort"
 
     @property
     def etc(self) -> EtcParams:

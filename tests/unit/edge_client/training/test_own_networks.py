@@ -46,6 +46,13 @@ def allowing(site: Site) -> Site:
     return site
 
 
+def test_a_cohorts_key_is_declined_without_the_cohort_secret(tmp_path: Path) -> None:
+    site = allowing(Site(tmp_path, real_spec("ppidsg", key="cohort")))
+    assert site.declined(DeclineReason.SPEC_REFUSED).startswith("method ppidsg needs the cohort secret")
+    site.share_cohort_secret()
+    site.train(1)
+
+
 def test_what_a_method_keeps_beside_its_networks_is_there_in_the_next_round(tmp_path: Path) -> None:
     site = allowing(Site(tmp_path, real_spec("ppidsg")))
     site.train(1)

@@ -40,6 +40,8 @@ REFUSED = [
     ("--defence antigan --defence-set window=17", "antigan: window = 17 is larger than the images of 16x16 pixels"),
     ("--track neptune", "track neptune: give mlflow:URI, tensorboard:DIR, wandb or wandb:PROJECT"),
     ("--defence etc --defence-set key=cohort --start public", "etc: key = cohort needs the cohort secret"),
+    ("--method ppidsg --network image_small --set key=cohort --start public", "ppidsg: needs the cohort secret"),
+    ("--method ppidsg --network image_small --set key=cohort --start random", "ppidsg: needs the cohort secret"),
 ]
 
 

@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from experiments.errors import OptionError
 from experiments.papers.catalogue import claims, find_presets, presets
 from experiments.papers.plan import TableRun, plan_runs
+from experiments.settings import check
 from experiments.simulation.batch import PlannedRun
 from fedcg.learning.mechanisms.dp_sgd import Spent, private_step_count, sampling_rate
 from fedcg.learning.method import TrainingParams
@@ -138,12 +139,20 @@ def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
 
 
 def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_are_over_both() -> None:
-    name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg"]
+    name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg/"]
     plain = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0])]
     assert {run.setting.network for run in plain} == {"image_small"}
     assert [run.reduced["network"] for run in plain] == [("lenet5_relu", "image_small"), ("image_paper", "image_small")]
     runs = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0], setting={"generator": "conv"})]
     assert {run.setting.generator for run in runs} == {"conv"}
+
+
+@pytest.mark.parametrize(
+    "name", ["ppidsg:table4:digits@small", "ppidsg:table4:digits@code", "ppidsg:fig5:digits@small"]
+)
+def test_every_row_of_a_reduced_budget_can_be_run(name: str) -> None:
+    for run in plan_runs(name, seeds=[0]):
+        check(run.planned().setting)
 
 
 def test_what_is_typed_is_over_what_a_budget_sets_for_a_method_or_a_row() -> None:

@@ -192,8 +192,16 @@ def pictures(channels: int) -> ImageSet:
 
 @pytest.mark.parametrize(
     ("name", "sign", "rows", "columns"),
-    # 22 pixels: 150/331 of them are 10.0; magnitudes 2 and 3 of 9 are 2.2 and 3.3.
-    [("3", 1, 0, 10), ("3", -1, 0, -10), ("7", 1, 2, 0), ("7", -1, -2, 0), ("43", 1, 3, 0), ("43", -1, -3, 0)],
+    # 22 pixels: 150/331 of them are 10.0; magnitudes 2, 3 and 5 of 9 are 2.2, 3.3 and 5.5 (rounded).
+    [
+        ("3", 1, 0, 10),
+        ("3", -1, 0, -10),
+        ("7", 1, 2, 0),
+        ("7", -1, -2, 0),
+        ("43", 1, 3, 0),
+        ("43", -1, -3, 0),
+        ("21", 1, 0, 6),
+    ],
 )
 def test_a_shift_moves_the_image_and_what_comes_in_is_black(name: str, sign: int, rows: int, columns: int) -> None:
     pixels = pictures(1).images[0, 0].numpy() // 2 + 1
@@ -205,12 +213,16 @@ def test_a_shift_moves_the_image_and_what_comes_in_is_black(name: str, sign: int
     assert np.array_equal(moved, expected)
 
 
-@pytest.mark.parametrize(("name", "factor"), [("1", 1 / 3), ("18", 7 / 18)])
-def test_contrast_moves_pixels_from_or_to_the_mean(name: str, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "factor", "of"), [("1", 1 / 3, 130), ("18", 7 / 18, 130), ("13", 5 / 18, 0), ("15", 0.5, 0)]
+)
+def test_contrast_moves_pixels_from_or_to_the_mean_and_brightness_from_or_to_black(
+    name: str, factor: float, of: int
+) -> None:
     pixels = np.array([[100, 120], [140, 160]], dtype=np.uint8)
     for sign in (1, -1):
         changed = np.array(TRANSFORMATIONS[name](Image.fromarray(pixels), sign))
-        assert changed == pytest.approx(130 + (pixels - 130.0) * (1 + sign * factor), abs=1.0)
+        assert changed == pytest.approx((of + (pixels - float(of)) * (1 + sign * factor)).clip(0, 255), abs=1.0)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
