@@ -442,11 +442,10 @@ def let_in(setting: Setting) -> None:
         NetworkError: weights for a network without a backbone.
     """
     split_names.allow_here(setting.network)
-    if setting.weights is not None:
+    if setting.weights not in {None, split_names.RANDOM}:
         if not split_names.is_projected(setting.network):
             raise NetworkError(f"--weights are for a backbone with a projection; {setting.network} has none: omit them")
-        if setting.weights != split_names.RANDOM:
-            split_names.use_weights(Path(setting.weights))
+        split_names.use_weights(Path(str(setting.weights)))
 
 
 def data_text(data: str) -> str:

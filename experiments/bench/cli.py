@@ -11,19 +11,48 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
 
 from experiments.record import bench_record, write_record
+from experiments.settings import data_text, parse_seeds
+from fedcg.errors import BadInputError
 from fedcg.terminal import Result, prints
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure performance on this machine.")
 
 
-@app.callback()
-def bench() -> None:
+privacy = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure attacks and the audit.")
+app.add_typer(privacy, name="privacy")
+
+
+@privacy.callback()
+def privacy_group() -> None:
     """Keep the name of the only command."""
+
+
+@privacy.command("published")
+@prints
+def published_command(
+    name: Annotated[str, typer.Argument(help="labels, membership, keys or reconstruction.")],
+    row: Annotated[list[str] | None, typer.Option(help="Only this row; repeat for more.")] = None,
+    data: Annotated[str, typer.Option(help="As for fedcg simulate.")] = "digits",
+    seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2 or 0-4.")] = "0-2",
+    out: Annotated[Path, typer.Option(help="Folder of the records; finished ones are not repeated.")] = Path("bench"),
+) -> Result:
+    """Repeat an attack of the PPIDSG paper as published, beside the arms that show what it measures.
+
+    Example: fedcg bench privacy published membership --data FOLDER
+    """
+    from experiments.bench.published import EXPERIMENTS, recorded
+
+    if name not in EXPERIMENTS:
+        raise BadInputError(f"no published experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
+    found = recorded(name, row or (), data_text(data), parse_seeds(seeds), out)
+    lines = (f"{fmean(values):8.4f}  {title}" for title, values in found.items())
+    return found, "\n".join(lines)
 
 
 @app.command("coordinator")

@@ -1,7 +1,7 @@
 """ATS (Gao et al., CVPR 2021): training images transformed by a policy that makes gradients hard to invert. Torch-free.
 
 The paper's search ranks policies (lists of three of 50 transformations) on a model trained for it. Here the policies
-are fixed to those published for CIFAR-100 and ResNet-20, 3-1-7 and 43-18-18. By default each image gets one of the two
+are fixed to those published: for CIFAR-100 and ResNet-20 3-1-7 and 43-18-18, for F-MNIST 21-13-3 and 7-4-15. By default each image gets one of the two
 at random, as in the paper's hybrid. A search per device would train longer than the federation, and PPIDSG's tables
 also use ATS as a fixed baseline. Images are transformed once, not in every epoch, so training uses a single form of
 each.
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 Transformation = Callable[[Image.Image, int], Image.Image]
 _FARTHEST = 150 / 331  # of a side, at magnitude 9, as in AutoAugment
-_MOST_CONTRAST = 0.5
+_MOST_CHANGE = 0.5  # of contrast, brightness and sharpness
 
 
 class AtsParams(DefenceParams):
-    """Parameters: the published hybrid policy, or one of its two policies."""
+    """Parameters: a published hybrid policy, or one of the two policies for colour images."""
 
-    policy: Literal["3-1-7+43-18-18", "3-1-7", "43-18-18"] = "3-1-7+43-18-18"
+    policy: Literal["3-1-7+43-18-18", "3-1-7", "43-18-18", "21-13-3+7-4-15"] = "3-1-7+43-18-18"
 
 
 def _translated(horizontal: int, vertical: int) -> Transformation:
@@ -45,17 +45,21 @@ def _translated(horizontal: int, vertical: int) -> Transformation:
     return transform
 
 
-def _contrasted(magnitude: int) -> Transformation:
-    return lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * magnitude / 9 * _MOST_CONTRAST)
+def _enhanced(by: Callable[[Image.Image], ImageEnhance._Enhance], magnitude: int) -> Transformation:
+    return lambda image, sign: by(image).enhance(1 + sign * magnitude / 9 * _MOST_CHANGE)
 
 
-# Indexed by their number in the authors' list: translateX 9, contrast 6, translateY 2; translateY 3, contrast 7.
+# Indexed by their number in the authors' list.
 TRANSFORMATIONS: Mapping[str, Transformation] = {
+    "1": _enhanced(ImageEnhance.Contrast, 6),
     "3": _translated(9, 0),
-    "1": _contrasted(6),
+    "4": _enhanced(ImageEnhance.Sharpness, 1),
     "7": _translated(0, 2),
+    "13": _enhanced(ImageEnhance.Brightness, 5),
+    "15": _enhanced(ImageEnhance.Brightness, 9),
+    "18": _enhanced(ImageEnhance.Contrast, 7),
+    "21": _translated(5, 0),
     "43": _translated(0, 3),
-    "18": _contrasted(7),
 }
 
 

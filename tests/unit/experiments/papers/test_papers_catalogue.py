@@ -138,7 +138,7 @@ def test_ppidsgs_rows_have_networks_mechanisms_and_steps_of_their_own() -> None:
 
 
 def test_a_budget_may_set_one_rows_networks_and_a_users_networks_of_one_method_are_over_both() -> None:
-    name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg"]
+    name, rows = "ppidsg:table4:digits@small", ["fedavg/", "ppidsg/"]
     plain = [run.planned() for run in plan_runs(name, methods=rows, seeds=[0])]
     assert {run.setting.network for run in plain} == {"image_small"}
     assert [run.reduced["network"] for run in plain] == [("lenet5_relu", "image_small"), ("image_paper", "image_small")]
