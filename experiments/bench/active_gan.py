@@ -14,8 +14,8 @@ import torch
 from audit.attacks.class_inference import DRAWN, ClassGan, class_ssim, recognised, trained_judges
 from audit.evidence import View, WholeModel, joined
 from audit.evidence.networks import trained_alone, whole_model
-from audit.measures import unit_pixels
-from experiments.data.client_datasets import Cohort, build_cohort, unheld_images
+from audit.measures import psnr, ssim, unit_pixels
+from experiments.data.client_datasets import build_cohort, unheld_images
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import defended, party_of, roots_of
 from fedcg.learning.image_set import ImageSet
@@ -30,14 +30,15 @@ from fedcg.wire.parts import Part
 _STEPS = 40  # of the GAN in a round
 _SENT = 32  # mislabelled images in a round
 _COMPARED = 50  # images of the victim for SSIM
-_ARMS = {"active": (True, True), "passive": (True, False), "floor: active, no victim has the class": (False, True)}
+_SPREADS = ("spread", "real_spread")
+Figures = Iterator[tuple[str, float]]
 
 
-def active_gan(run: RunSetting) -> Iterator[tuple[str, float]]:
-    """Mean SSIM (eq. 5) and the judges' probability of the class, by arm; trivial guesses, control and real images beside them.
+def active_gan(run: RunSetting) -> Figures:
+    """Mean SSIM (Anti-GAN eq. 5) and the judges' probability of the class, by arm; guesses, a control and real images beside them.
 
     The class is the victim's most frequent one. The control is the same GAN on a model trained for long on the victim's
-    real images. `passive` sends no generated images.
+    real images. `passive` sends no generated images. The floor is the same attack where the victim lacks the class.
     """
     source = run.source()
     spec = complete_spec(plan_from_mapping(run.plan(source)))
@@ -50,7 +51,7 @@ def active_gan(run: RunSetting) -> Iterator[tuple[str, float]]:
     judges = trained_judges(view, joined(outside, train), 2, 8, streams, lambda: None)
     mine = unit_pixels(train.images[own])[:_COMPARED]
 
-    def scored(name: str, images: torch.Tensor) -> Iterator[tuple[str, float]]:
+    def scored(name: str, images: torch.Tensor) -> Figures:
         yield f"{name}, SSIM", float(class_ssim(images, mine).mean())
         yield f"{name}, class recognised", float(recognised(judges, images, target).mean())
 
@@ -61,38 +62,58 @@ def active_gan(run: RunSetting) -> Iterator[tuple[str, float]]:
     gan = ClassGan(known, target, streams.at("control"))
     gan.train(_model(spec, long), _STEPS * run.rounds)
     yield from scored("control", gan.images(streams.generator("images")))
-    for name, (has_class, is_active) in _ARMS.items():
+    for has_class in (True, False):
         held = train if has_class else train.rows((~own).nonzero().flatten())
         cohort = replace(real, clients={**real.clients, victim: replace(real.clients[victim], train=held)})
-        images, accuracy = _attacked(run, spec, cohort, target, streams.at("attack"), is_active=is_active)
-        yield f"{name}, accuracy of the average model", accuracy
-        yield from scored(name, images)
+        if run.defence is not None:
+            with TemporaryDirectory() as folder:
+                roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
+                cohort, facts = defended(cohort, run, roots, Path(folder), lambda _: None)
+            if has_class:
+                yield from ((f"{name} of generated images", float(facts[victim][name])) for name in _SPREADS)
+                yield from _unmixed(cohort.clients[victim].train, train, outside, float(run.defence_params["mu"]))
+        for is_active in (False, True):
+            name = f"{'active' if is_active else 'passive'}, victim {'has' if has_class else 'lacks'} the class"
+            party = party_of(run, spec, cohort)
+            images, accuracy = _attacked(party, attacker, target, streams.at("attack"), is_active=is_active)
+            yield f"{name}, accuracy of the average model", accuracy
+            yield from scored(name, images)
 
 
 def _attacked(
-    run: RunSetting, spec: FederationSpec, cohort: Cohort, target: int, streams: Streams, *, is_active: bool
+    party: Party, attacker: str, target: int, streams: Streams, *, is_active: bool
 ) -> tuple[torch.Tensor, float]:
     """Run the federation with the attacker; return the images of its GAN after the last round, and the average model's accuracy."""
-    attacker = max(cohort.clients)
-    if run.defence is not None:
-        with TemporaryDirectory() as folder:
-            roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
-            cohort, _ = defended(cohort, run, roots, Path(folder), lambda _: None)
-    party = party_of(run, spec, cohort)
-    data = party.datasets[attacker]
+    data, rounds, now = party.datasets[attacker], party.spec.rounds, None
     gan, wrong = ClassGan(data.train, target, streams), int(data.train.labels.mode().values)
-    now = None
-    for number in range(run.rounds):
+    for number in range(rounds):
         train = data.train
         if now is not None and is_active:
             fakes = (gan.images(streams.generator("fakes", number))[:_SENT] * 255.0).round().byte()
             train = joined(train, ImageSet(fakes, torch.full((_SENT,), wrong), train.classes))
-        poisoned: Party = replace(party, datasets={**party.datasets, attacker: replace(data, train=train)})
-        schedule = Schedule(shadow=False, evaluate_every=run.rounds)
-        now = next(simulated_rounds(poisoned, schedule, resume=now))
-        gan.train(_model(spec, now.aggregate.parts), _STEPS)
+        poisoned = replace(party, datasets={**party.datasets, attacker: replace(data, train=train)})
+        now = next(simulated_rounds(poisoned, Schedule(shadow=False, evaluate_every=rounds), resume=now))
+        gan.train(_model(party.spec, now.aggregate.parts), _STEPS)
     assert now is not None
     return gan.images(streams.generator("images")), now.global_accuracy[-1][1]
+
+
+def _unmixed(mixed: ImageSet, real: ImageSet, known: ImageSet, mu: float) -> Figures:
+    """Anti-GAN §5.4, for an attacker whose gradient matching is exact: likeness of mixed images to the real ones, as they are and unmixed.
+
+    To unmix, it replaces the mean of a class's mixed images by that of known images of the class: a texture that all
+    generated images of the class share is gone.
+    """
+    truth, seen = unit_pixels(real.images), unit_pixels(mixed.images)
+    means = torch.stack([unit_pixels(known.images[known.labels == label]).mean(0) for label in real.labels])
+    textures = torch.stack([seen[real.labels == label].mean(0) for label in real.labels])
+    for name, some in (
+        ("mixed", seen),
+        ("unmixed", (means + (seen - textures) / mu).clamp(0, 1)),
+        ("class mean", means),
+    ):
+        yield f"gradient matching, {name}, PSNR", float(psnr(some, truth).mean())
+        yield f"gradient matching, {name}, SSIM", float(ssim(some, truth).mean())
 
 
 def _model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> WholeModel:
