@@ -4,7 +4,7 @@ The last client is the attacker. Its generator lasts over all rounds; the discri
 generated images of the victim's class to its training images, with a wrong label, so that the victim corrects them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,25 +12,23 @@ from tempfile import TemporaryDirectory
 import torch
 
 from audit.attacks.class_inference import DRAWN, ClassGan, class_ssim, recognised, trained_judges
-from audit.evidence import View, WholeModel, joined
-from audit.evidence.networks import trained_alone, whole_model
+from audit.evidence import View, joined, networks
 from audit.measures import psnr, ssim, unit_pixels
 from experiments.data.client_datasets import build_cohort, unheld_images
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.party_builder import defended, party_of, roots_of
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import Weights
 from fedcg.learning.networks.plans import complete_spec, initial_parts
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import Schedule, beginning, simulated_rounds
-from fedcg.learning.spec import FederationSpec, plan_from_mapping
+from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.parts import Part
 
+_WHOLE = (Part.EXTRACTOR, Part.CLASSIFIER)
 _STEPS = 40  # of the GAN in a round
 _SENT = 32  # mislabelled images in a round
 _COMPARED = 50  # images of the victim for SSIM
-_SPREADS = ("spread", "real_spread")
 Figures = Iterator[tuple[str, float]]
 
 
@@ -58,9 +56,9 @@ def active_gan(run: RunSetting) -> Figures:
     yield from scored("guess: images of other classes", unit_pixels(known.images)[:DRAWN])
     yield from scored("guess: mean image of other classes", unit_pixels(known.images).mean(0, keepdim=True))
     yield from scored("real images of the class", unit_pixels(outside.images[outside.labels == target])[:DRAWN])
-    long = trained_alone(view, initial_parts(spec, bytes(32)), train, streams, 40)
+    long = networks.trained_alone(view, initial_parts(spec, bytes(32)), train, streams, 40)
     gan = ClassGan(known, target, streams.at("control"))
-    gan.train(_model(spec, long), _STEPS * run.rounds)
+    gan.train(networks.whole_model(spec, *(long[part] for part in _WHOLE)), _STEPS * run.rounds)
     yield from scored("control", gan.images(streams.generator("images")))
     for has_class in (True, False):
         held = train if has_class else train.rows((~own).nonzero().flatten())
@@ -70,8 +68,8 @@ def active_gan(run: RunSetting) -> Figures:
                 roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
                 cohort, facts = defended(cohort, run, roots, Path(folder), lambda _: None)
             if has_class:
-                yield from ((f"{name} of generated images", float(facts[victim][name])) for name in _SPREADS)
-                yield from _unmixed(cohort.clients[victim].train, train, outside, float(run.defence_params["mu"]))
+                yield from ((name, float(value)) for name, value in facts[victim].items() if "spread" in name)
+                yield from _unmixed(cohort.clients[victim].train, train, outside, float(str(run.defence_params["mu"])))
         for is_active in (False, True):
             name = f"{'active' if is_active else 'passive'}, victim {'has' if has_class else 'lacks'} the class"
             party = party_of(run, spec, cohort)
@@ -93,7 +91,7 @@ def _attacked(
             train = joined(train, ImageSet(fakes, torch.full((_SENT,), wrong), train.classes))
         poisoned = replace(party, datasets={**party.datasets, attacker: replace(data, train=train)})
         now = next(simulated_rounds(poisoned, Schedule(shadow=False, evaluate_every=rounds), resume=now))
-        gan.train(_model(party.spec, now.aggregate.parts), _STEPS)
+        gan.train(networks.whole_model(party.spec, *(now.aggregate.parts[part] for part in _WHOLE)), _STEPS)
     assert now is not None
     return gan.images(streams.generator("images")), now.global_accuracy[-1][1]
 
@@ -114,7 +112,3 @@ def _unmixed(mixed: ImageSet, real: ImageSet, known: ImageSet, mu: float) -> Fig
     ):
         yield f"gradient matching, {name}, PSNR", float(psnr(some, truth).mean())
         yield f"gradient matching, {name}, SSIM", float(ssim(some, truth).mean())
-
-
-def _model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> WholeModel:
-    return whole_model(spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
