@@ -284,6 +284,7 @@ def _compared(setting: RunSetting) -> dict[str, Any]:
     """Return a setting for comparison: without fields that change no published figure, and with one name for each field."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
     values |= {"start": setting.start, "privacy": setting.privacy.label, "defence": setting.defence_label}
+    values |= {"defenders": setting.defenders}
     return values | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 
