@@ -94,6 +94,16 @@ class ClassGan:
         return drawn.clamp(0, 1)
 
 
+def generated_images(
+    model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Tick
+) -> torch.Tensor:
+    """Generate [DRAWN, C, H, W] images in [0, 1] with a new `ClassGan` from the view's auxiliary images; `model` is changed in place."""
+    assert view.auxiliary is not None
+    gan = ClassGan(view.auxiliary, target, streams)
+    gan.train(model, steps, tick)
+    return gan.images(streams.generator("images"))
+
+
 def trained_judges(
     view: View, images: ImageSet, count: int, epochs: int, streams: Streams, tick: Tick
 ) -> list[WholeModel]:
@@ -207,10 +217,8 @@ class _Gans:
         for number in range(self.plan.restarts):
             model = networks.whole_model(self.view.spec, parts[Part.EXTRACTOR], parts[Part.CLASSIFIER])
             streams = self.streams.at("restart", number)
-            assert self.view.auxiliary is not None
-            gan = ClassGan(self.view.auxiliary, self.target, streams)
-            gan.train(model, self.plan.steps, self.tick)
-            drawn.append(gan.images(streams.generator("images"))[: -(-DRAWN // self.plan.restarts)])
+            images = generated_images(model, self.view, self.target, self.plan.steps, streams, self.tick)
+            drawn.append(images[: -(-DRAWN // self.plan.restarts)])
         return torch.stack(drawn, 1).flatten(0, 1)[:DRAWN]  # interleaved, so that the first images show every restart
 
 
