@@ -10,6 +10,7 @@ from experiments.bench import active_gan as attack
 from experiments.simulation.batch import RunSetting
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import simulated_rounds
 from tests.support.simulations import SMALL
 
 
@@ -17,11 +18,11 @@ def test_the_attacker_alone_trains_on_mislabelled_images_and_the_floor_lacks_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = {"partition": "classes:2", "images_per_client": 40, "rounds": 2, "method": "fedavg", "params": {}}
-    simulated, seen = attack.simulated_rounds, list[list[tuple[int, ...]]]()
+    seen = list[list[tuple[int, ...]]]()
 
     def watched(party: Party, *args: Any, **others: Any) -> object:
         seen.append([party.datasets[name].train.label_counts() for name in ("client-1", "client-2")])
-        return simulated(party, *args, **others)
+        return simulated_rounds(party, *args, **others)
 
     monkeypatch.setattr(attack, "_STEPS", 1)
     monkeypatch.setattr(attack, "simulated_rounds", watched)
