@@ -53,44 +53,56 @@ def widened(classifier: nn.Module, classes: int) -> nn.Module:
     return classifier
 
 
+class ClassGan:
+    """An attacker's GAN for one class. Its generator lasts; its discriminator is the model of each training.
+
+    Args:
+        known: the attacker's only images, of other classes.
+        target: the class.
+        streams: for first weights, noise and order.
+    """
+
+    def __init__(self, known: ImageSet, target: int, streams: Streams) -> None:
+        self._known, self._target, self._stream = known, target, streams.generator("steps")
+        self._generator = ImageGenerator(_NOISE, known, streams.generator("start"))
+        self._drawing = adam(self._generator.parameters(), _GENERATOR_LR, 0.0, _BETAS)
+
+    def train(self, model: WholeModel, steps: int, tick: Tick = lambda: None) -> None:
+        """Train with a received model, which is changed in place.
+
+        Each step trains the discriminator to separate the known images' classes and "fake", then the generator towards
+        the class. `tick` is called after each step.
+        """
+        known, labels, classes = unit_pixels(self._known.images), self._known.labels, len(self._known.classes)
+        discriminator = replace(model, classifier=widened(model.classifier, classes))
+        weights = [*discriminator.extractor.parameters(), *discriminator.classifier.parameters()]
+        discriminating = adam(weights, _DISCRIMINATOR_LR, 0.0, _BETAS)
+        fakes, wanted = (torch.full((_BATCH,), label) for label in (classes, self._target))
+        for _ in range(steps):
+            coefficients = self._generator.coefficients(torch.randn(_BATCH, _NOISE, generator=self._stream))
+            fake = self._generator.pixels(coefficients)
+            rows = torch.randint(len(known), (_BATCH,), generator=self._stream)
+            seen = discriminator.logits(torch.cat([known[rows], fake.detach()]))
+            descend(discriminating, nn.functional.cross_entropy(seen, torch.cat([labels[rows], fakes])))
+            loss = nn.functional.cross_entropy(discriminator.logits(fake), wanted)
+            descend(self._drawing, loss + _LIKELY * coefficients.square().mean())
+            tick()
+
+    @torch.no_grad()
+    def images(self, stream: torch.Generator) -> torch.Tensor:
+        """Generate images of the class: [DRAWN, C, H, W] in [0, 1]."""
+        drawn: torch.Tensor = self._generator(torch.randn(DRAWN, _NOISE, generator=stream))
+        return drawn.clamp(0, 1)
+
+
 def generated_images(
     model: WholeModel, view: View, target: int, steps: int, streams: Streams, tick: Tick
 ) -> torch.Tensor:
-    """Generate images of the target class with a GAN whose discriminator starts as the received model.
-
-    Each step trains the discriminator to separate the auxiliary images' classes and "fake", then the generator towards
-    the class.
-
-    Args:
-        model: the received model; changed in place.
-        view: its auxiliary images are the only images of the attacker.
-        target: the class.
-        steps: training steps of both networks.
-        streams: for first weights, noise and order.
-        tick: called after each step.
-
-    Returns:
-        [DRAWN, C, H, W] in [0, 1].
-    """
+    """Generate [DRAWN, C, H, W] images in [0, 1] with a new `ClassGan` from the view's auxiliary images; `model` is changed in place."""
     assert view.auxiliary is not None
-    known, labels = unit_pixels(view.auxiliary.images), view.auxiliary.labels
-    discriminator = replace(model, classifier=widened(model.classifier, view.spec.class_count))
-    generator, stream = ImageGenerator(_NOISE, view.auxiliary, streams.generator("start")), streams.generator("steps")
-    weights = [*discriminator.extractor.parameters(), *discriminator.classifier.parameters()]
-    discriminating = adam(weights, _DISCRIMINATOR_LR, 0.0, _BETAS)
-    drawing = adam(generator.parameters(), _GENERATOR_LR, 0.0, _BETAS)
-    fakes, wanted = (torch.full((_BATCH,), label) for label in (view.spec.class_count, target))
-    for _ in range(steps):
-        coefficients = generator.coefficients(torch.randn(_BATCH, _NOISE, generator=stream))
-        fake, rows = generator.pixels(coefficients), torch.randint(len(known), (_BATCH,), generator=stream)
-        seen = discriminator.logits(torch.cat([known[rows], fake.detach()]))
-        descend(discriminating, nn.functional.cross_entropy(seen, torch.cat([labels[rows], fakes])))
-        loss = nn.functional.cross_entropy(discriminator.logits(fake), wanted)
-        descend(drawing, loss + _LIKELY * coefficients.square().mean())
-        tick()
-    with torch.no_grad():
-        drawn: torch.Tensor = generator(torch.randn(DRAWN, _NOISE, generator=streams.generator("images")))
-    return drawn.clamp(0, 1)
+    gan = ClassGan(view.auxiliary, target, streams)
+    gan.train(model, steps, tick)
+    return gan.images(streams.generator("images"))
 
 
 def trained_judges(

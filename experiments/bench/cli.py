@@ -65,13 +65,13 @@ def audits_command(
 @privacy.command("published")
 @prints
 def published_command(
-    name: Annotated[str, typer.Argument(help="labels, membership, keys or reconstruction.")],
+    name: Annotated[str, typer.Argument(help="labels, membership, keys, reconstruction or active_gan.")],
     row: Annotated[list[str] | None, typer.Option(help="Only this row; repeat for more.")] = None,
     data: Annotated[str, typer.Option(help="As for fedcg simulate.")] = "digits",
     seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2 or 0-4.")] = "0-2",
     out: Annotated[Path, typer.Option(help="Folder of the records; finished ones are not repeated.")] = Path("bench"),
 ) -> Result:
-    """Repeat an attack of the PPIDSG paper as published, beside the arms that show what it measures.
+    """Repeat an attack of PPIDSG or Anti-GAN as published, beside the arms that show what it measures.
 
     Example: fedcg bench privacy published membership --data FOLDER
     """

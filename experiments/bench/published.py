@@ -20,6 +20,7 @@ from audit.attacks.label_distribution import counts_of, labels_by_weight
 from audit.evidence import WholeModel, networks
 from audit.measures import psnr, unit_pixels
 from audit.techniques import gradients, shadow_models
+from experiments.bench.active_gan import active_gan
 from experiments.data.client_datasets import unheld_images
 from experiments.record import bench_record, write_record
 from experiments.simulation.batch import RunSetting
@@ -232,5 +233,5 @@ def reconstruction(run: RunSetting) -> Figures:
 
 
 EXPERIMENTS: Mapping[str, Callable[[RunSetting], Figures]] = {
-    function.__name__: function for function in (labels, membership, keys, reconstruction)
+    function.__name__: function for function in (labels, membership, keys, reconstruction, active_gan)
 }

@@ -9,7 +9,7 @@ split, initial weights and order of images, so common effects cancel.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import fmean, stdev
 
@@ -73,6 +73,7 @@ class Judgement(str, Enum):
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
     UNDECIDED = "undecided"
+    NOT_COMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,8 @@ def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
                     higher = dict.fromkeys(lower, claim.higher)
                 if lower and higher:
                     verdict = judge(lower, higher, claim.margin)
+                    if any(first[end].collapsed for end in (claim.lower, claim.higher) if isinstance(end, str)):
+                        verdict = replace(verdict, judgement=Judgement.NOT_COMPARABLE)
                     orders.append(Order(claim, measure, _published_difference(preset, claim, measure), verdict))
     return tuple(orders)
 

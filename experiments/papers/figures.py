@@ -124,6 +124,7 @@ class Line:
         transfer: gain of the deployed models over local-only ones; None if the records lack it.
         failures: local rounds that diverged and were reverted.
         unmerged: rounds without a merge, over all seeds.
+        collapsed: number of runs whose defence collapsed; one is enough to leave the row's orders undecided.
         from_shadow: whether the figures come from the other runs' local-only models.
     """
 
@@ -141,6 +142,7 @@ class Line:
     transfer: Transfer | None = None
     unmerged: int = 0
     after: Figure | None = None
+    collapsed: int = 0
     from_shadow: bool = False
 
 
@@ -209,6 +211,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         failures=sum(len(client.failures) for client in clients),
         unmerged=sum(len(run.server_failures) for run in runs.values()),
         after=figure_of(value for value in after if value is not None),
+        collapsed=sum(run.collapsed for run in runs.values()),
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from experiments.errors import OptionError
 from fedcg.errors import NOT_FOUND
+from fedcg.learning.defences.params import LEAST_SPREAD
 from fedcg.learning.spec import ParameterValue
 from fedcg.text_output import wrong_value
 
@@ -64,6 +65,7 @@ class RunRecord(_Part):
         reduced: differences from the published setting: name to [published, run].
         mean: means over clients; accuracies are shares of 1.
         server_failures: rounds whose updates were not merged.
+        defended: facts about the data defence by client.
         file: name of the record's file.
     """
 
@@ -84,12 +86,19 @@ class RunRecord(_Part):
     mean: dict[str, float | None]
     clients: list[ClientRecord]
     server_failures: list[object] = []
+    defended: dict[str, dict[str, str]] = {}
     file: str = ""
 
     @property
     def base(self) -> str | None:
         """The preset's name without the budget."""
         return None if self.paper is None else self.paper.partition("@")[0]
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether a client's generated images share a texture (`LEAST_SPREAD`), or are not known not to, so that the run tests no claim."""
+        made = [facts for facts in self.defended.values() if "spread" in facts]
+        return any(float(one["spread"]) < LEAST_SPREAD * float(one.get("real_spread", "inf")) for one in made)
 
     def figure(self, name: str) -> float | None:
         """Return a mean over clients in percent; for the moving average and the last download, records only have values by client."""

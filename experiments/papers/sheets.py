@@ -183,6 +183,8 @@ def _remarks(line: Line, common: Differences) -> str:
         remarks.append(f"{line.failures} local rounds diverged")
     if line.unmerged:
         remarks.append(f"{line.unmerged} rounds without a merge")
+    if line.collapsed:
+        remarks.append(f"no verdict: in {line.collapsed} runs generated images share a texture, or may")
     return "; ".join(remarks)
 
 

@@ -54,7 +54,7 @@ class RunSetting(Setting):
         precision: of training steps; "bf16" only on CUDA devices.
         codec: codec of updates; `aggregate_codec`: codec of aggregates (`fedcg.wire.artifacts.payload`).
         start: the seed of the private parts' initial weights.
-        privacy: the mechanisms of every client; a setting without any has the same JSON as before mechanisms existed.
+        privacy: the mechanisms of the clients; a setting without any has the same JSON as before mechanisms existed.
         paper: the published setting of this run.
     """
 
@@ -104,6 +104,14 @@ class RunSetting(Setting):
         ),
     ] = None
     defence_params: dict[str, ParameterValue] = Field(default_factory=dict, exclude_if=lambda params: not params)
+    defenders: Annotated[
+        int,
+        Field(
+            ge=0,
+            exclude_if=lambda defenders: not defenders,
+            description="only this many clients, the first ones, have the defence and the mechanisms; 0: all",
+        ),
+    ] = 0
     paper: str | None = None
 
     @model_validator(mode="after")
@@ -139,6 +147,7 @@ class RunSetting(Setting):
             self.variant,
             self.defence_label,
             self.privacy.label,
+            f"{self.defenders}-defender" if self.defenders else "",
             codecs,
             "" if self.start == "cohort" else f"{self.start}-start",
             f"seed{self.seed}",
@@ -275,6 +284,7 @@ def _compared(setting: RunSetting) -> dict[str, Any]:
     """Return a setting for comparison: without fields that change no published figure, and with one name for each field."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
     values |= {"start": setting.start, "privacy": setting.privacy.label, "defence": setting.defence_label}
+    values |= {"defenders": setting.defenders}
     return values | {f"params.{name}": value for name, value in setting.all_params().items()}
 
 

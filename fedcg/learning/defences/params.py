@@ -10,6 +10,10 @@ from fedcg.config_file import Settings
 Size = tuple[int, int, int]
 """Channels, height and width of an image."""
 DEFAULT_BLOCK = 4
+LEAST_SPREAD = 0.5
+"""Anti-GAN: the least spread of generated images within a class, as a share of the real images'. Below it, an attacker can
+subtract the texture that they share.
+"""
 
 
 _Steps = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -70,6 +74,9 @@ class AntiGanParams(DefenceParams):
         mu: share of the real image in the mixed one (μ).
         obfuscation_weight: λ of eq. 4.
         window: side of a window, pixels.
+        window_loss: eq. 2 as the mean over windows and colour channels, or as `printed`: the sum over windows, each
+            with all its channels.
+        diversity: weight of FedCG's mode-seeking term, which keeps the images of a class apart; 0, as in the paper: none.
         gan_steps: steps of the first training, without obfuscation.
         obfuscation_steps: steps of the second training, with eq. 4.
         batch_size: images per step.
@@ -84,6 +91,9 @@ class AntiGanParams(DefenceParams):
     mu: Annotated[float, Field(ge=0, le=1)] = 0.5
     obfuscation_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 250.0
     window: Annotated[int, Field(ge=2, le=1024)] = 4
+    # Excluded so that GANs trained before these two parameters existed keep their file.
+    window_loss: Annotated[Literal["mean", "printed"], Field(exclude_if=lambda loss: loss == "mean")] = "mean"
+    diversity: Annotated[float, Field(ge=0, allow_inf_nan=False, exclude_if=lambda weight: not weight)] = 0.0
     gan_steps: _Steps = 600
     obfuscation_steps: _Steps = 200
     batch_size: Annotated[int, Field(ge=2, le=4096)] = 50

@@ -85,7 +85,7 @@ class Party:
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
         precision: of training steps; "bf16" for CUDA devices.
         coding: number formats of updates and aggregates; None: no conversion.
-        privacy: the mechanisms of every client.
+        privacy: the mechanisms of the clients, except those in `undefended`.
         own: by client, the spec with its own backbone, if backbones differ (`own_backbone`).
     """
 
@@ -99,6 +99,11 @@ class Party:
     coding: Coding | None = None
     privacy: PrivacySettings = OFF
     own: Mapping[str, FederationSpec] = field(default_factory=dict)
+    undefended: frozenset[str] = frozenset()
+
+    def privacy_of(self, client: str) -> PrivacySettings:
+        """The mechanisms of a client."""
+        return OFF if client in self.undefended else self.privacy
 
     def spec_of(self, client: str) -> FederationSpec:
         """The spec under which a client trains."""
@@ -116,7 +121,8 @@ class Party:
         context = self._context(self.roots.devices[client], number, None)
         cohort = Cohort(Streams(self.roots.cohort).at(self.spec.federation))
         validation = self.datasets[client].val
-        privacy = self.privacy if self.spec.classes else self.privacy.without_balance()
+        mine = self.privacy_of(client)
+        privacy = mine if self.spec.classes else mine.without_balance()
         return replace(context, spec=self.spec_of(client), privacy=privacy, validation=validation, cohort=cohort)
 
     def server_context(self, number: int) -> RoundContext:

@@ -164,6 +164,8 @@ def spent_after_round(
     params = method.params_type.model_validate(party.spec.params)
     after, refusals = dict(spent), {}
     for name in names:
+        if name in party.undefended:
+            continue
         planned = after_round(spent.get(name, Spent()), settings, method, params, len(party.datasets[name].train))
         if planned.exceeds(settings):
             epsilon = planned.epsilon(settings.delta)

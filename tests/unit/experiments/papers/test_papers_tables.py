@@ -216,8 +216,9 @@ def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_besi
 
 
 def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against_the_run_without_a_defence() -> None:
-    def run(variant: str, seed: int, whole: float) -> dict[str, Any]:
-        return record("fedavg", seed, 0.4, paper="antigan:table1:mnist-2", variant=variant, whole=whole)
+    def run(variant: str, seed: int, whole: float, **of_real: str) -> dict[str, Any]:
+        made = record("fedavg", seed, 0.4, paper="antigan:table1:mnist-2", variant=variant, whole=whole)
+        return made | ({"defended": {"client-1": {"spread": "0.2", **of_real}}} if variant == "antigan" else {})
 
     # Seed 0: (80 - 76) / 80 = 5 %; seed 1: (50 - 48) / 50 = 4 %; seed 2 has no run to compare with.
     found = _only(
@@ -229,6 +230,20 @@ def test_the_degradation_ratio_is_the_share_of_accuracy_that_a_row_loses_against
     assert _row(found, "Dropout 0.5")[2] == "-5.00 (1)"
     assert _row(found, "no defence")[1:3] == ("-", "0.00 ± 0.00 (2)")
     assert _only(run("antigan", 0, 0.76)).lines[0].figures == {}
+    # One run whose generated images share a texture, or are not known not to, leaves the row without a verdict.
+    for facts, judged in (
+        ({"real_spread": "0.4"}, "confirmed"),
+        ({"real_spread": "0.5"}, "not comparable"),
+        ({}, "not comparable"),
+    ):
+        rows = [
+            run(name, at, whole, **facts)
+            for at in range(3)
+            for name, whole in (("", 0.8), ("antigan", 0.78 + at / 1000))
+        ]
+        (order,) = [one for one in _only(*rows).orders if one.claim.higher == 5.0]
+        assert order.verdict.judgement.value == judged
+        assert ("share a texture" in str(_row(_only(*rows), "Anti-GAN"))) == (judged != "confirmed")
 
 
 def test_a_claim_may_compare_a_row_with_a_level_such_as_chance() -> None:

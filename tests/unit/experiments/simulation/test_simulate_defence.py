@@ -31,7 +31,7 @@ def test_any_method_runs_on_defended_digits_and_the_record_names_the_defence(tmp
     for record in records:
         assert record["defence"].startswith("antigan-v_e=0.3-gan_steps=6-obfuscation_steps=4")
         facts = record["defended"]["client-1"]
-        assert 0 < float(facts.pop("spread")) < 1
+        assert all(0 < float(facts.pop(name)) < 1 for name in ("spread", "real_spread"))
         assert facts == {"features": "efficientnet_lite0", "classes_of_one_image": "0"}
         assert record["setting"]["defence_params"] == {**SHORT, "v_e": 0.3}
         assert f"{record['method']}-{record['defence']}-seed0" in done.stderr
@@ -75,6 +75,16 @@ def test_every_training_image_changes_and_validation_and_test_stay_real(tmp_path
 
 def _same(one: ImageSet, other: ImageSet) -> bool:
     return torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
+
+
+def test_with_one_defender_the_other_clients_have_neither_defence_nor_mechanisms(tmp_path: Path) -> None:
+    one = {"defenders": 1, "defence": "ats", "method": "fedavg", "privacy": {"gradient_noise": 0.1}}
+    setting = RunSetting.model_validate({**ALONE.model_dump(), **one})
+    real, party = parties_of(tmp_path, ALONE, setting)
+    changed = [not _same(party.datasets[name].train, client.train) for name, client in real.datasets.items()]
+    noised = [party.client_context(name, 1).privacy.is_on for name in real.datasets]
+    assert changed == noised == [True, False]
+    assert list(json.loads((tmp_path / f"{setting.name}.json").read_text())["defended"]) == ["client-1"]
 
 
 def test_the_audit_of_a_defended_client_is_against_its_real_images(tmp_path: Path) -> None:
