@@ -259,9 +259,9 @@ class AuditSection(Settings):
         attacks: names from `fedcg audit attacks`; empty: all.
     """
 
-    before_publish: Annotated[Literal["off", "quick"], Field(description="off, or quick: at most 3 minutes per round")] = (
-        "off"
-    )
+    before_publish: Annotated[
+        Literal["off", "quick"], Field(description="off, or quick: at most 3 minutes per round")
+    ] = "off"
     gate: Annotated[str, Field(description="e.g. mia_auc<0.75; take bounds from your own reports")] = ""
     auxiliary: Path | None = None
     attacks: tuple[str, ...] = ()
